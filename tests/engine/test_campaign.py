@@ -7,7 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,8 +221,13 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         assert len(result.rounds_ms) >= 2
 
 
-def test_what_was_measured_before_the_results_were_written_is_not_measured_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("decisions_take_s", [0.0, 1000.0])
+def test_what_was_measured_before_the_results_were_written_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions_take_s: float
+) -> None:
     """The process was killed between the last sample and the files: the same result, without a worker."""
+    clock = chain([0.0], repeat(decisions_take_s))  # the first decision may take so long that no other one is made until the end
+    monkeypatch.setattr("gemmscope.engine.campaign.time", SimpleNamespace(monotonic=lambda: next(clock)))
     with recorded(tmp_path) as recording:
         before = small_campaign(recording, ["BF16"], target=1e6)  # reached on a busy machine too
         before.run()

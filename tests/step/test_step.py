@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,8 +376,13 @@ def timed(request: dict[str, Any], rounds: int = 4) -> Iterator[Message]:
         yield Round(number)
 
 
-def test_a_process_that_dies_while_profiling_costs_no_step(recording_of_run: RecordedRun) -> None:
-    """All was timed well enough; only what its kernels do stays unknown."""
+@pytest.mark.parametrize("decisions_take_s", [0.0, 1000.0])
+def test_a_process_that_dies_while_profiling_costs_no_step(
+    recording_of_run: RecordedRun, monkeypatch: pytest.MonkeyPatch, decisions_take_s: float
+) -> None:
+    """All was timed well enough; only what its kernels do stays unknown. The same if the machine is too busy to decide often."""
+    clock = chain([0.0], repeat(decisions_take_s))  # the first decision takes so long that no other one is made until the end
+    monkeypatch.setattr("gemmscope.engine.campaign.time", SimpleNamespace(monotonic=lambda: next(clock)))
     workers = Scripted(timed, "(signal 11)")
     campaign = step_campaign(recording_of_run, plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), workers=workers)
     measurements = campaign.run()

@@ -135,7 +135,7 @@ class Campaign(ABC, Generic[Results]):
             try:
                 ended = self._converse(link, left, attempt, signals)
             except WorkerEndedError as death:
-                ended = signals.first is not None or self._survive(death, left)
+                ended = signals.first is not None or self._survive(death, left, attempt)
             finally:
                 link.close()
             if ended:
@@ -151,7 +151,11 @@ class Campaign(ABC, Generic[Results]):
             if isinstance(message, Fatal):
                 raise WorkerEndedError("error", message.why, hint=message.hint)
             self._note(message)
-            if isinstance(message, Done) or (isinstance(message, Failed) and message.kind == attempt.ends_at):
+            if isinstance(message, Done):
+                if not enough:
+                    self._enough(attempt.tasks, at_once=True)
+                return True
+            if isinstance(message, Failed) and message.kind == attempt.ends_at:
                 return True
             if isinstance(message, (Sampled, Round)) and not enough:
                 enough = self._enough(attempt.tasks)
@@ -165,7 +169,7 @@ class Campaign(ABC, Generic[Results]):
                     sent = now
         return True  # a signal
 
-    def _survive(self, death: WorkerEndedError, tasks: list[str]) -> bool:
+    def _survive(self, death: WorkerEndedError, tasks: list[str], attempt: Attempt) -> bool:
         """Record what the end of a worker costs. True: the attempt is over."""
         if death.killed and self._at not in self._killed_at:  # once at each task it is nobody's fault
             self._killed_at.add(self._at)
@@ -173,7 +177,7 @@ class Campaign(ABC, Generic[Results]):
         if not self._greeted and not self.results.any_samples():
             why = f"the measuring process did not start {death.detail}" if death.kind == "crash" else death.why
             raise NotStartedError(why, death.hint or "gemmscope doctor shows what this machine can measure") from death
-        if self.rule.ended is not None:  # everything was timed
+        if self.ends_itself and (self.rule.ended is not None or self._enough(attempt.tasks, at_once=True)):  # all was timed
             self._note(Noticed("kernels-not-profiled", {"reason": death.why}))
             self._note(Done())
             return True
@@ -183,10 +187,11 @@ class Campaign(ABC, Generic[Results]):
                 self._note(Failed(key, death.why, death.kind))
         return False
 
-    def _enough(self, tasks: Sequence[str]) -> bool:
-        """Asked after every burst; but deciding takes a moment with many tasks, and must not hold up the messages."""
+    def _enough(self, tasks: Sequence[str], *, at_once: bool = False) -> bool:
+        """Asked after every burst; but deciding takes a moment with many tasks, and must not hold up the messages. `at_once`:
+        no more messages come, so decide now."""
         began = time.monotonic()
-        if not self.rule.decides or began < self._decide_again:
+        if not self.rule.decides or (began < self._decide_again and not at_once):
             return False
         enough = self.rule.done(self.results.complete_rounds, lambda: self.uncertainties(tasks))
         self._decide_again = began + 4 * (time.monotonic() - began)
