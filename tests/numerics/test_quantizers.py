@@ -268,10 +268,10 @@ def test_delayed_scaling_saturates_beyond_its_history() -> None:
 
 def test_history_of_maxima() -> None:
     history, seen = AmaxHistory(E4M3, length=3), []
-    for amax in (2.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, math.inf, 8.0, 1.0, 4.0):
+    for amax in (2.0, 1.0, 0.5, 0.25, 0.0, 0.0, math.nan, math.inf, 8.0, 1.0, 4.0):
         history.push(torch.tensor(amax))
         seen.append(history.amax.item())
-    assert seen == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25, 8.0]  # kept while the maximum is 0 or Inf
+    assert seen == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 8.0]  # 0 is not entered, NaN is as 0; kept while it is Inf
     assert AmaxHistory(E5M2).amax == E5M2.max  # a scale of 1 before the first step
 
 

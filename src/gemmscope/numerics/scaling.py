@@ -172,7 +172,8 @@ class AmaxHistory:
     """The maxima of a tensor's last steps, from which Transformer Engine's delayed scaling takes the scale of the next step.
 
     `amax` is what the next step is quantized with. Where the maximum of the history is 0 or not finite, the scale stays what it
-    was; it begins as 1. As in `_default_sf_compute` of pytorch/quantization.py and its fused kernel.
+    was; it begins as 1. A step whose maximum is 0 is not entered into the history, and NaN is entered as 0. As in `kernel_bulk` of
+    common/recipe/delayed_scaling.cu, which `reduce_and_update_fp8_tensors` of pytorch/quantization.py runs.
     """
 
     def __init__(self, target: NumberFormat, length: int = 1024, device: torch.device | str = "cpu") -> None:
@@ -181,6 +182,8 @@ class AmaxHistory:
 
     def push(self, amax: Tensor) -> None:
         """The maximum of a finished step; the oldest one is forgotten."""
-        self.maxima = torch.cat([self.maxima[1:], amax.float().reshape(1)])
+        latest = amax.float().reshape(1)
+        entered = torch.cat([self.maxima[1:], torch.where(latest.isnan(), 0.0, latest)])
+        self.maxima = torch.where(latest != 0, entered, self.maxima)
         largest = self.maxima.amax()
         self.amax = torch.where((largest > 0) & largest.isfinite(), largest, self.amax)
