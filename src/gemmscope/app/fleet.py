@@ -156,7 +156,7 @@ def run_fleet(
                 reporter=reporter,
                 units_of=lambda place: _units(unit, place, repeat, into),
                 at_once=at_once,
-                what="GPU" if repeat == 1 else "measurement",
+                what="GPU" if repeat == 1 and not _repeated(named) else "measurement",
             )
             outcomes = schedule.run()
         result = fleet_result(
@@ -173,6 +173,12 @@ def run_fleet(
         recording.deliver(lambda: deliver(result), complete=complete)
         signals.answered = True
     return result
+
+
+def _repeated(gpus: str | None) -> bool:
+    """Whether a GPU is named twice: its measuring processes take turns."""
+    numbers = [number.strip() for number in (gpus or "").split(",")]
+    return len(set(numbers)) < len(numbers)
 
 
 def gather_fleet(paths: Sequence[str | Path], *, tolerance: float = TOLERANCE, command: str = "") -> FleetResult:
