@@ -172,8 +172,8 @@ class AmaxHistory:
     """The maxima of a tensor's last steps, from which Transformer Engine's delayed scaling takes the scale of the next step.
 
     `amax` is what the next step is quantized with. Where the maximum of the history is 0 or not finite, the scale stays what it
-    was; it begins as 1. A step whose maximum is 0 is not entered into the history, and NaN is entered as 0. As in `kernel_bulk` of
-    common/recipe/delayed_scaling.cu, which `reduce_and_update_fp8_tensors` of pytorch/quantization.py runs.
+    was; it begins as 1. A step whose maximum is 0 is not entered into the history, and NaN is entered as 0. As in Transformer
+    Engine's `kernel_bulk` (common/recipe/delayed_scaling.cu), which `reduce_and_update_fp8_tensors` runs.
     """
 
     def __init__(self, target: NumberFormat, length: int = 1024, device: torch.device | str = "cpu") -> None:
