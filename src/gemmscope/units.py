@@ -198,6 +198,16 @@ def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
     return ", ".join(distinct[:most]) + more
 
 
+def listed(items: Iterable[str]) -> str:
+    """All names, as the subject of a sentence.
+
+    >>> listed(["a"]), listed("ab"), listed("abc")
+    ('a', 'a and b', 'a, b and c')
+    """
+    *first, last = dict.fromkeys(items)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 # The return type of templates that are only defined for some arguments
 CONDITION = re.compile(r"^std::enable_if<.{0,2000}?>::type ")
 

@@ -77,7 +77,7 @@ def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     assert shown.advice is None
     open_ended = document(numerics_result(bound=None))
     assert open_ended.answer.startswith("FP8Block has the smallest error, 5.1%, 1.32x")
-    assert open_ended.because[0].startswith("The fastest is NVFP4: error 17.8%, 1.55x")
+    assert open_ended.because[0].startswith("The fastest are NVFP4 and FP8Delayed, too close to call. NVFP4: error 17.8%, 1.55x")
     assert "--bound" in open_ended.next_purpose
     no_speeds = document(numerics_result(gpu="", bound=0.12))
     assert no_speeds.answer.startswith("Fewest bits with an error of at most 12.0%: NVFP4 with ")
@@ -86,6 +86,29 @@ def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     empty = numerics_result().model_copy(update={"recipes": (), "linears": (), "mixed": None, "depth": (), "stale": ()})
     assert "nothing could be computed" in document(empty).answer
     assert terminal.text(document(empty), width=80)
+
+
+def test_speeds_that_are_too_close_have_no_winner() -> None:
+    """The forecast cannot tell NVFP4 from FP8Delayed, nor FP8Delayed from FP8Block; without rivals, the fastest is named."""
+    open_ended, bounded = numerics_result(bound=None), numerics_result(bound=0.08)
+    assert document(open_ended).because[0].startswith("The fastest are NVFP4 and FP8Delayed, too close to call.")
+    assert any(line.startswith("Next: ") and line.endswith("; too close to call.") for line in document(bounded).because)
+    for result in (open_ended, bounded):
+        certain = tuple(row.model_copy(update={"rivals": ()}) for row in result.recipes)
+        because = document(result.model_copy(update={"recipes": certain})).because
+        assert not any("too close to call" in line for line in because)
+    alone = tuple(row.model_copy(update={"rivals": ()}) for row in open_ended.recipes)
+    assert document(open_ended.model_copy(update={"recipes": alone})).because[0].startswith("The fastest is NVFP4: error 17.8%")
+
+
+def test_recipes_with_the_same_error_are_named_together() -> None:
+    result = numerics_result(bound=None)
+    same = tuple(
+        row.model_copy(update={"error": 0.051}) if row.recipe in ("FP8Block", "MXFP8") else row for row in result.recipes
+    )
+    answer = document(result.model_copy(update={"recipes": same})).answer
+    assert answer.startswith("FP8Block and MXFP8 have the smallest error, 5.1%: FP8Block 1.32x [")
+    assert answer.endswith("] over BF16 in the training step (FORECAST).")
 
 
 @pytest.mark.parametrize("bound", [None, 0.12])

@@ -199,6 +199,10 @@ def test_speeds_of_a_forecast() -> None:
     assert qkv / down == pytest.approx(saved["QKV Proj"] / saved["MLP Down"])
     assert shares[0] / shares[1] == pytest.approx(4)  # one fused GEMM, divided by sizes
     assert speeds.findings == ()
+    assert gpu.step is not None
+    for name, rivals in speeds.rivals.items():  # by the interval of the two recipes' ratio
+        close = {other for other in speeds.speedups if (ratio := gpu.step.speedup(name, other)) and ratio.includes_one}
+        assert set(rivals) == close
 
 
 def test_speeds_of_bench_and_step() -> None:
@@ -210,6 +214,7 @@ def test_speeds_of_bench_and_step() -> None:
     codes = [found.code for found in step.findings]
     assert codes == ["numerics-no-speed", "numerics-speed-by-flops"]
     assert {"MXFP8", "NVFP4"} <= set(step.findings[0].facts["recipes"])  # type: ignore[arg-type]
+    assert step.rivals["FP8Delayed"] == ()  # 1.37x, 1.33x and 1.21x with intervals of 1%
     bench = speeds_of(recorded_bench("first"), cells)
     assert (bench.of, bench.gpu) == ("linears", "NVIDIA H200")
     mixed = weigh(linear_errors(4), recorded_bench("first"), 0.06).mixed
@@ -225,7 +230,7 @@ def test_many_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells is not None
     shares = random.uniform(0.1, 1.0, (6, 10))
     savings = {"BF16": Savings(0.0, 0.0, 0.0, cells.flops), "NVFP4": Savings(0.4, 0.4, 0.4, shares / shares.sum())}
-    speeds = Speeds(savings, {"NVFP4": Interval(1 / 0.6)}, "measured", "linears", "B200")
+    speeds = Speeds(savings, {"NVFP4": Interval(1 / 0.6)}, origin="measured", of="linears", gpu="B200")
     listed = recommend_mix(cells, speeds, 0.1).chosen
     monkeypatch.setattr(mixes, "MOST_LISTED", 0)
     assert recommend_mix(cells, speeds, 0.1).chosen == listed

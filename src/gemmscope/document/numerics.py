@@ -129,16 +129,38 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     low, mixed = _low(result), result.mixed
     if not low:
         return "There is no error to show: nothing could be computed.", []
-    best, reasons = low[0], list[str]()
-    fastest = max((each for each in low if each.speedup is not None), key=lambda each: _gain(each.speedup), default=None)
     if mixed is not None and mixed.bound is not None:
         return _below_bound(result, mixed.chosen, mixed.bound), [*_alternatives(result, mixed.chosen), _worst(result)]
-    smallest = f"{best.recipe} has the smallest error, {error_text(best.error)}{_speed(result, best.speedup)}"
-    if fastest is not None and fastest.recipe != best.recipe:
-        reasons.append(f"The fastest is {fastest.recipe}: error {error_text(fastest.error)}{_speed(result, fastest.speedup)}.")
-    elif len(low) > 1:
-        reasons.append(f"{low[-1].recipe} has the largest error, {error_text(low[-1].error)}.")
-    return f"{smallest}.", [*reasons, _worst(result)]
+    smallest, largest, fastest = _same_error(low, low[0]), _same_error(low, low[-1]), _fastest(low)
+    answer = f"{_have(smallest)} the smallest error, {error_text(low[0].error)}{_speeds(result, smallest)}."
+    if fastest is not None and fastest not in smallest:
+        reason = f"{_called_fastest(fastest)}: error {error_text(fastest.error)}{_speed(result, fastest.speedup)}."
+    elif len(low) > len(smallest):
+        reason = f"{_have(largest)} the largest error, {error_text(low[-1].error)}."
+    else:
+        reason = ""
+    return answer, [*filter(None, [reason]), _worst(result)]
+
+
+def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeError]:
+    """The recipes whose error, rounded as it is printed, is the same as this one's."""
+    return [row for row in recipes if error_text(row.error) == error_text(one.error)]
+
+
+def _have(recipes: list[RecipeError]) -> str:
+    return f"{units.listed(row.recipe for row in recipes)} {'have' if len(recipes) > 1 else 'has'}"
+
+
+def _fastest(recipes: list[RecipeError]) -> RecipeError | None:
+    """The one with the highest speedup; None if no speedup is known."""
+    return max((row for row in recipes if row.speedup is not None), key=lambda row: _gain(row.speedup), default=None)
+
+
+def _called_fastest(fastest: RecipeError) -> str:
+    """A winner, unless the interval of a ratio says otherwise."""
+    if fastest.rivals:
+        return f"The fastest are {units.listed([fastest.recipe, *fastest.rivals])}, too close to call. {fastest.recipe}"
+    return f"The fastest is {fastest.recipe}"
 
 
 def _along_depth(result: NumericsResult) -> Iterator[str]:
@@ -160,10 +182,21 @@ def _gain(speedup: Interval | None) -> float:
 
 def _speed(result: NumericsResult, speedup: Interval | None) -> str:
     """With its origin; nothing where it is not known."""
-    if speedup is None:
-        return ""
+    return f", {units.speedup(speedup)} {_over_baseline(result)}" if speedup is not None else ""
+
+
+def _over_baseline(result: NumericsResult) -> str:
     what = "in the training step" if result.speed_of == "step" else "in the linears"
-    return f", {units.speedup(speedup)} over {BASELINE} {what}{' (FORECAST)' if result.speed_origin == 'forecast' else ''}"
+    return f"over {BASELINE} {what}{' (FORECAST)' if result.speed_origin == 'forecast' else ''}"
+
+
+def _speeds(result: NumericsResult, recipes: list[RecipeError]) -> str:
+    """The speedup of a recipe, or those of several by name."""
+    known = {row.recipe: row.speedup for row in recipes if row.speedup is not None}
+    if len(recipes) == 1 or not known:
+        return _speed(result, recipes[0].speedup)
+    speedups = ", ".join(f"{name} {units.speedup(speedup)}" for name, speedup in known.items())
+    return f": {speedups} {_over_baseline(result)}"
 
 
 def _told(result: NumericsResult, mix: Mix | None) -> str:
@@ -204,7 +237,8 @@ def _alternatives(result: NumericsResult, chosen: Mix | None) -> list[str]:
     if known:
         best = max(known, key=lambda each: _gain(each.speedup))
         other = "Without mixing" if chosen.is_mixed else "Next"
-        texts.append(f"{other}: {best.recipe}, error {error_text(best.error)}{_plain_speed(best.speedup)}.")
+        close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
+        texts.append(f"{other}: {best.recipe}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
     return texts
 
 
@@ -231,8 +265,7 @@ def _main_recipe(result: NumericsResult) -> str:
     low = _low(result)
     if chosen is not None and chosen.recipe != BASELINE:
         return chosen.recipe
-    fastest = max((each for each in low if each.speedup is not None), key=lambda each: _gain(each.speedup), default=None)
-    return (fastest or low[-1]).recipe if low else BASELINE
+    return (_fastest(low) or low[-1]).recipe if low else BASELINE
 
 
 def _limits(result: NumericsResult) -> list[str]:

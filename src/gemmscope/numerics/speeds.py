@@ -25,6 +25,7 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepResult, StepTimes
+from gemmscope.results.winner import too_close
 
 SpeedResult = BenchResult | StepResult | ForecastResult
 MOST_SAVED = 0.9  # of the time in BF16, by the linears that gain
@@ -50,6 +51,8 @@ class Speeds:
 
     savings: Mapping[str, Savings]
     speedups: Mapping[str, Interval] = field(default_factory=dict)
+    rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Recipe → recipes whose speed is too close to call against its own."""
     origin: Origin | None = None
     of: Literal["step", "linears"] | None = None
     gpu: str = ""
@@ -110,8 +113,15 @@ def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
         savings[name] = Savings(total, low, high, divided * (1 - cells.skipped.get(name, 0.0)))
     if by_flops:
         findings.append(finding("numerics-speed-by-flops", recipes=by_flops))
-    origin: Origin = "forecast" if isinstance(result, ForecastResult) else "measured"
-    return Speeds(savings, speedups, origin, "step" if step is not None else "linears", where, tuple(findings))
+    return Speeds(
+        savings,
+        speedups,
+        {name: _rivals(name, speedups, step, linears) for name in speedups},
+        origin="forecast" if isinstance(result, ForecastResult) else "measured",
+        of="step" if step is not None else "linears",
+        gpu=where,
+        findings=tuple(findings),
+    )
 
 
 def gpu_of(result: ForecastResult, gpu: str = "") -> GpuForecast:
@@ -125,6 +135,18 @@ def _step_speedups(step: StepTimes) -> dict[str, Interval]:
         for time in step.recipes
         if time.speedup is not None and time.speedup.value > 0 and not time.fell_back
     }
+
+
+def _rivals(name: str, speedups: Mapping[str, Interval], step: StepTimes | None, linears: Linears | None) -> tuple[str, ...]:
+    """The recipes that are too close to call against this one, by the interval of their ratio; the fastest first."""
+
+    def ratio(other: str) -> Interval | None:
+        if step is not None:
+            return step.speedup(name, over=other)
+        return linears.speedup(name, _mode(linears), over=other) if linears is not None else None
+
+    rivals = [other for other in speedups if other != name and too_close(ratio(other))]
+    return tuple(sorted(rivals, key=lambda other: -speedups[other].value))
 
 
 def _mode(linears: Linears) -> Literal["autocast", "pre-quantized"]:

@@ -49,7 +49,8 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
             }
         )
     recipes = tuple(
-        each.model_copy(update={"speedup": speeds.speedups.get(each.recipe)}) for each in recipe_errors(linears, cells)
+        row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
+        for row in recipe_errors(linears, cells)
     )
     return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
 

@@ -107,6 +107,8 @@ class RecipeError(Part):
     worst_error: float
     speedup: Interval | None = None
     """Of the step, or of all linears, over BF16."""
+    rivals: tuple[str, ...] = ()
+    """Recipes whose speed is too close to call against this one's."""
 
 
 class StaleScale(Part):

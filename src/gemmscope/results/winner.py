@@ -53,5 +53,10 @@ def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Colle
     return Winner(best=best, speedup=counted[best], rivals=rivals)
 
 
-def _beats(found: Interval | None) -> bool:
-    return found is not None and found.above_one
+def too_close(ratio: Interval | None) -> bool:
+    """Whether a ratio calls neither side the faster one: its interval includes one, or is not known."""
+    return ratio is None or not (ratio.above_one or ratio.below_one)
+
+
+def _beats(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.above_one
