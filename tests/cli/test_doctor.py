@@ -12,6 +12,7 @@ import pytest
 from gemmscope.app.doctor import Diagnosis
 from gemmscope.gpu import environment
 from gemmscope.gpu.health import Health
+from gemmscope.recipe.recipes import recipes
 from support.command import Run, run
 from support.machines import NOTHING, machine
 from support.nvml_driver import Driver
@@ -25,8 +26,9 @@ def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     outcome = run("doctor")
     assert outcome.code == 0
     assert "driver: no NVIDIA driver found" in outcome.out
-    assert re.search(r"BF16 +cpu +no +torch is not installed", outcome.out)
-    assert "to measure: " in outcome.out
+    assert outcome.out.startswith("This machine cannot measure on a GPU: it has no NVIDIA GPU, or no driver for it.")
+    assert "cpu: torch is not installed" in outcome.out
+    assert "On a machine with a GPU: " in outcome.out
 
 
 def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +36,9 @@ def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: machine(processes=(4711,)))
     out = run("doctor").out
-    assert re.search(r"MXFP8 +transformer_engine +no +MXFP8 .* need compute capability 10.0", out)
-    assert re.search(r"FP8Block +transformer_engine +no +transformer_engine is not installed", out)
+    assert out.startswith("This machine cannot measure on a GPU: torch is not installed.")
+    assert re.search(r"transformer_engine, MXFP8: MXFP8 .* need compute capability 10.0", out)
+    assert re.search(r"transformer_engine, .*FP8Block: transformer_engine is not installed", out)
     assert "in use by other processes (4711)" in out
     assert json.loads(run("doctor --json -").out)["environment"]["gpus"][0]["name"] == "NVIDIA H200"
 
@@ -78,16 +81,33 @@ def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyP
 HEALTHY: Health = {"uncorrected_errors": 0, "pcie_width": 16, "pcie_width_max": 16, "nvlinks": 18, "nvlinks_active": 18}
 
 
-def advice(*healths: Health) -> list[str]:
+def problems(*healths: Health) -> list[str]:
     one = machine()
     gpus = tuple(replace(one.gpus[0], index=index) for index in range(len(healths)))
-    return Diagnosis(replace(one, gpus=gpus), {"cpu": {}}, dict(enumerate(healths))).advice()
+    return Diagnosis(replace(one, gpus=gpus), {"cpu": {}}, dict(enumerate(healths))).problems()
+
+
+def test_the_answer_names_what_can_be_measured() -> None:
+    """As on an H200: one sentence, then a table with a row per recipe, and each reason once."""
+    missing = "compute capability 10.0 or higher required"
+    works = {name: missing if name in ("MXFP8", "NVFP4") else "" for name in recipes()}
+    diagnosis = Diagnosis(
+        machine(), {"transformer_engine": {"why_not": works}, "torchao": {"broken": "torchao is not installed"}}
+    )
+    assert diagnosis.answer() == [
+        "This machine can measure BF16, FP8Current, FP8Delayed and FP8Block with transformer_engine.",
+        "No problems found.",
+    ]
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in diagnosis.table().rows}
+    assert (rows["FP8Block"][:2], rows["MXFP8"][:2], rows["FP8Rowwise"][:2]) == (["yes", "-"], ["no", "no"], ["-", "no"])
+    assert f"transformer_engine, MXFP8 and NVFP4: {missing}" in diagnosis.why_not()
+    assert "torchao: torchao is not installed" in diagnosis.why_not()
 
 
 def test_doctor_names_what_is_wrong_with_a_gpu() -> None:
-    assert advice(HEALTHY, HEALTHY) == ["no problems found"]
+    assert problems(HEALTHY, HEALTHY) == []
     sick: Health = {**HEALTHY, "uncorrected_errors": 2, "pcie_width": 8, "nvlinks_active": 17}
-    assert advice(HEALTHY, sick) == [
+    assert problems(HEALTHY, sick) == [
         "GPU 1: 2 uncorrected memory errors since the driver was loaded (reset the GPU)",
         "GPU 1: PCIe x8 instead of x16 (check its slot and riser)",
         "GPU 1: 17 of 18 NVLinks are active (nvidia-smi nvlink --status shows which are not)",
@@ -96,8 +116,8 @@ def test_doctor_names_what_is_wrong_with_a_gpu() -> None:
 
 def test_a_machine_in_which_all_gpus_have_fewer_links_is_built_so() -> None:
     fewer: Health = {**HEALTHY, "nvlinks_active": 12}
-    assert advice(fewer, fewer) == ["no problems found"]
-    assert len(advice(fewer)) == 1
+    assert problems(fewer, fewer) == []
+    assert len(problems(fewer)) == 1
 
 
 def test_doctor_asks_the_driver(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,16 +14,19 @@ from gemmscope.gpu.nvml import open_nvml
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
 from gemmscope.text import visible_json
-from gemmscope.units import si
+from gemmscope.units import listed, si
 
 BUSY = 10  # per cent of utilization
 LONGEST_S = 180
+WITHOUT_GPU = "shapes, forecast, plan, explain, compare and report need no GPU."
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The machine, and what each backend reports: its versions and why it cannot run a recipe, or why it does not load.
-    `health`: of each GPU by its number, read while it may be idle."""
+
+    `health`: of each GPU by its number, read while the GPU may be idle.
+    """
 
     machine: Environment
     backends: dict[str, Any]
@@ -33,31 +37,68 @@ class Diagnosis:
         return f"<Diagnosis: {gpus}; {', '.join(self.machine.packages) or 'no framework'}>"
 
     def __str__(self) -> str:
-        return "\n".join((*self.lines(), *self.advice()))
+        return "\n".join((*self.answer(), *self.lines()))
 
     def to_json(self) -> str:
         content = {"environment": asdict(self.machine), "health": self.health, "backends": self.backends}
         return visible_json(json.dumps(content, indent=1)) + "\n"
 
+    def answer(self) -> list[str]:
+        """What can be measured here, then problems and what to do about them."""
+        measured: dict[str, list[str]] = {}
+        for (name, backend), reason in self._reasons().items():
+            if backend != "cpu" and not reason:
+                measured.setdefault(backend, []).append(name)
+        if measured:
+            parts = (f"{listed(names)} with {backend}" for backend, names in measured.items())
+            can = f"This machine can measure {'; '.join(parts)}."
+        else:
+            can = f"This machine cannot measure on a GPU: {self._missing()}. {WITHOUT_GPU}"
+        return [can, *(self.problems() or (["No problems found."] if measured else []))]
+
+    def _missing(self) -> str:
+        if not self.machine.gpus:
+            return "it has no NVIDIA GPU, or no driver for it"
+        return "torch is not installed" if not self.backends else "no framework here can use its GPU"
+
     def lines(self) -> list[str]:
         """System, packages, driver and GPUs."""
         packages = ", ".join(f"{name} {version}" for name, version in self.machine.packages.items())
         return [
-            "gemmscope doctor",
-            f"{self.machine.system}, {self.machine.cpus} CPUs, Python {self.machine.python}",
+            f"system: {self.machine.system}, {self.machine.cpus} CPUs, Python {self.machine.python}",
             f"packages: {packages or 'none of the supported frameworks'}",
             f"driver: {self.machine.driver or 'no NVIDIA driver found'}",
             *map(_gpu_line, self.machine.gpus),
         ]
 
     def table(self) -> Table:
-        """Recipe and backend: what the frameworks report where they could be asked, else what the table of architectures says."""
+        """Recipes in rows and backends in columns: what the frameworks report, or else what the architecture supports."""
+        reasons = self._reasons()
+        backends = list(dict.fromkeys(backend for _, backend in reasons))
         rows = []
-        for name, recipe in recipes().items():
-            for backend in recipe.backends:
-                reason = self._why_not(name, backend)
-                rows.append((Cell(name), Cell(backend), Cell("no" if reason else "yes"), Cell(reason or recipe.title)))
-        return Table("What can be measured here", columns(("Recipe", "Backend", "Measured", "Description"), ()), tuple(rows))
+        for name in recipes():
+            known = [reasons.get((name, backend)) for backend in backends]
+            rows.append((Cell(name), *(Cell("-" if reason is None else "no" if reason else "yes") for reason in known)))
+        note = "-: the backend does not have this recipe."
+        return Table("What can be measured here", columns(("Recipe", *backends), ()), tuple(rows), note)
+
+    def why_not(self) -> list[str]:
+        """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for (name, backend), reason in self._reasons().items():
+            names.setdefault((backend, reason), []).append(name)
+        reasons_of = Counter(backend for backend, _ in names)
+        return [
+            f"{backend}{'' if reasons_of[backend] == 1 else f', {listed(without)}'}: {reason}"
+            for (backend, reason), without in names.items()
+            if reason
+        ]
+
+    def _reasons(self) -> dict[tuple[str, str], str]:
+        """(recipe, backend) → why it cannot be measured, or an empty text."""
+        return {
+            (name, backend): self._why_not(name, backend) for name, recipe in recipes().items() for backend in recipe.backends
+        }
 
     def _why_not(self, name: str, backend: str) -> str:
         facts = self.backends.get(backend, {})
@@ -71,25 +112,27 @@ class Diagnosis:
         known = support(name, capability)
         return f"{backend} is not installed" if known.runs else known.note
 
-    def advice(self) -> list[str]:
-        """What to do, the most helpful first."""
+    def problems(self) -> list[str]:
+        """What prevents or distorts measurements, and what to do; the most important first."""
         lines = []
         if not self.backends:
-            lines.append(f"to measure: {python_command()} torch (the build for your CUDA), then transformer_engine[pytorch]")
+            install = f"{python_command()} torch (the build for your CUDA), then transformer_engine[pytorch]"
+            lines.append(f"{'On a machine with a GPU' if not self.machine.gpus else 'To measure'}: {install}")
         elif not self.machine.gpus:
-            lines.append("there is no GPU to measure on; gemmscope shapes and forecast do not need one")
-            lines.append("gemmscope bench --device cpu tries out a measurement on the CPU")
+            lines.append("To try out a measurement on the CPU: gemmscope bench --shapes 512 --device cpu")
         elif "broken" in self.backends.get("transformer_engine", {}):
-            lines.append(f"to measure FP8: {python_command()} --no-build-isolation transformer_engine[pytorch]")
+            lines.append(
+                f"To measure with Transformer Engine: {python_command()} --no-build-isolation transformer_engine[pytorch]"
+            )
         for gpu in self.machine.gpus:
             if gpu.processes:
                 others = ", ".join(map(str, gpu.processes))
-                lines.append(f"GPU {gpu.index} is in use by other processes ({others}), which would distort the times")
+                lines.append(f"GPU {gpu.index} is in use by other processes ({others}), which would distort the times.")
             elif gpu.utilization is not None and gpu.utilization > BUSY:
-                lines.append(f"GPU {gpu.index} is {gpu.utilization}% busy with something that is not visible from here")
-        return [*lines, *self._health_advice()] or ["no problems found"]
+                lines.append(f"GPU {gpu.index} is {gpu.utilization}% busy with processes that are not visible from here.")
+        return [*lines, *self._health_problems()]
 
-    def _health_advice(self) -> list[str]:
+    def _health_problems(self) -> list[str]:
         """Problems of the GPUs themselves. Where all GPUs of a product have equally many NVLinks active, none is missing."""
         lines = []
         for gpu in self.machine.gpus:

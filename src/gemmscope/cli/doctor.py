@@ -14,6 +14,7 @@ def command(json: str | None = None) -> None:
         write(json, diagnosis.to_json())
         if to_stdout(json):
             return
-    writers.terminal.show_texts(diagnosis.lines())
+    writers.terminal.show_texts([*diagnosis.answer(), "", *diagnosis.lines()])
     writers.terminal.show_table(diagnosis.table())
-    writers.terminal.show_texts(diagnosis.advice())
+    if reasons := diagnosis.why_not():
+        writers.terminal.show_texts(["", "Why not", *reasons])
