@@ -103,7 +103,7 @@ def fleet_answer() -> str:
 
 def sweep() -> str:
     """The format of a measured sweep. Its numbers are made up (`support/sweep_files.py`), and the page says so above them."""
-    return _tidy(terminal.text(document(sweep_files.measured_plane()), detail=False))
+    return _tidy(terminal.text(document(sweep_files.measured_plane(with_impossible=False)), detail=False))
 
 
 BLOCKS = {

@@ -66,9 +66,9 @@ def assembled(
 
 
 @cache
-def measured_plane(*, interrupted: bool = False) -> SweepResult:
-    """Linears over two sizes on two GPUs. At one point FP8Block ran out of memory, at one nothing could be measured, and one is
-    not possible."""
+def measured_plane(*, interrupted: bool = False, with_impossible: bool = True) -> SweepResult:
+    """Linears over two sizes on two GPUs. At one point FP8Block ran out of memory, and at one nothing could be measured. With
+    `with_impossible`, one point has a size that is not possible."""
     values = [{"micro_batch_size": size, "sequence_length": length} for size in (1, 2, 4, 8) for length in (1024, 2048, 4096)]
     outcomes = Outcomes()
     for number, point in enumerate(values[: 5 if interrupted else None]):
@@ -83,7 +83,7 @@ def measured_plane(*, interrupted: bool = False) -> SweepResult:
             for part in ("times_ms", "speedups"):
                 data[part].pop("FP8Block", None)
     impossible = [({"micro_batch_size": 0, "sequence_length": 1024}, "micro_batch_size must be at least 1, got 0")]
-    return assembled("bench", outcomes, values, interrupted=interrupted, impossible=impossible)
+    return assembled("bench", outcomes, values, interrupted=interrupted, impossible=impossible if with_impossible else [])
 
 
 @cache
