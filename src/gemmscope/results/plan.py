@@ -46,7 +46,7 @@ class PlanLayout(Part):
 
     @property
     def close(self) -> bool:
-        """Whether it is too close to call against the best, which itself is not."""
+        """Whether it is too close to call against the best layout; false for the best itself."""
         return self.slowdown is not None and not self.slowdown.above_one
 
     @property
@@ -69,7 +69,7 @@ class Pruned(Part):
 
 
 class SmallestLayout(Part):
-    """The layout that needs least memory, where none fits."""
+    """The layout that needs the least memory, if none fits."""
 
     recipe: str
     layout: str
@@ -106,7 +106,7 @@ class PlanPoint(Part):
 
 
 class PlanResult(ModelResult):
-    """The result of `gemmscope plan`: the layouts of a model on so many GPUs, the fastest first."""
+    """The result of `gemmscope plan`: the layouts of a model on a number of GPUs, the fastest first."""
 
     kind: Literal["plan"] = "plan"
     coefficients: str
