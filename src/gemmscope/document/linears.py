@@ -96,7 +96,7 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
 
 
 def _what(linears: Linears, mode: Mode) -> str:
-    """What a number of this mode is about, beside those of other runs."""
+    """The name of the numbers of this mode, beside those of other runs."""
     return f"{WHAT[mode]}, as Transformer Engine's script counts" if linears.as_te_benchmark else WHAT[mode]
 
 

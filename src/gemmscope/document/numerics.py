@@ -108,7 +108,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
 
 
 def _steps(steps: tuple[int, ...]) -> str:
-    """Which steps of the training.
+    """The recorded training steps, as text.
 
     >>> _steps((142, 143, 144)), _steps((10, 20)), _steps((7,))
     ('steps 142 to 144', 'steps 10, 20', 'step 7')

@@ -65,12 +65,12 @@ def part_key(name: str) -> str:
 
 
 def series_key(place: int) -> str:
-    """The style of the first, second, ... of several things that are alike, such as runs."""
+    """The style of the first, second, ... of several similar series, such as runs."""
     return f"series-{place % most_series() + 1}"
 
 
 def most_series() -> int:
-    """How many things that are alike have a color of their own."""
+    """How many series have a color of their own."""
     return len(_data()["series"]) - 1
 
 

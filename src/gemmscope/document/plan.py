@@ -105,7 +105,7 @@ def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
 
 
 def _close_text(point: PlanPoint) -> str:
-    """Which layouts could be as fast."""
+    """The layouts that are too close to call against the best."""
     close = [layout for layout in point.layouts if layout.close]
     fitting = f"{units.counted(point.fitting, 'layout')} that {'fits' if point.fitting == 1 else 'fit'}"
     if not close:
@@ -116,7 +116,7 @@ def _close_text(point: PlanPoint) -> str:
 
 
 def _pruned_text(point: PlanPoint) -> str:
-    """How many were excluded, and why."""
+    """How many splits and layouts were excluded, and why."""
     splits = sum(rule.count for rule in point.pruned if rule.unit == "splits")
     layouts = {rule.rule: rule.count for rule in point.pruned if rule.unit == "layouts"}
     memory = layouts.pop("memory", 0)

@@ -128,7 +128,7 @@ def _begins(sweep: GpuSweep) -> str:
 
 
 def sweep_section(sweep: GpuSweep, *, several: bool = False) -> Section:
-    """Its chart, where speedups begin, and every point."""
+    """The section of a sweep: its chart, the break-even, and every point."""
     one = len(sweep.sizes) == 1
     chart = _curve(sweep) if one else _heat_map(sweep)
     begins = [_break_even(sweep, one=one)] if sweep.break_even else []

@@ -29,7 +29,7 @@ class Keeper:
         self._keeps: bool | None = None
 
     def place(self, path: str | Path, *, run_file: bool = False) -> WritePath:
-        """Where to write what was meant for `path`."""
+        """The path to write to: `path`, or another one if the file there must stay."""
         if self._count is None or path == "-" or is_special(path) or not _has_content(Path(path)):
             return WritePath(path)
         if self._count == 0:

@@ -19,7 +19,7 @@ QUANTIZED_PER_GEMM: dict[str, tuple[Pass, ...]] = {f"for {name}": (name,) for na
 
 
 def quantization_by_pass(quantize: Mapping[str, float], passes: Iterable[str]) -> dict[str, float]:
-    """Each pass's share of the quantization: what serves several of the passes that run is divided among them.
+    """The quantization time of each pass. That of a tensor that serves several passes is divided among those that run.
 
     >>> quantization_by_pass({"X": 4.0, "W": 2.0, "dY": 6.0}, ("fprop", "dgrad", "wgrad"))
     {'fprop': 3.0, 'dgrad': 4.0, 'wgrad': 5.0}

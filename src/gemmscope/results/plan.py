@@ -60,7 +60,7 @@ class PlanLayout(Part):
 
 
 class Pruned(Part):
-    """What one rule excluded. A split is a way to divide the model among the GPUs, of which there are many layouts."""
+    """What one rule excluded. A split divides the model among the GPUs; each split has many layouts."""
 
     rule: str
     count: int
@@ -101,7 +101,7 @@ class PlanPoint(Part):
 
     @property
     def place(self) -> str:
-        """Its sizes, as a message names it."""
+        """Its sizes, as messages name it."""
         return " x ".join(map(str, self.values.values()))
 
 

@@ -98,7 +98,7 @@ def _gpus(gpus: Any, path: str) -> list[FleetGpu]:
 
 
 def _count(value: Any, most: int) -> int:
-    """How many values there are in a value; not counted beyond `most`."""
+    """The number of values inside a value; counting stops beyond `most`."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     count = 1
     for item in inside:
