@@ -90,6 +90,7 @@ def test_models_compared(run: Run) -> None:
     outcome = run(f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
     assert outcome.code == 0
     assert "4 models with different hidden, layers" in outcome.out
+    assert "has the highest MFU" in outcome.out
     assert len(outcome.out.splitlines()) <= 30
     found = result(run, f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
     assert [tuple(point.values.items()) for point in found.points][1] == (("hidden", 2048), ("layers", 16))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
-LARGEST = 10**12  # more than any size is
+LARGEST = 10**12  # larger than any real size
 MOST_SHAPES = 1000
 LEAVE_OUT = {
     "FP8Current": "no_fp8_current",
@@ -97,9 +97,10 @@ class RecipeOptions:
         return [name for name, value in vars(self).items() if value is not None and value is not False]
 
     def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
-        """Say what --no-fp8 means where it surprises: it skips MXFP8 only, and other FP8 recipes are still compared.
+        """Print a note if --no-fp8 may surprise: it skips MXFP8 only, and other FP8 recipes are still compared.
 
-        `gpus`: those to forecast; None for the GPU that is here. Who skips another FP8 recipe by its own flag knows this.
+        `gpus`: the GPUs to forecast; None for this machine's GPU. On GPUs with MXFP8, there is no note if another FP8 recipe is
+        skipped by its own flag.
         """
         others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
         if not self.no_fp8 or not others or self.recipes is not None:
@@ -111,7 +112,7 @@ class RecipeOptions:
             say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")
 
     def choices(self) -> Choices:
-        """As the application takes it."""
+        """The choices, as `app` takes them."""
         return app.choose.Choices(self._recipes(), tuple(self.left_out()), self._modes())
 
     def _recipes(self) -> list[str] | None:
@@ -140,12 +141,12 @@ class ChoiceOptions(RecipeOptions):
     share_gpu: bool = False
 
     def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
-        """Not on the CPU, which has none of these."""
+        """Print the note, but not for the CPU, which supports none of these recipes."""
         if "cpu" not in (self.device, self.backend):
             super().explain_no_fp8(gpus)
 
     def choices(self) -> Choices:
-        """As the application takes it."""
+        """The choices, as `app` takes them."""
         return replace(super().choices(), device=self.device, backend=self.backend, share_gpu=self.share_gpu)
 
 
@@ -164,7 +165,7 @@ class TimingOptions:
     resume: bool = False
 
     def bench_timing(self, usual: BenchTiming | None = None) -> BenchTiming:
-        """As the application takes it; what is not given as in `usual`. A `UserError` for options that exclude each other."""
+        """The timing, as `app` takes it; the defaults are `usual`. Raises a `UserError` for options that exclude each other."""
         given = {name: value for name, value in vars(self).items() if name != "resume" and value is not None}
         fixed = [option(name) for name in ("num_iters", "num_warmup", "gpu_warmup") if name in given]
         until = [option(name) for name in ("precision", "time_limit") if name in given]

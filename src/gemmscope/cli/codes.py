@@ -1,4 +1,4 @@
-"""The exit codes that commands end with by themselves; `commands.toml` has their sentences. Every command has 0 and 2, too."""
+"""The exit codes of single commands, described in `commands.toml`. Every command also has 0 and 2."""
 
 NOTHING_MEASURED = 1
 CHECK_FAILED = 1  # of `shapes --check` and `compare --fail-if-slower`

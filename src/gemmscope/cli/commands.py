@@ -21,12 +21,12 @@ class HelpfulCommand(TyperCommand):
     """A command whose help is in groups, from commands.toml and options.toml."""
 
     def described(self, ctx: Any = None) -> CommandHelp:
-        """What its help says."""
+        """The help of the command, as data."""
         context = ctx or self.make_context(self.name, [], resilient_parsing=True)
         return describe(str(self.name), self.get_params(context))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write it for the terminal."""
+        """Write the help for the terminal."""
         formatter.write(command_help(self.described(ctx), terminal_width()))
 
 

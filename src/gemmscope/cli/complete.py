@@ -9,7 +9,7 @@ from gemmscope import app
 
 
 def completion(settings: dict[str, Any]) -> Callable[[str], list[str]] | None:
-    """What offers the values of an option with these settings of options.toml; None where the shell offers files."""
+    """The function that completes the values of an option with these settings; None if the shell completes file names."""
     if "names" not in settings and "choices" not in settings:
         return None
 

@@ -64,14 +64,14 @@ class CommandHelp:
 
 
 def settings_of(name: str, command: str) -> dict[str, Any]:
-    """What options.toml says of an option of this command: its own table first, then the groups."""
+    """The settings of an option in options.toml: in the command's own table first, then in the groups."""
     tables = [OPTIONS["commands"].get(command, {}), OPTIONS["own"], *(OPTIONS[group] for group in GROUPS)]
     entry = next(table[name] for table in tables if name in table)
     return {"help": entry} if isinstance(entry, str) else dict(entry)
 
 
 def group_of(name: str, command: str) -> str:
-    """The group of an option; empty for a command's own, which `own` makes of one that has a group elsewhere."""
+    """The group of an option; empty for a command's own options, and for those that have a group but are marked with `own`."""
     if settings_of(name, command).get("own"):
         return ""
     return next((group for group in GROUPS if name in OPTIONS[group]), "")
@@ -80,9 +80,9 @@ def group_of(name: str, command: str) -> str:
 def describe(name: str, parameters: list[Any]) -> CommandHelp:
     """The help of a command with these parameters, as typer built them."""
     facts, order = COMMANDS[name], _order(name)
-    shown = sorted((each for each in parameters if not getattr(each, "hidden", False)), key=lambda each: order.index(each.name))
+    visible = [parameter for parameter in parameters if not getattr(parameter, "hidden", False)]
     members: dict[str, list[OptionHelp]] = {group: [] for group in ("", *GROUPS)}
-    for parameter in shown:
+    for parameter in sorted(visible, key=lambda parameter: order.index(parameter.name)):
         members[group_of(parameter.name, name)].append(_option(parameter, name))
     if [option.name for option in members["output"]] == ["help"]:  # no group of its own: it goes to the last one
         alone = members.pop("output")

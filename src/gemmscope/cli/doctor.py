@@ -7,7 +7,7 @@ from gemmscope.cli.output import check_targets, to_stdout, write
 
 @takes()
 def command(json: str | None = None) -> None:
-    """Check what this machine can measure, and why not the rest."""
+    """Check what this machine can measure, and what is missing."""
     check_targets({"json": json} if json is not None else {})
     diagnosis = app.doctor.diagnose()
     if json is not None:

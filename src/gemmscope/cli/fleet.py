@@ -44,7 +44,7 @@ class FleetOptions:
         return [name for name in _given(self) if name not in WHEN_GATHERING]
 
     def step_options(self) -> dict[str, Any]:
-        """Those of a training step."""
+        """The options of a training step that were given."""
         given = {name: getattr(self, name) for name in app.fleet.STEP_OPTIONS}
         return {name: value for name, value in given.items() if value}
 
@@ -112,7 +112,7 @@ def command(
 
 
 def _given(options: FleetOptions | TimingOptions) -> list[str]:
-    """The options that have another value than without them."""
+    """The options whose values are not the defaults."""
     usual = type(options)()
     return [name for name, value in vars(options).items() if value != getattr(usual, name)]
 

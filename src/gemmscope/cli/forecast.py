@@ -83,7 +83,7 @@ def command(
 
 
 def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: list[str], unused: list[str]) -> None:
-    """Single GEMMs from a file, as CSV to where -o or --csv says, else to standard output."""
+    """Forecast single GEMMs from a file, and write CSV to -o or --csv, else to standard output."""
     if named:
         listed = ", ".join(map(option, named))
         raise UserError(f"{option('gemms')} forecasts single GEMMs, but {listed} describes a model", "use only one of them")

@@ -11,7 +11,7 @@ NARROW = 60
 MOST_FLAG_COLUMNS = 26
 """A longer option has its help on the next line."""
 SHORT = 4
-"""Columns that are left beside each other also on a narrow terminal: exit codes."""
+"""A left side of at most this width stays beside its text on a narrow terminal: exit codes."""
 
 
 def terminal_width() -> int:

@@ -26,7 +26,7 @@ START = "gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequenc
 
 
 class _OutputClosed(BaseException):
-    """Whoever read our standard output has gone, as in `gemmscope … | head`."""
+    """The reader of standard output is gone, as in `gemmscope … | head`."""
 
 
 class LazyGroup(TyperGroup):
@@ -126,5 +126,5 @@ def _command_code() -> int:
 
 
 def _discard_output() -> None:
-    """What is left in the buffer cannot be written."""
+    """Drop what is left in the buffer: it cannot be written."""
     sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")

@@ -13,7 +13,7 @@ from gemmscope.errors import UserError, option
 
 @dataclass(frozen=True)
 class NumericsOptions:
-    """Which tensors, in which recipes, beside which speeds, below which error."""
+    """The tensors, the recipes, the speeds to show with the errors, and the largest error allowed."""
 
     recording: str | None = None
     checkpoint: str | None = None

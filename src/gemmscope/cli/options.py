@@ -40,7 +40,7 @@ def _parser(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
 
 
 def number(text: str) -> float:
-    """The value of an option that measures something."""
+    """A number, as it is typed."""
     try:
         return float(text)
     except ValueError:
@@ -86,7 +86,7 @@ def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
 
 def _described(name: str, hint: Any, command: str) -> Any:
-    """The type of an option with what `options.toml` says of it."""
+    """The type of an option, annotated with its settings in `options.toml`."""
     settings = settings_of(name, command)
     types = get_args(hint) or (hint,)
     parse, metavar = next((TYPES[kind] for kind in TYPES if kind in types), (None, None))
@@ -136,7 +136,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Batch and parallelism. What is not typed comes from the model's file, where it says."""
+    """Batch and parallelism. Options that are not given come from the model's file, if it has them."""
 
     micro_batch_size: int | None = None
     sequence_length: int | None = None

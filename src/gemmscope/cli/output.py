@@ -1,4 +1,4 @@
-"""Where results go: files first, then the terminal. A file that cannot be written costs neither the others nor the terminal."""
+"""Where results go: files first, then the terminal. If a file cannot be written, the other outputs are still written."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class FigureOptions(OutputOptions):
 
 @dataclass(frozen=True)
 class PageOptions(FigureOptions):
-    """The options for outputs, and the page, for results that are written while they are measured."""
+    """The options for outputs with the HTML page, for results that are written while they are measured."""
 
     html: str | None = None
 
     def targets(self) -> dict[str, str]:
-        """With the page."""
+        """The files to write, the page included."""
         check_page("html", self.html)
         return {**super().targets(), **({"html": self.html} if self.html is not None else {})}
 
@@ -76,7 +76,7 @@ def typed_command() -> str:
 def deliver(result: Result, outputs: OutputOptions) -> None:
     """Write the files that were requested and print the result, unless a file went to standard output.
 
-    The run file comes first: it holds everything. Standard output comes last: whoever reads it may have gone.
+    The run file comes first: it holds everything. Standard output comes last: its reader may be gone.
     """
     document = cache(lambda: app.result.document(result))
     texts: dict[str, Callable[[], str]] = {
@@ -141,7 +141,7 @@ def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
 
 
 def check_page(name: str, where: str | None) -> None:
-    """Reject a name that promises something else than HTML."""
+    """Reject a file name with the ending of another format."""
     ending = Path(where or "").suffix.lower()
     if ending in OTHER_ENDINGS:
         hint = f"for example {option(name, Path(where or '').stem + '.html')}"

@@ -69,7 +69,7 @@ class PlanOptions:
         return axes
 
     def settings(self) -> dict[str, Any]:
-        """What all layouts have."""
+        """The settings that all layouts share."""
         return {name: value for name in app.plan.SETTINGS if (value := getattr(self, name)) is not None}
 
 

@@ -20,7 +20,7 @@ OF_ONE_RUN = ("verify", "break_even", "cuda_graphs", "mix", "keep_higher", "obse
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What to measure beside the step itself, how precisely, and the cost of the run."""
+    """What to measure besides the step itself, how precisely, and the cost of the run."""
 
     verify: bool = False
     break_even: bool = False

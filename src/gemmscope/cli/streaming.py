@@ -1,4 +1,4 @@
-"""Files that are written while a measurement goes on: whoever looks, and a driver that is killed, have the points so far."""
+"""Files that are written during a measurement: they show the points so far, and keep them if the process is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StreamedFiles:
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")
 
     def _decide(self, result: SweepResult) -> None:
-        """Where to write, once."""
+        """Decide where to write, once."""
         if self._decided:
             return
         self._decided, ours = True, False
@@ -59,7 +59,7 @@ class StreamedFiles:
                 say(f"note: {place} exists, and is replaced when the sweep is complete; {until}")
 
     def finish(self) -> None:
-        """The result is written: what went beside older files is not needed any more."""
+        """Remove the files that were written beside older ones: the result is written."""
         for path in self._beside:
             with suppress(OSError):
                 path.unlink()

@@ -34,7 +34,7 @@ class SweepOptions:
         return app.sweep.Places(self.gpus, self.ray)
 
     def check_alone(self) -> None:
-        """A `UserError` for what only a sweep can do."""
+        """Raise a `UserError` for options that only a sweep supports."""
         if self.ray is not None:
             raise UserError(
                 f"{option('ray')} spreads many measurements over a cluster, but this is a single one",
@@ -42,7 +42,7 @@ class SweepOptions:
             )
 
     def gpu_count(self) -> int | None:
-        """How many GPUs the full run has, where --gpus is a number of them."""
+        """The number of GPUs of the full run, as given with --gpus."""
         if self.gpus is None:
             return None
         try:
@@ -55,7 +55,7 @@ class SweepOptions:
 
 
 def axes_of(texts: Sequence[str]) -> dict[str, Sequence[int]]:
-    """Sizes with their values, as they are typed one by one."""
+    """The sizes to vary with their values, from the values of --sweep."""
     axes: dict[str, Sequence[int]] = {}
     for text in texts:
         name, values = parse_sweep(text)

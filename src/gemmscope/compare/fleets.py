@@ -39,7 +39,7 @@ def compare_fleets(
     if not any(pair.matched for pair in pairs):
         raise UserError(f"{names[0]} and {names[-1]} have no GPU in common", "compare the same GPUs before and after a change")
     rows = [row for figure in _figures(first, pairs) for row in _rows(figure, pairs)]
-    findings = [each for pair, name in zip(pairs, names[1:], strict=True) for each in pair.findings(name)]
+    findings = [note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name)]
     result = CompareResult(
         command=command, runs=tuple(names), rows=tuple(rows), differences=tuple(_differences(fleets)), limit=limit
     )
@@ -83,7 +83,7 @@ class _Pair:
         return gpus, Sample(figure.name, np.log(np.array(values, dtype=float)), np.where(np.isfinite(own), own, np.nan))
 
     def findings(self, name: str) -> Iterator[Finding]:
-        """What became of the GPUs."""
+        """The GPUs that became slow, are no longer slow, are missing or are new."""
         old, new = {_key(gpu): gpu.place for gpu in self.before.measured}, {_key(gpu): gpu.place for gpu in self.after.measured}
         slow = [{outlier.where for outlier in fleet.outliers if outlier.side == "slow"} for fleet in (self.before, self.after)]
         yield finding("fleets-compared", gpus=len(self.matched), name=name)
@@ -105,7 +105,7 @@ def _rows(figure: FleetFigure, pairs: Sequence[_Pair]) -> Iterator[ComparedRow]:
     """All GPUs of a group in one figure, then those that changed differently."""
     kept = [(pair, *pair.changes(figure)) for pair in pairs]
     medians = [pair.after.figure(figure.name, figure.group) for pair in pairs]
-    times = (figure.center.value, *(each.center.value if each is not None else None for each in medians))
+    times = (figure.center.value, *(median.center.value if median is not None else None for median in medians))
     changes = tuple(_fleet_change(sample) for _, _, sample in kept)
     yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times, changes=changes)
     tests = [_test(sample) for _, _, sample in kept]
@@ -114,7 +114,7 @@ def _rows(figure: FleetFigure, pairs: Sequence[_Pair]) -> Iterator[ComparedRow]:
         if test is not None:
             for row in np.flatnonzero(test.outside).tolist():
                 outside[gpus[row].place] = max(abs(float(test.deviations[row])), outside.get(gpus[row].place, 0.0))
-    for place in sorted(outside, key=lambda each: -outside[each])[:MOST_ROWS]:
+    for place in sorted(outside, key=lambda name: -outside[name])[:MOST_ROWS]:
         yield _gpu_row(place, figure, [(gpus, sample, test) for (_, gpus, sample), test in zip(kept, tests, strict=True)])
 
 
@@ -158,17 +158,17 @@ def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu
 
 
 def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:
-    """What most GPUs of one fleet have, and those of another do not; and how many GPUs differ within a fleet."""
+    """Versions that differ between the fleets, and versions that differ between the GPUs of a fleet."""
     names = dict.fromkeys(name for fleet in fleets for name in fleet.versions)
     values = {name: tuple(fleet.versions.get(name, "") for fleet in fleets) for name in names}
     rows = [EnvironmentDifference(name=name, values=texts) for name, texts in values.items() if len(set(texts)) > 1]
-    inside = dict.fromkeys(each.name for fleet in fleets for each in fleet.differences)
+    inside = dict.fromkeys(difference.name for fleet in fleets for difference in fleet.differences)
     for name in inside:
-        texts = tuple("; ".join(each.values) for fleet in fleets for each in [_difference(fleet, name)])
+        texts = tuple("; ".join(_difference(fleet, name).values) for fleet in fleets)
         if any(texts) and len(set(texts)) > 1:
             rows.append(EnvironmentDifference(name=f"{name}, by GPU", values=texts))
     return rows
 
 
 def _difference(fleet: FleetResult, name: str) -> EnvironmentDifference:
-    return next((each for each in fleet.differences if each.name == name), EnvironmentDifference(name=name, values=()))
+    return next((row for row in fleet.differences if row.name == name), EnvironmentDifference(name=name, values=()))

@@ -1,6 +1,6 @@
 """Compares a recorded step with its BF16 twin, with what `step` or `bench` predicted for it, and with the model's own sizes.
 
-With a twin, parts sum to the step on both sides, so do their differences.
+With a twin, the parts sum to the step on both sides, and so do their differences.
 """
 
 from collections import Counter
@@ -104,7 +104,7 @@ def _parts(expected: dict[StepPart, float], actual: dict[StepPart, float]) -> li
 
 
 def _largest_difference(code: str, parts: Sequence[PartComparison], step_ms: float) -> list[Finding]:
-    """The part that takes longer than expected by most, if that matters for the step."""
+    """The part that exceeds its expected time the most, if that matters for the step."""
     worst = max(parts, key=lambda part: part.difference_ms or 0.0, default=None)
     if worst is None or (worst.difference_ms or 0.0) <= 0.02 * step_ms:
         return []
@@ -120,7 +120,7 @@ def step_flops(diagnosis: TraceDiagnosis) -> float:
 
 
 def with_prediction(diagnosis: TraceDiagnosis, run: StepResult | BenchResult, recipe: str | None, origin: str) -> StepComparison:
-    """The prediction for the recipe that the trace ran. `origin`: the name of the run file."""
+    """Compare a trace with the prediction for the recipe that it ran. `origin`: the name of the run file."""
     if isinstance(run, StepResult):
         return _with_step(diagnosis, run, recipe, origin)
     return _with_bench(diagnosis, run, recipe, origin)

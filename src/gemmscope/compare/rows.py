@@ -107,7 +107,7 @@ def _times(run: MeasuredResult) -> dict[RowKey, Interval]:
 
 
 def verdict_findings(result: CompareResult) -> list[Finding]:
-    """How many rows changed, and whether the limit holds; of the last run."""
+    """How many rows of the last run changed, and whether they are within the limit."""
     verdicts = [row.changes[-1].verdict for row in result.rows]
     slower, faster, close = (verdicts.count(verdict) for verdict in ("slower", "faster", "too close to call"))
     changed = finding("compare-changed", slower=slower, faster=faster, close=close)

@@ -20,7 +20,7 @@ from gemmscope.results.bench import BenchResult
 
 
 def bench_document(result: BenchResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     linears = result.linears
     answer, because = linears_answer(linears, result.where)
     model = result.model

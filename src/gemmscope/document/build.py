@@ -1,6 +1,6 @@
-"""`document(result)`: the one entrance. A new kind of result is a line in `BUILDERS`.
+"""`document(result)` builds the Document of any result. A new kind of result needs a line in `BUILDERS`.
 
-A result is data, and may hold any text. A Document is for people: it leaves here with nothing invisible in it, for every writer.
+A result is data, and may hold any text. A Document is for people: invisible characters are written out here, for every writer.
 """
 
 from importlib import import_module
@@ -23,8 +23,8 @@ BUILDERS = {
 
 
 def document(result: Result, name: str = "") -> Document:
-    """Everything there is to say about a result. `name`: of the run file that it was read from."""
+    """Build the Document of a result. `name` is the name of the run file that it was read from."""
     module, _, function = BUILDERS[result.kind].partition(":")
     with damage_reported(result):
-        made: Document = visible(getattr(import_module(module), function)(result, name))
-    return made
+        shown: Document = visible(getattr(import_module(module), function)(result, name))
+    return shown

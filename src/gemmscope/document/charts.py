@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """One recipe. Without segments it is a gap, and `note` says why; `alarm` stands where the speedup would.
+    """One recipe. A bar without segments is a gap, and `note` says why; `alarm` is shown instead of the speedup.
 
     `total`: the time of the whole bar with its interval, where that is known.
     """
@@ -67,7 +67,7 @@ class Bar:
 
     @property
     def head(self) -> str:
-        """What stands above the bar: its speedup, or what is in its way."""
+        """The text above the bar: its alarm, or its speedup."""
         if self.alarm or not self.segments:
             return self.alarm
         return f"{self.speedup.value:.2f}x" if self.speedup else "1.00x" if self.baseline else ""
@@ -75,7 +75,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it, though it is not main."""
+    """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it even if it is not main."""
 
     title: str
     unit: str
@@ -85,7 +85,7 @@ class BarChart:
     figure: bool = False
 
     def table(self) -> Table:
-        """A row per segment, a column per bar, in milliseconds; of a single bar also the shares."""
+        """A row per segment, a column per bar, in milliseconds; for a single bar also the shares."""
         bars = [bar for bar in self.bars if bar.segments]
         segments = [segment for bar in bars for segment in bar.segments]
         passes = any(segment.shade == "light" for segment in segments)
@@ -127,7 +127,7 @@ def legend(charts: Sequence[BarChart]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Fall:
-    """One part of a waterfall: its time on both sides, and the speedup of everything down to it."""
+    """One part of a waterfall: its time in the baseline and in the recipe, and the speedup of all parts up to this one."""
 
     part: str
     baseline_ms: float
@@ -137,7 +137,7 @@ class Fall:
 
 @dataclass(frozen=True)
 class WaterfallChart:
-    """What lies between the speedup of the GEMMs alone and that of the step; `total` is that of the step, with its interval."""
+    """How the speedup changes from the GEMMs alone to the whole step. `total` is the speedup of the step, with its interval."""
 
     title: str
     recipe: str
@@ -177,7 +177,7 @@ class CurveChart:
     """Values against a size. `series`: recipe → points.
 
     `unit` "x" means speedups: the line at 1 is drawn. A unit that begins with "%" has percentages as values. `figure`: `-o`
-    draws it, though it is not main.
+    draws it even if it is not main.
     """
 
     title: str
@@ -189,12 +189,12 @@ class CurveChart:
     figure: bool = False
 
     def color(self, name: str) -> str:
-        """The key of its style."""
+        """The key of the style of a recipe."""
         return recipe_key(name, list(self.series).index(name))
 
     @property
     def places(self) -> list[str]:
-        """Along the axis, in the order of the run."""
+        """The sizes along the axis, in the order of the run."""
         return list(dict.fromkeys(point.at for points in self.series.values() for point in points))
 
     def table(self) -> Table:
@@ -225,11 +225,11 @@ class HeatCell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Something over a plane of two sizes: the best recipe, or errors. `cells[row][column]`; a line, called `line`, separates
-    certain cells from the rest.
+    """Values over two axes: the best recipe, or errors. Cells are `cells[row][column]`. A line, called `line`, separates certain
+    cells from the rest.
 
     `measure` is what color shows: a speedup, from 1 on, or with `unit` "%" a share, from 0 on. `turned`: the table has a row for
-    each column, because there are many of them.
+    each column, because there are many columns.
     """
 
     title: str
@@ -250,19 +250,19 @@ class HeatMap:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the scale of colors: no speedup, or no error, and the largest."""
+        """The ends of the color scale: no speedup, or no error, and the largest value."""
         values = [cell.value for row in self.cells for cell in row if cell.value is not None and math.isfinite(cell.value)]
         return (1.0, max([1.05, *values])) if self.unit == "x" else (0.0, max(values, default=0.0) or 1.0)
 
     @property
     def best(self) -> tuple[int, int] | None:
-        """Column and row of the largest certain speedup; none of errors."""
+        """Column and row of the largest certain speedup; None for a map of errors."""
         if self.unit != "x":
             return None
-        found = [
+        certain = [
             (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
         ]
-        return max(found)[1:] if found else None
+        return max(certain)[1:] if certain else None
 
     def table(self) -> Table:
         """The cells as a table."""
@@ -305,7 +305,7 @@ class ScatterChart:
     main: bool = False
 
     def color(self, name: str) -> str:
-        """The key of its style."""
+        """The key of the style of a recipe."""
         return recipe_key(name, [dot.name for dot in self.dots].index(name))
 
     def table(self) -> Table:
@@ -317,7 +317,7 @@ class ScatterChart:
 
 @dataclass(frozen=True)
 class Ranked:
-    """One of many: its rank from the lowest value on, and its value over the median. `label`: of an outlier, beside its dot."""
+    """One item of a ranking: its rank, from the lowest value on, and its value over the median. Outliers have a `label`."""
 
     name: str
     rank: int
@@ -328,9 +328,9 @@ class Ranked:
 
 @dataclass(frozen=True)
 class RankChart:
-    """Many values in their order, relative to their median, which is one. `points` may be a selection of all `count`.
+    """Values in ascending order, relative to their median, which is 1. `points` may be a selection of all `count` values.
 
-    `limit`: outliers are further from the median than this; None where there is no such limit. `axis` is what is ranked.
+    `limit`: outliers are further from the median than this; None if there is no such limit. `axis` names what is ranked.
     """
 
     title: str
@@ -344,7 +344,7 @@ class RankChart:
 
     @property
     def ends(self) -> tuple[float, float, float]:
-        """Round ends around all values and the limit, and the distance of lines between them, one of which is the median."""
+        """Rounded ends around all values and the limit, and the distance between grid lines, one of which is the median."""
         reach = self.limit or 0.0
         values = [
             end for point in self.points for end in (point.value.value, point.value.low, point.value.high) if end is not None
@@ -372,7 +372,7 @@ Chart = BarChart | WaterfallChart | CurveChart | HeatMap | ScatterChart | RankCh
 
 
 def axis_ends(values: Iterable[float]) -> tuple[float, float]:
-    """Round ends around all values.
+    """Rounded ends of an axis with all values.
 
     >>> axis_ends([1.0, 1.963])
     (0.9, 2.1)

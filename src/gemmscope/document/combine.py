@@ -14,12 +14,12 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 
 MOST_RUNS = 8  # that a page can show side by side
-ORDER = ("training step", "linears")  # of what stands side by side; the rest follows
+ORDER = ("training step", "linears")  # of the rows; everything else follows
 OWN_BASELINE = "Each speedup is over BF16 on the same GPU and in the same run, so a larger one does not mean a faster GPU."
 
 
 def label(documents: Sequence[Document], document: Document) -> str:
-    """How a run is called beside others: a letter, and where it ran; nothing if it is alone."""
+    """The label of a run among several: its letter and where it ran. Empty if there is only one run."""
     return f"{letter(documents, document)} · {document.where}" if len(documents) > 1 else ""
 
 
@@ -30,28 +30,28 @@ def letter(documents: Sequence[Document], document: Document) -> str:
 
 def sources(documents: Sequence[Document]) -> dict[str, str]:
     """Every GPU of every run that has speedups or times: its key → its label. A forecast of several GPUs has several."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for document in documents:
         named: list[NamedTime | NamedSpeedup] = [*document.times, *document.speedups]
-        for each in named:
-            key = _key(documents, document, each)
-            found.setdefault(key, f"{key} ({document.name})" if document.name and len(documents) > 1 else key)
-    return found
+        for value in named:
+            key = _key(documents, document, value)
+            labels.setdefault(key, f"{key} ({document.name})" if document.name and len(documents) > 1 else key)
+    return labels
 
 
-def _key(documents: Sequence[Document], document: Document, each: NamedSpeedup | NamedTime) -> str:
-    """The letter of the run, with the GPU where it has several; of a single run the GPU alone."""
+def _key(documents: Sequence[Document], document: Document, value: NamedSpeedup | NamedTime) -> str:
+    """The letter of the run, followed by the GPU if the run has several. If there is only one run, the GPU alone."""
     own = letter(documents, document)
-    return each.where if len(documents) == 1 else own if each.where == document.where else f"{own} · {each.where}"
+    return value.where if len(documents) == 1 else own if value.where == document.where else f"{own} · {value.where}"
 
 
 def speedup_rows(documents: Sequence[Document]) -> list[tuple[str, str, dict[str, Interval]]]:
-    """What, in which recipe, and the speedup of every run that has one: the step first, then linears, then GEMMs."""
-    found: dict[tuple[str, str], dict[str, Interval]] = {}
+    """What was measured, the recipe, and its speedup in every run: the step first, then linears, then GEMMs."""
+    speedups: dict[tuple[str, str], dict[str, Interval]] = {}
     for document in documents:
         for speedup in document.speedups:
-            found.setdefault((speedup.what, speedup.recipe), {})[_key(documents, document, speedup)] = speedup.speedup
-    rows = [(what, recipe, by_run) for (what, recipe), by_run in found.items()]
+            speedups.setdefault((speedup.what, speedup.recipe), {})[_key(documents, document, speedup)] = speedup.speedup
+    rows = [(what, recipe, by_run) for (what, recipe), by_run in speedups.items()]
     return sorted(rows, key=lambda row: _place(row[0]))
 
 
@@ -113,22 +113,22 @@ class CommonBaseline:
 
 
 def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
-    """What at least two GPUs or runs have the time of, over the BF16 of the first one that has it; the step first.
+    """Times that at least two GPUs or runs have, over the BF16 time of the first of them; the step first.
 
-    Steps are compared by tokens/s. Linears have the time of one micro-batch, so that runs of other batches are not compared.
+    Steps are compared by tokens/s. Linears are timed for one micro-batch, so only runs with the same batch are compared.
     """
-    found: dict[str, list[tuple[str, NamedTime, Document]]] = {}
+    times_of: dict[str, list[tuple[str, NamedTime, Document]]] = {}
     for document in documents:
         for time in document.times:
             if 0 < time.time_ms.value < inf:
-                found.setdefault(time.what, []).append((_key(documents, document, time), time, document))
+                times_of.setdefault(time.what, []).append((_key(documents, document, time), time, document))
     compared = []
-    for what in sorted(found, key=_place):
-        first = next(((key, time, document) for key, time, document in found[what] if time.recipe == BASELINE), None)
+    for what in sorted(times_of, key=_place):
+        first = next(((key, time, document) for key, time, document in times_of[what] if time.recipe == BASELINE), None)
         if first is None:
             continue
         rated = bool(first[1].tokens_per_s)
-        kept = [each for each in found[what] if rated or each[2].subject.batch == first[2].subject.batch]
+        kept = [entry for entry in times_of[what] if rated or entry[2].subject.batch == first[2].subject.batch]
         if len({key for key, _, _ in kept}) > 1:
             times = tuple(
                 ComparedTime(
@@ -152,7 +152,7 @@ def _named(key: str, time: NamedTime) -> str:
 
 
 def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, Document]) -> Interval:
-    """The speedup over the common baseline: the one of the run itself if there is one, else of two independent times."""
+    """The speedup over the common baseline: the run's own speedup if it has one, else the ratio of two independent times."""
     (key, baseline, _), (other_key, time, document) = first, other
     if key == other_key:
         if time.recipe == BASELINE:
@@ -167,9 +167,9 @@ def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, D
 
 
 def check_together(documents: Sequence[Document]) -> list[Message]:
-    """A `UserError` if the runs do not belong on one page; else what the reader must know of their differences.
+    """Raise a `UserError` if the runs do not belong on one page. Return a message if their batches differ.
 
-    Other batches may be compared on purpose; the reader must know.
+    Different batches may be compared on purpose, but the reader must know.
     """
     if len(documents) > MOST_RUNS:
         raise UserError(f"{len(documents)} runs are too many for one page", f"give at most {MOST_RUNS}")

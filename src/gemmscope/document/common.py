@@ -1,4 +1,4 @@
-"""What all kinds of results say of themselves in the same words: model, batch, command, machine."""
+"""Text that all kinds of results share: model, batch, command, machine."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.workload.cases import Case
 
-ANOTHER_GPU = "fleet-another-gpu"  # so begin the codes of findings that quote a fleet
+ANOTHER_GPU = "fleet-another-gpu"  # prefix of the codes of findings that quote a fleet
 SPLIT = ("tp", "cp", "pp", "ep")
 MODEL_NAMES = (
     "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
@@ -29,7 +29,7 @@ MODEL_OPTIONS = (
 
 
 def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Case] = ()) -> Subject:
-    """Which model and batch; without a model, bare GEMMs."""
+    """The model and batch of a run; without a model, bare GEMMs."""
     if model is None or run is None:
         return Subject("Bare GEMMs", bare=True)
     split = {name: getattr(run, name) for name in SPLIT}
@@ -73,7 +73,7 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
 
 
 def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
-    """Model and batch as a list shows them."""
+    """Model and batch as names and values."""
     named = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
     if run is None:
         return tuple(named)
@@ -85,7 +85,7 @@ def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0)
 
 def same_model(command: str, result: Result, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:
     """Another command with the same model and batch, ready to paste; empty if this result did not come from the command line.
-    `keep`: the options that it takes over."""
+    `keep` lists the options to take over."""
     if not result.command.startswith("gemmscope "):
         return ""
     keeping, kept = False, list[str]()
@@ -98,12 +98,12 @@ def same_model(command: str, result: Result, more: str = "", keep: Sequence[str]
 
 
 def quoted_of_fleet(result: Result) -> tuple[str, ...]:
-    """What another GPU of a fleet would give: it belongs to the answer, which is about this GPU alone."""
-    return tuple(found.text for found in result.findings if found.code.startswith(ANOTHER_GPU))
+    """The findings about other GPUs of a fleet. They are shown with the answer, which is about this GPU alone."""
+    return tuple(finding.text for finding in result.findings if finding.code.startswith(ANOTHER_GPU))
 
 
 def command_facts(result: Result) -> Facts:
-    """What was run, and with which gemmscope."""
+    """The command, and the version of gemmscope."""
     return (*([("command", result.command)] if result.command else []), ("gemmscope", result.gemmscope_version))
 
 

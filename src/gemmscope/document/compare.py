@@ -23,11 +23,12 @@ FLEETS = (
 
 
 def compare_document(result: CompareResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     letters = _letters(result)
     title = f"Comparison of {len(result.runs)} {'fleets' if _are_fleets(result) else 'runs'}"
-    answer, *findings = sorted(result.findings, key=lambda found: found.code not in DECISIONS)  # a requested check comes first
-    because = [found for found in findings if answer.code in DECISIONS and found.code in CHANGES]
+    # a requested check comes first
+    answer, *findings = sorted(result.findings, key=lambda finding: finding.code not in DECISIONS)
+    because = [finding for finding in findings if answer.code in DECISIONS and finding.code in CHANGES]
     sections = [Section("Rows", tuple(_rows(result, letters)))]
     if result.differences:
         sections.insert(0, Section("Environment", (_environment(result, letters),)))
@@ -37,11 +38,11 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
         subject=Subject(title),
         where=" and ".join(result.runs) if len(result.runs) == 2 else f"{result.runs[0]} to {result.runs[-1]}",
         answer=answer.text,
-        because=tuple(found.text for found in because),
+        because=tuple(finding.text for finding in because),
         summary=_summary(result, letters),
         context=(*(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)), *_also_different(result)),
         sections=tuple(sections),
-        messages=tuple(Message.of(found) for found in findings if found not in because),
+        messages=tuple(Message.of(finding) for finding in findings if finding not in because),
         facts={"Method": (("comparison", _method(result)), *command_facts(result))},
         name=name,
     )
@@ -62,7 +63,7 @@ def _letters(result: CompareResult) -> list[str]:
 
 def _also_different(result: CompareResult) -> list[str]:
     """The differences in the environment in one line: a time that changed with the driver is not due to the code."""
-    listed = [f"{each.name} ({', '.join(value or '-' for value in each.values)})" for each in result.differences]
+    listed = [f"{row.name} ({', '.join(value or '-' for value in row.values)})" for row in result.differences]
     more = len(listed) - MOST_DIFFERENCES
     named = [*listed[:MOST_DIFFERENCES], *([f"{more} more (add --detail)"] if more > 0 else [])]
     return [f"Also different: {', '.join(named)}"] if named else []
@@ -70,7 +71,7 @@ def _also_different(result: CompareResult) -> list[str]:
 
 def _environment(result: CompareResult, letters: list[str]) -> Table:
     """What differs besides the times."""
-    rows = tuple((Cell(each.name), *(Cell(value or "-") for value in each.values)) for each in result.differences)
+    rows = tuple((Cell(row.name), *(Cell(value or "-") for value in row.values)) for row in result.differences)
     return Table("Other differences between the runs", columns(("What", *letters), ()), rows)
 
 
@@ -90,7 +91,7 @@ def _summary(result: CompareResult, letters: list[str]) -> Table:
 
 
 def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
-    """A table for each run after the first; only the last is part of the short view, with the times of all runs."""
+    """A table for each run after the first. The last run comes first, with the times of all runs."""
     last = len(result.runs) - 1
     tables = [_changes(result, letters, run, [0, run]) for run in range(1, last)]
     return [_changes(result, letters, last, list(range(last + 1))), *tables]
@@ -109,7 +110,7 @@ def _changes(result: CompareResult, letters: list[str], run: int, shown: list[in
 
 
 def _change(change: Change, *, noisy: bool) -> tuple[Cell, Cell, Cell]:
-    """`noisy`: too noisy for the slowdown that is allowed."""
+    """The change, its interval and the verdict. `noisy`: too noisy to check the slowdown that is allowed."""
     ratio = change.ratio
     verdict = Cell(NOISY if noisy else change.verdict, level="warning" if noisy or change.verdict == "slower" else "")
     if ratio is None:

@@ -15,7 +15,7 @@ NAMES = {
 
 
 def exchange_table(step: StepTimes, prefix: str = "") -> Table | None:
-    """Of the best recipe; None where nothing is exchanged."""
+    """The communication of the best recipe; None if there is none."""
     time = step.of(step.winner.best) if step.winner is not None else None
     time = time or (step.recipes[0] if step.recipes else None)
     if time is None or not time.exchanged:
@@ -25,19 +25,21 @@ def exchange_table(step: StepTimes, prefix: str = "") -> Table | None:
     return Table(
         f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})",
         columns(("Exchange", *heads), figures),
-        tuple(_row(each) for each in time.exchanged),
+        tuple(_row(exchange) for exchange in time.exchanged),
         "Hidden: overlapped with computation. Only the exposed share of tensor parallelism was fitted to published runs.",
     )
 
 
-def _row(each: Exchanged) -> tuple[Cell, ...]:
-    hidden, low = each.time_ms - each.exposed_ms, max(each.exposed_ms - each.unsure_ms, 0.0)
-    high = min(each.exposed_ms + each.unsure_ms, each.time_ms) if not each.crosses else each.exposed_ms + each.unsure_ms
+def _row(exchange: Exchanged) -> tuple[Cell, ...]:
+    hidden, low = exchange.time_ms - exchange.exposed_ms, max(exchange.exposed_ms - exchange.unsure_ms, 0.0)
+    high = exchange.exposed_ms + exchange.unsure_ms
+    if not exchange.crosses:
+        high = min(high, exchange.time_ms)
     return (
-        Cell(NAMES[each.kind]),
-        Cell("CPU link" if each.kind == "offload" else "network" if each.crosses else "NVLink"),
-        Cell(each.basis),
-        number(each.time_ms, f"{each.time_ms:.1f}"),
+        Cell(NAMES[exchange.kind]),
+        Cell("CPU link" if exchange.kind == "offload" else "network" if exchange.crosses else "NVLink"),
+        Cell(exchange.basis),
+        number(exchange.time_ms, f"{exchange.time_ms:.1f}"),
         number(hidden, f"{hidden:.1f}"),
-        number(each.exposed_ms, f"{each.exposed_ms:.1f} [{low:.1f}, {max(high, each.exposed_ms):.1f}]"),
+        number(exchange.exposed_ms, f"{exchange.exposed_ms:.1f} [{low:.1f}, {max(high, exchange.exposed_ms):.1f}]"),
     )

@@ -19,7 +19,7 @@ MOST_UNKNOWN = 10  # kernels that are listed one by one
 
 
 def explain_document(result: ExplainResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     account = result.account
     file = Path(result.trace).name
     rank = f", rank {result.rank} of {result.world_size}" if result.rank is not None and result.world_size > 1 else ""
@@ -168,7 +168,7 @@ def _segments(times_ms: Iterable[tuple[str, float]]) -> tuple[Segment, ...]:
 
 
 def _is_twin(comparison: StepComparison) -> bool:
-    """Compared with another trace: every part has the speedup down to it. A prediction has none."""
+    """Whether it is a comparison with another trace: every part has a speedup. A prediction has none."""
     return bool(comparison.parts) and all(part.speedup is not None for part in comparison.parts)
 
 
@@ -177,7 +177,7 @@ def _total_speedup(comparison: StepComparison) -> Interval:
 
 
 def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
-    """What lies between the speedup of the GEMMs over those of the other trace and that of the step."""
+    """How the speedup over another trace changes from the GEMMs to the whole step."""
     return tuple(
         WaterfallChart(
             "From GEMMs to step",
@@ -295,7 +295,7 @@ def _comparison(comparison: StepComparison) -> Table:
 
 
 def _ranks(result: ExplainResult) -> Table:
-    """Side by side; columns that only collectives in common fill are left out without them."""
+    """A row for each rank. Columns about waiting are left out if the ranks have no collectives in common."""
     rows = tuple(
         (
             Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank),

@@ -16,7 +16,7 @@ def step_summary(result: ExplainResult) -> str:
 
 
 def steps_table(result: ExplainResult) -> Table:
-    """A row for each step; of very many, the slowest."""
+    """A row for each step; if there are very many, only the slowest."""
     steps = result.each_step if len(result.each_step) > 1 else ()
     slowest = sorted(range(len(steps)), key=lambda place: -steps[place].time_ms)[:MOST_STEPS]
     rows = []

@@ -223,7 +223,7 @@ def _idle_frames(result: ExplainResult) -> Table:
 
 
 def _frame_name(name: str) -> str:
-    """The end of a long name: a path begins with what all have in common.
+    """A long name without its start, which is the same for most paths.
 
     >>> _frame_name("torch/nn/modules/module.py(1773): _wrapped_call_impl"), _frame_name("")
     ('torch/nn/modules/module.py(1773): _wrapped_call_impl', '-')

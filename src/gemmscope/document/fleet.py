@@ -23,14 +23,14 @@ from gemmscope.gpu.health import health_problems
 from gemmscope.results.fleet import FleetFigure, FleetResult, Outlier
 
 MOST_NAMED = 4  # outliers, or reasons, in one sentence
-NOISY = 0.2  # a limit of outliers beyond this says nothing
+NOISY = 0.2  # with a larger limit of outliers, the measurements are called noisy
 MOST_FIGURES = 4  # beside the answer
 OF = {"bench": "bench", "step": "training step"}
 AGAIN = "measure again before you replace a GPU: --repeat 3 measures each one three times"
 
 
 def fleet_document(result: FleetResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     view = FleetView(result)
     where = _where(view)
     messages = [*_evidence(view), *_not_measured(result), *_health(view), *map(Message.of, result.findings)]
@@ -98,7 +98,7 @@ def _answer(view: FleetView) -> str:
 
 
 def _listed(outliers: Sequence[Outlier]) -> str:
-    """The worst ones by name, with the figure they are furthest off in."""
+    """The worst outliers by name, each with the metric in which it differs the most."""
     named = [f"{outlier.where} by {100 * abs(outlier.ratio.value - 1):.1f}% ({outlier.figure})" for outlier in outliers]
     return units.names(named, MOST_NAMED)
 
@@ -112,7 +112,7 @@ def _slowest(view: FleetView) -> str:
 
 
 def _main_figures(view: FleetView) -> list[FleetFigure]:
-    """Those of the largest group."""
+    """The metrics of the largest group of GPUs."""
     kind = next(iter(view.groups), "")
     return [figure for figure in view.result.figures if figure.group == kind]
 
@@ -131,7 +131,7 @@ def _because(view: FleetView) -> Iterator[str]:
     """Versions that differ, then the spread from chip to chip."""
     result = view.result
     if result.differences:
-        listed = [f"{each.name}: {units.names(each.values, MOST_NAMED)}" for each in result.differences]
+        listed = [f"{row.name}: {units.names(row.values, MOST_NAMED)}" for row in result.differences]
         yield f"Differs between GPUs: {'; '.join(listed[:MOST_NAMED])}" + (
             f"; {len(listed) - MOST_NAMED} more (add --detail)" if len(listed) > MOST_NAMED else "."
         )
@@ -166,15 +166,15 @@ def _context(view: FleetView) -> Iterator[str]:
 
 
 def _evidence(view: FleetView) -> Iterator[Message]:
-    """What else differs at the worst outliers; the table has it of all."""
+    """What else differs at the worst outliers; the table lists it for all."""
     for outlier in [*view.slow, *view.fast][:MOST_NAMED]:
         if outlier.evidence:
-            text = " ".join(found.text for found in outlier.evidence)
+            text = " ".join(fact.text for fact in outlier.evidence)
             yield Message.of(finding("fleet-evidence", where=outlier.where, evidence=text.removesuffix(".")))
 
 
 def _health(view: FleetView) -> Iterator[Message]:
-    """Problems of GPUs that their drivers report, whether they are slow or not."""
+    """Problems that the drivers report, of slow GPUs and of all others."""
     places: dict[tuple[str, str], list[str]] = {}
     for gpu in view.result.measured:
         for problem in health_problems(view.result.health_of(gpu), under_load=True):
@@ -191,7 +191,7 @@ def _not_measured(result: FleetResult) -> list[Message]:
     reasons: dict[str, list[str]] = {}
     for gpu in failed:
         reasons.setdefault(gpu.failure, []).append(gpu.place)
-    ordered = sorted(reasons.items(), key=lambda each: -len(each[1]))[:MOST_NAMED]
+    ordered = sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
     listed = [f"{units.names(places, 3)}: {reason}" for reason, places in ordered]
     return [Message.of(finding("fleet-not-measured", gpus=len(failed), reasons="; ".join(listed)))]
 

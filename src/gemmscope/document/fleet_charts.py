@@ -33,10 +33,12 @@ def rank_charts(view: FleetView) -> Iterator[RankChart]:
 
 def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart | None:
     """All GPUs of one product in one figure, the slowest first."""
-    standings = [(gpu, each) for gpu in view.result.measured for each in view.standings[gpu.place] if each.figure is figure]
+    standings = [
+        (gpu, standing) for gpu in view.result.measured for standing in view.standings[gpu.place] if standing.figure is figure
+    ]
     if not standings:
         return None
-    standings.sort(key=lambda each: each[1].ratio.value)
+    standings.sort(key=lambda pair: pair[1].ratio.value)
     called = {gpu.place for gpu, _ in standings if _is_called(view, gpu, figure)}
     kept = thinned([gpu.place in called for gpu, _ in standings])
     points = tuple(
@@ -68,11 +70,11 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
 
 
 def _is_called(view: FleetView, gpu: FleetGpu, figure: FleetFigure) -> bool:
-    return any(figure.name in (each.figure, *each.also) for each in view.outliers_of(gpu))
+    return any(figure.name in (outlier.figure, *outlier.also) for outlier in view.outliers_of(gpu))
 
 
 def thinned(called: Sequence[bool], most: int = MOST_POINTS, ends: int = MOST_ENDS) -> list[int]:
-    """The places to draw of a long row: all that are called, both ends, and others at equal distances.
+    """The indices of the points to draw: all that are called outliers, both ends, and evenly spaced others.
 
     >>> thinned([False] * 4), thinned([True, False, False, True, False, False], most=3, ends=1)
     ([0, 1, 2, 3], [0, 3, 5])

@@ -11,7 +11,7 @@ from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, Outlier
 
 MOST_LISTED, MOST_ALIKE = 6, 8  # rows of the short table: beside warnings, and without outliers
-LEAST_THROTTLED = 0.05  # share of bursts from which on a reason is named
+LEAST_THROTTLED = 0.05  # reasons with a smaller share of bursts are not named
 SHORT_DROPS = {"Limited by": 4, "°C": 2, "W": 3, "MHz": 1}
 OUTLIER_NOTE = (
     "Speed is relative to the median GPU of the same type: minus is slower in every metric. The score is in robust standard "
@@ -24,7 +24,7 @@ FIGURE_NOTE = (
 
 
 def value_cell(value: Interval | None, unit: str, *, both: bool = False) -> Cell:
-    """A figure in its own unit; with both ends of its interval instead of its value, if asked for."""
+    """A metric in its own unit. `both`: the ends of its interval instead of its value."""
     if value is None:
         return NOTHING
     if both:
@@ -34,19 +34,19 @@ def value_cell(value: Interval | None, unit: str, *, both: bool = False) -> Cell
 
 
 def figure_name(figure: FleetFigure) -> str:
-    """With its unit, as a column shows it."""
+    """The name of a metric with its unit, for a column."""
     return figure.name if figure.unit == "x" else f"{figure.name} {figure.unit}"
 
 
 def throttled_text(gpu: FleetGpu) -> str:
     """Why the clock was below its maximum, the most frequent reason first."""
-    reasons = sorted(gpu.condition.throttled.items(), key=lambda each: -each[1])
+    reasons = sorted(gpu.condition.throttled.items(), key=lambda item: -item[1])
     return ", ".join(f"{reason} {100 * share:.0f}%" for reason, share in reasons if share >= LEAST_THROTTLED) or "-"
 
 
 def evidence_text(outliers: Sequence[Outlier]) -> str:
-    """What else differs there, each fact once."""
-    return " ".join(dict.fromkeys(found.text for outlier in outliers for found in outlier.evidence)) or "-"
+    """What else differs at these outliers, without repetition."""
+    return " ".join(dict.fromkeys(fact.text for outlier in outliers for fact in outlier.evidence)) or "-"
 
 
 def _level(view: FleetView, gpu: FleetGpu) -> Literal["warning", ""]:
@@ -126,10 +126,10 @@ def difference_table(view: FleetView) -> Table | None:
     """Versions and limits that are not the same everywhere."""
     if not view.result.differences:
         return None
-    most = max(len(each.values) for each in view.result.differences)
+    most = max(len(row.values) for row in view.result.differences)
     rows = tuple(
-        (Cell(each.name), *(Cell(value or "-") for value in each.values), *[NOTHING] * (most - len(each.values)))
-        for each in view.result.differences
+        (Cell(row.name), *(Cell(value or "-") for value in row.values), *[NOTHING] * (most - len(row.values)))
+        for row in view.result.differences
     )
     heads = ("Most common", *(f"Value {place}" for place in range(2, most + 1)))
     return Table("Versions and limits that differ", columns(("What", *heads), ()), rows)
@@ -187,10 +187,10 @@ def node_table(view: FleetView) -> Table | None:
         return None
     places = {gpu.place: place for place, gpu in enumerate(view.ordered)}
     rows = []
-    for node, gpus in sorted(view.nodes.items(), key=lambda each: min(places[gpu.place] for gpu in each[1])):
+    for node, gpus in sorted(view.nodes.items(), key=lambda item: min(places[gpu.place] for gpu in item[1])):
         standings = {gpu.place: worst for gpu in gpus if (worst := view.worst(gpu)) is not None}
         slowest = min(standings, key=lambda place: standings[place].ratio.value, default="")
-        middle = [each.ratio.value for gpu in gpus for each in view.standings[gpu.place]]
+        middle = [standing.ratio.value for gpu in gpus for standing in view.standings[gpu.place]]
         heat = [gpu.condition.temperature_c for gpu in gpus if gpu.condition.temperature_c is not None]
         called = sum(view.is_slow(gpu) for gpu in gpus)
         failed = sum(bool(gpu.failure) for gpu in gpus)

@@ -29,7 +29,7 @@ class FleetView:
 
     @cached_property
     def names(self) -> list[str]:
-        """The figures, each once."""
+        """The names of the metrics, without repetition."""
         return list(dict.fromkeys(figure.name for figure in self.result.figures))
 
     @cached_property
@@ -58,22 +58,25 @@ class FleetView:
         return places, nodes
 
     def outliers_of(self, gpu: FleetGpu) -> list[Outlier]:
-        """Its own, and those of its node as a whole."""
+        """The outliers of a GPU: its own, and those of its whole node."""
         places, nodes = self._called
         return [*places.get(gpu.place, ()), *nodes.get(gpu.node, ())]
 
     def is_slow(self, gpu: FleetGpu) -> bool:
-        return any(each.side == "slow" for each in self.outliers_of(gpu))
+        return any(outlier.side == "slow" for outlier in self.outliers_of(gpu))
+
+    def _on_side(self, side: str) -> list[Outlier]:
+        return [outlier for outlier in self.result.outliers if outlier.side == side]
 
     @cached_property
     def slow(self) -> list[Outlier]:
         """The slow GPUs and nodes, the slowest first."""
-        return sorted((each for each in self.result.outliers if each.side == "slow"), key=lambda each: each.ratio.value)
+        return sorted(self._on_side("slow"), key=lambda outlier: outlier.ratio.value)
 
     @cached_property
     def fast(self) -> list[Outlier]:
         """The fast GPUs and nodes, the fastest first."""
-        return sorted((each for each in self.result.outliers if each.side == "fast"), key=lambda each: -each.ratio.value)
+        return sorted(self._on_side("fast"), key=lambda outlier: -outlier.ratio.value)
 
     @cached_property
     def standings(self) -> Mapping[str, list[Standing]]:
@@ -93,15 +96,16 @@ class FleetView:
         return {gpu.place: self._worst_of(gpu) for gpu in self.result.gpus}
 
     def worst(self, gpu: FleetGpu) -> Standing | None:
-        """The figure to look at: where it is an outlier, if it is one; else the time in which it is slowest."""
+        """The metric to show of a GPU: the one in which it is an outlier, else the time in which it is slowest."""
         return self._worst[gpu.place]
 
     def _worst_of(self, gpu: FleetGpu) -> Standing | None:
         standings = self.standings[gpu.place]
-        called = [each.figure for each in self.outliers_of(gpu)[:1]]
-        times = [each for each in standings if each.figure.unit == "ms"] or standings  # a low speedup is not a slow GPU
-        among = [each for each in standings if each.figure.name in called] or times
-        return min(among, key=lambda each: each.ratio.value, default=None)
+        called = [outlier.figure for outlier in self.outliers_of(gpu)[:1]]
+        # a low speedup is not a slow GPU
+        times = [standing for standing in standings if standing.figure.unit == "ms"] or standings
+        among = [standing for standing in standings if standing.figure.name in called] or times
+        return min(among, key=lambda standing: standing.ratio.value, default=None)
 
     @cached_property
     def ordered(self) -> list[FleetGpu]:
@@ -117,7 +121,7 @@ class FleetView:
 
 
 def relative(value: Interval, figure: FleetFigure) -> Interval | None:
-    """A figure over that of the median GPU, as a speed; None where one of them is not a positive number."""
+    """The speed of a GPU in one metric, relative to the median GPU; None if one of them is not a positive number."""
     center = figure.center.value
     if not 0 < center < math.inf or not 0 < value.value < math.inf:
         return None
@@ -128,5 +132,5 @@ def relative(value: Interval, figure: FleetFigure) -> Interval | None:
 
 
 def gpu_column(gpu: FleetGpu) -> str:
-    """Which GPU of its node it is."""
+    """The column of a GPU in the heat map: its index on its node."""
     return ON_CPU if gpu.index is None else str(gpu.index)

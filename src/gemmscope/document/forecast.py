@@ -49,7 +49,7 @@ NO_RESTARTS = "Assumes that every GPU computes or waits for others all the time.
 
 
 def forecast_document(result: ForecastResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     if result.sweeps:
         return sweep_document(result, name)
     first = result.gpus[0]
@@ -106,7 +106,7 @@ def _sharing(run: RunSpec) -> str:
 def _measures(result: ForecastResult) -> str:
     """The command that measures this: linears alone, where the step cannot be run."""
     linears = result.gpus[0].linears
-    alone = linears.bare or linears.as_te_benchmark or any(found.code == "layers-not-run" for found in result.findings)
+    alone = linears.bare or linears.as_te_benchmark or any(finding.code == "layers-not-run" for finding in result.findings)
     return "bench" if alone else "step"
 
 
@@ -147,8 +147,8 @@ def _fastest(ranked: Sequence[tuple[str, StepTime]]) -> str:
     rivals = [other for other, time in others if not over_other_gpu(best, time).above_one]
     if not rivals:
         return f"fastest is {name}."
-    together = f"{', '.join([name, *rivals[:-1]])} and {rivals[-1]}"
-    return f"{together} are too close to call." if len(rivals) == len(others) else f"fastest are {together}, too close to call."
+    names = f"{', '.join([name, *rivals[:-1]])} and {rivals[-1]}"
+    return f"{names} are too close to call." if len(rivals) == len(others) else f"fastest are {names}, too close to call."
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:

@@ -1,4 +1,4 @@
-"""The charts of linears: stacked bars of a model, curves of bare GEMMs. Hover facts tell the kernels, clocks and samples."""
+"""The charts of linears: stacked bars of a model, curves of bare GEMMs. Tooltips list the kernels, clocks and samples."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ MODE_TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-qu
 CHART_TITLES: dict[Mode, str] = {"autocast": "Autocast: with quantization", "pre-quantized": "Pre-quantized: GEMMs only"}
 UNIT = "ms per micro-batch"
 MOST_KERNELS = 3  # of one pass in a tooltip
-LONGEST_KERNEL = 96  # letters
+LONGEST_KERNEL = 96  # characters
 Tasks = Mapping[tuple[str, str, str], Sequence[TaskResult]]
 
 
@@ -59,7 +59,7 @@ def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, str], tasks:
 
 
 def _segments(linears: Linears, case: Case, cell: OpTime, color: str, tasks: Tasks) -> list[Segment]:
-    """The GEMMs of one op as often as they run: fprop and dgrad together, wgrad lighter; one block where time is not split."""
+    """The GEMMs of one op in all its runs: fprop and dgrad in one segment, wgrad lighter; one segment if time is not split."""
     label = case.op if color != REST else "smaller ops"
     gemms = cell.gemm_ms
     if not gemms:
@@ -116,11 +116,11 @@ def op_facts(
     linears: Linears, case: Case, cell: OpTime, part: str, time_ms: float, passes: Sequence[Pass], tasks: Tasks
 ) -> Facts:
     """The time, the size, the speedup, the kernels that prove the precision, the samples and the clocks."""
-    each = f" = {case.count} x {_ms(time_ms / case.count)}" if case.count > 1 else ""
+    per_run = f" = {case.count} x {_ms(time_ms / case.count)}" if case.count > 1 else ""
     speedup = linears.speedup(cell.recipe, cell.mode, case.op)
     groups = f", {len(case.rows)} groups" if len(case.rows) > 1 else ""
     lines = [
-        (part, _ms(time_ms) + each),
+        (part, _ms(time_ms) + per_run),
         ("tokens x in x out", f"{case.tokens}x{case.inputs}x{case.outputs}{groups}"),
         ("speedup of the op", units.speedup(speedup) if speedup is not None else "FALLBACK" if cell.fallbacks else ""),
     ]

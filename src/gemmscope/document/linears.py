@@ -96,12 +96,12 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
 
 
 def _what(linears: Linears, mode: Mode) -> str:
-    """What a number of this mode is about, beside those of other runs."""
+    """The name of the numbers of this mode, beside those of other runs."""
     return f"{WHAT[mode]}, as Transformer Engine's script counts" if linears.as_te_benchmark else WHAT[mode]
 
 
 def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
-    """What can be shown beside other runs."""
+    """Speedups to show beside those of other runs."""
     return tuple(
         NamedSpeedup(where, f"{op}, {mode}" if op else _what(linears, mode), name, speedup)
         for mode in linears.modes
@@ -183,7 +183,7 @@ def _total_cells(linears: Linears, name: str, mode: Mode) -> tuple[Cell, Cell]:
 
 
 def _kept(linears: Linears, name: str) -> Cell:
-    """Which share of the GEMMs' gain is left with quantization."""
+    """The share of the GEMMs' gain that is left with quantization."""
     autocast, upper = linears.speedup(name, "autocast"), linears.speedup(name, "pre-quantized")
     if autocast is None or upper is None or upper.value <= 1:
         return NOTHING
@@ -209,7 +209,7 @@ def _pair(linears: Linears, name: str, over: str, mode: Mode) -> Cell:
 
 
 def _what_is_timed(linears: Linears, mode: Mode) -> str:
-    """What one number of this mode stands for."""
+    """What a time of this mode includes."""
     if mode == "pre-quantized":
         return "Each GEMM by itself, on inputs quantized beforehand."
     if linears.as_te_benchmark:
@@ -261,7 +261,7 @@ def _time(case: Case, cell: OpTime | None, pass_name: Pass | None) -> Cell:
 
 
 def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[tuple[Cell, ...]]:
-    """The passes of one layer, one layer, all layers; of the model where layers differ."""
+    """The sums of every pass, of one layer and of all linears; if layers differ, only of all linears."""
     totals = [linears.total(name, mode) for name in names]
     of_what = Cell("One layer" if linears.layer_counts else "All linears")
     rows = []

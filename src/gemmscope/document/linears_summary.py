@@ -10,7 +10,7 @@ MOST_ROWS = 14
 
 
 def linears_summary(linears: Linears) -> Table | None:
-    """A row for each op in the mode that training runs, then the sums in both modes; of bare GEMMs, a row for each shape."""
+    """A row for each op in the mode that training runs, then the sums in both modes; for bare GEMMs, a row for each shape."""
     if not linears.ops:
         return None
     mode: Mode = "autocast" if "autocast" in linears.modes and not linears.bare else linears.modes[-1]
@@ -18,7 +18,7 @@ def linears_summary(linears: Linears) -> Table | None:
     shown = _largest(linears)
     rows = [_row(linears, case, names, mode) for case in linears.cases if case.op in shown]
     if not linears.bare:
-        rows += [_sum(linears, names, each) for each in linears.modes]
+        rows += [_sum(linears, names, summed_mode) for summed_mode in linears.modes]
     interval = "90% error bar" if linears.forecast else "95% interval"
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(shown)

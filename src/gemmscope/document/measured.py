@@ -1,4 +1,4 @@
-"""What a tooltip says of a measured time: its samples, and the clocks."""
+"""Facts for the tooltip of a measured time: its samples, and the clocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def sample_text(series: Sequence[Sequence[Sequence[float]]]) -> str:
 
 
 def clock_facts(states: Sequence[Mapping[str, Any]]) -> Facts:
-    """SM clock, power and temperature while measuring: the median, and both ends."""
+    """SM clock, power and temperature while measuring: the median and the range."""
     facts = []
     for name, key, unit in QUANTITIES:
         values = sorted(float(value) for state in states if isinstance(value := state.get(key), (int, float)))

@@ -13,7 +13,7 @@ SAME_CHIP = "All recipes of a point run on the same GPU, so both sides of every 
 
 
 def measured_sweep_document(result: SweepResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else " of a GEMM"
     answer, because = sweep_answer(result.sweeps[0])

@@ -27,11 +27,11 @@ NOTE = (
 
 def memory_table(gpu: GpuForecast, prefix: str = "") -> Table:
     """Every use of the memory in every recipe, and whether it fits."""
-    rows = [(Cell(text), *(bytes_cell(getattr(each, field)) for each in gpu.memory)) for field, text in ROWS.items()]
-    marks = [Cell(each.fit, level="" if each.fit in ("fits", "tight") else "warning") for each in gpu.memory]
+    rows = [(Cell(text), *(bytes_cell(getattr(memory, field)) for memory in gpu.memory)) for field, text in ROWS.items()]
+    marks = [Cell(memory.fit, level="" if memory.fit in ("fits", "tight") else "warning") for memory in gpu.memory]
     first = gpu.memory[0]
-    held = f"The GPU that needs the most memory is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
-    held += f" and holds the activations of {first.in_flight:g} micro-batches. " if held else ""
+    where = f"The GPU that needs the most memory is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
+    where += f" and holds the activations of {first.in_flight:g} micro-batches. " if where else ""
     title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
-    heads = columns(("Use",), [each.recipe for each in gpu.memory])
-    return Table(title, heads, (*rows, (Cell("Fits"), *marks)), f"{held}{NOTE}")
+    heads = columns(("Use",), [memory.recipe for memory in gpu.memory])
+    return Table(title, heads, (*rows, (Cell("Fits"), *marks)), f"{where}{NOTE}")

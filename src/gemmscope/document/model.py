@@ -26,7 +26,7 @@ Block = Table | Chart
 
 @dataclass(frozen=True)
 class Message:
-    """A finding in words. `gpu`: the only one of several GPUs that it is about; its text begins with that name."""
+    """A finding as text. `gpu`: if it is about only one of several GPUs, that GPU; the text then begins with its name."""
 
     code: str
     level: Level
@@ -40,7 +40,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Section:
-    """Tables and charts under one heading; `text` is a sentence or two below it; `gpu`: the one of several that it is about."""
+    """Tables and charts under one heading; `text` is a sentence or two below it; `gpu`: if it is about one of several."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -93,8 +93,8 @@ class NamedSpeedup:
 
 @dataclass(frozen=True)
 class NamedTime:
-    """A time to compare with those of other GPUs and runs: where, of what, in which recipe. `tokens_per_s`: of one GPU,
-    of what `unit` says."""
+    """A time to compare with those of other GPUs and runs: where, of what, in which recipe. `tokens_per_s` is the rate of one
+    GPU; `unit` says what it counts."""
 
     where: str
     what: str
@@ -106,7 +106,7 @@ class NamedTime:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a run was about, to tell whether two runs belong on one page. A size that a run does not know is left out."""
+    """What a run was about, to tell whether two runs belong on one page. Sizes that are not known are left out."""
 
     title: str
     bare: bool = False
@@ -117,7 +117,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything that is said about one result."""
+    """Everything that is shown about one result."""
 
     kind: str
     title: str
@@ -136,7 +136,7 @@ class Document:
     speedups: tuple[NamedSpeedup, ...] = ()
     times: tuple[NamedTime, ...] = ()
     forecast: bool = False
-    tag: str = ""  # what a page marks it with, where nothing of it was measured or recorded
+    tag: str = ""  # shown as a mark on the page if the numbers are synthetic or a forecast
     next_purpose: str = ""  # what to do next
     next_command: str = ""  # the command that does it
     name: str = ""  # of the run file, where there is one
@@ -157,9 +157,9 @@ def decisive(document: Document) -> tuple[Message, ...]:
 
 
 def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:
-    """A part of a Document with its texts made harmless: each on one line, except those that are meant to have several.
+    """A part of a Document with invisible characters written out: each text on one line, unless it is meant to have several.
 
-    `longest`: the most characters of each. What needs no change is returned as it is, not as a copy.
+    `longest`: the maximum length of each text. Values that need no change are returned as they are, not as copies.
     """
     if value is None or isinstance(value, (int, float)):
         return value

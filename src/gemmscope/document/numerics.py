@@ -1,4 +1,4 @@
-"""The Document of a `NumericsResult`: which recipe or mix, what it loses and gains, where the error is, what it cannot tell."""
+"""The Document of a `NumericsResult`: which recipe or mix, what it loses and gains, where the error is, what it does not show."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_REAL = "SYNTHETIC tensors show how outliers affect a format, not what your m
 
 
 def numerics_document(result: NumericsResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     answer, because = _answer(result)
     because = [*because, *_along_depth(result)]
     marked = f"{SYNTHETIC}: " if result.source == "synthetic" else ""
@@ -58,7 +58,7 @@ def numerics_document(result: NumericsResult, name: str = "") -> Document:
         context=tuple(_context(result)),
         sections=tuple(_sections(result, marked)),
         messages=tuple(map(Message.of, result.findings)),
-        advice=Advice(f"{_told(result, chosen)}.", result.mixed.settings)
+        advice=Advice(f"{_mix_text(result, chosen)}.", result.mixed.settings)
         if result.mixed and chosen and result.mixed.settings and not _too_close(chosen)
         else None,
         facts={"Method": _method(result)},
@@ -108,7 +108,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
 
 
 def _steps(steps: tuple[int, ...]) -> str:
-    """Which steps of the training.
+    """The recorded training steps, as text.
 
     >>> _steps((142, 143, 144)), _steps((10, 20)), _steps((7,))
     ('steps 142 to 144', 'steps 10, 20', 'step 7')
@@ -122,7 +122,7 @@ def _steps(steps: tuple[int, ...]) -> str:
 
 
 def _low(result: NumericsResult) -> list[RecipeError]:
-    return [each for each in result.recipes if each.recipe != BASELINE]
+    return [row for row in result.recipes if row.recipe != BASELINE]
 
 
 def _answer(result: NumericsResult) -> tuple[str, list[str]]:
@@ -152,27 +152,27 @@ def _have(recipes: list[RecipeError]) -> str:
 
 
 def _fastest(recipes: list[RecipeError]) -> RecipeError | None:
-    """The one with the highest speedup; None if no speedup is known."""
+    """The recipe with the highest speedup; None if no speedup is known."""
     return max((row for row in recipes if row.speedup is not None), key=lambda row: _gain(row.speedup), default=None)
 
 
 def _called_fastest(fastest: RecipeError) -> str:
-    """A winner, unless the interval of a ratio says otherwise."""
+    """The fastest recipe, or the recipes that are too close to call."""
     if fastest.rivals:
         return f"The fastest are {units.listed([fastest.recipe, *fastest.rivals])}, too close to call. {fastest.recipe}"
     return f"The fastest is {fastest.recipe}"
 
 
 def _along_depth(result: NumericsResult) -> Iterator[str]:
-    """What arrives after the last layer, where a module was run: in the recipe that the answer is about."""
+    """The error of the last layer's output in the recipe that the answer is about, if a module was run."""
     recipe = _main_recipe(result)
-    error = next((each.forward[-1] for each in result.depth if each.recipe == recipe and each.forward), None)
+    error = next((row.forward[-1] for row in result.depth if row.recipe == recipe and row.forward), None)
     if error is not None:
         yield f"{recipe} in all linears at once: the output of the last layer has an error of {error_text(error)}."
 
 
 def _too_close(chosen: Mix) -> bool:
-    """Whether its interval includes the speed of BF16, or less: then it is not called faster."""
+    """Whether the mix is too close to BF16 to call it faster, or slower: its interval is not above 1."""
     return chosen.speedup is not None and chosen.speedup.known and not chosen.speedup.above_one
 
 
@@ -181,7 +181,7 @@ def _gain(speedup: Interval | None) -> float:
 
 
 def _speed(result: NumericsResult, speedup: Interval | None) -> str:
-    """With its origin; nothing where it is not known."""
+    """The speedup with its origin; empty if it is not known."""
     return f", {units.speedup(speedup)} {_over_baseline(result)}" if speedup is not None else ""
 
 
@@ -199,7 +199,7 @@ def _speeds(result: NumericsResult, recipes: list[RecipeError]) -> str:
     return f": {speedups} {_over_baseline(result)}"
 
 
-def _told(result: NumericsResult, mix: Mix | None) -> str:
+def _mix_text(result: NumericsResult, mix: Mix | None) -> str:
     """A mix with its error and speedup."""
     if mix is None:
         return ""
@@ -218,24 +218,24 @@ def _below_bound(result: NumericsResult, chosen: Mix | None, bound: float) -> st
     if _too_close(chosen):
         return f"Stay with {BASELINE}: nothing with an error of at most {limit} is faster by more than its interval."
     best = "Fastest" if result.speed_of else "Fewest bits"
-    return f"{best} with an error of at most {limit}: {_told(result, chosen)}."
+    return f"{best} with an error of at most {limit}: {_mix_text(result, chosen)}."
 
 
 def _alternatives(result: NumericsResult, chosen: Mix | None) -> list[str]:
-    """The same recipe in all linears, and what one recipe alone reaches below the bound."""
+    """What else could be used: the same recipe in all linears, and the best single recipe below the bound."""
     if chosen is None or chosen.recipe == BASELINE:
         return []
     texts, bound = [], result.mixed.bound if result.mixed is not None else None
     if _too_close(chosen):
-        texts.append(f"The fastest is {_told(result, chosen)}.")
-    whole = next((each for each in _low(result) if each.recipe == chosen.recipe), None)
+        texts.append(f"The fastest is {_mix_text(result, chosen)}.")
+    whole = next((row for row in _low(result) if row.recipe == chosen.recipe), None)
     if chosen.is_mixed and whole is not None:
         kept = f"This mix keeps {units.percent(chosen.kept_share)} of the linears' FLOPs in {chosen.higher}."
         texts.append(f"{kept} {whole.recipe} in all linears: error {error_text(whole.error)}{_plain_speed(whole.speedup)}.")
-    single = [each for each in _low(result) if bound is not None and each.error <= bound and each.recipe != chosen.recipe]
-    known = [each for each in single if each.speedup is not None] or single
+    single = [row for row in _low(result) if bound is not None and row.error <= bound and row.recipe != chosen.recipe]
+    known = [row for row in single if row.speedup is not None] or single
     if known:
-        best = max(known, key=lambda each: _gain(each.speedup))
+        best = max(known, key=lambda row: _gain(row.speedup))
         other = "Without mixing" if chosen.is_mixed else "Next"
         close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
         texts.append(f"{other}: {best.recipe}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
@@ -260,7 +260,7 @@ def _worst(result: NumericsResult) -> str:
 
 
 def _main_recipe(result: NumericsResult) -> str:
-    """That of the chosen mix; else the fastest; else the one with the largest error."""
+    """The recipe that the answer is about: that of the chosen mix, else the fastest, else the one with the largest error."""
     chosen = result.mixed.chosen if result.mixed is not None else None
     low = _low(result)
     if chosen is not None and chosen.recipe != BASELINE:
@@ -269,7 +269,7 @@ def _main_recipe(result: NumericsResult) -> str:
 
 
 def _limits(result: NumericsResult) -> list[str]:
-    """What these numbers cannot tell."""
+    """What these numbers do not show."""
     if not _low(result):
         return []
     return [{"checkpoint": WEIGHTS_ONLY, "synthetic": NOT_REAL}.get(result.source, JUDGE)]
@@ -279,8 +279,8 @@ def _figures(result: NumericsResult) -> tuple[KeyFigure, ...]:
     chosen = result.mixed.chosen if result.mixed is not None else None
     if chosen is None or chosen.recipe == BASELINE:
         return tuple(
-            KeyFigure(f"Error of {each.recipe}", error_text(each.error), f"{units.speedup(each.speedup)}" if each.speedup else "")
-            for each in _low(result)[:4]
+            KeyFigure(f"Error of {row.recipe}", error_text(row.error), f"{units.speedup(row.speedup)}" if row.speedup else "")
+            for row in _low(result)[:4]
         )
     speed = (
         [KeyFigure(f"Speedup over {BASELINE}", f"{chosen.speedup.value:.2f}x", units.ends(chosen.speedup, 2))]
@@ -316,14 +316,14 @@ def _sections(result: NumericsResult, marked: str) -> Iterator[Section]:
 
 
 def _scatter(result: NumericsResult, marked: str) -> ScatterChart | None:
-    """Recipes and mixes whose speed is known; BF16 is where nothing is gained and nothing lost."""
-    known = [(each, each.speedup) for each in _low(result) if each.speedup is not None]
+    """Speedup against error of the recipes and mixes whose speed is known."""
+    known = [(row, row.speedup) for row in _low(result) if row.speedup is not None]
     if not known:
         return None
     dots = tuple(
-        Dot(each.recipe, speedup, each.error, (("error", error_text(each.error)), ("speedup", units.speedup(speedup)),
-                                               ("worst linear", f"{each.worst} {error_text(each.worst_error)}")))
-        for each, speedup in known
+        Dot(row.recipe, speedup, row.error, (("error", error_text(row.error)), ("speedup", units.speedup(speedup)),
+                                             ("worst linear", f"{row.worst} {error_text(row.worst_error)}")))
+        for row, speedup in known
     )  # fmt: skip
     mixed = result.mixed
     chosen, short = mixed.chosen if mixed is not None else None, kept_names(result)
@@ -380,6 +380,6 @@ def _method(result: NumericsResult) -> Facts:
         ),
         ("time of a mix", "the time in BF16 minus the time that each linear saves in its recipe" if result.speed_of else ""),
         ("computed on", ", ".join([result.device, *(f"{name} {version}" for name, version in result.versions.items())])),
-        ("took", f"{result.seconds:.0f} s" if result.seconds else ""),
+        ("duration", f"{result.seconds:.0f} s" if result.seconds else ""),
     ]
     return (*((name, value) for name, value in lines if value), *command_facts(result))

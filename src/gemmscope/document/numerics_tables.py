@@ -33,19 +33,19 @@ def error_cell(error: float | None) -> Cell:
 
 def decibel_cell(error: float | None) -> Cell:
     """Signal to quantization noise."""
-    found = decibels(error) if error is not None else None
-    return NOTHING if found is None else Cell(f"{found:.1f}", found)
+    ratio_db = decibels(error) if error is not None else None
+    return NOTHING if ratio_db is None else Cell(f"{ratio_db:.1f}", ratio_db)
 
 
 def kept_names(result: NumericsResult) -> dict[str, str]:
-    """Linears by the last part of their names, where that tells them apart: mlp.down_proj → down_proj."""
+    """Short names of linears: the last part of the name, if no other linear has the same: mlp.down_proj → down_proj."""
     names = list(dict.fromkeys(linear.linear for linear in result.linears))
     ends = [name.rpartition(".")[2] for name in names]
     return {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
 
 
 def kept_parts(mix: Mix, short: Mapping[str, str] = {}) -> list[str]:
-    """What a mix keeps higher, part by part. `short`: names of linears.
+    """The parts that a mix keeps in a higher precision. `short`: short names of linears.
 
     >>> kept_parts(Mix(recipe="NVFP4", higher="BF16", first_layers=1, last_layers=2, linears=("mlp.down_proj",), error=0.1))
     ['the first layer', 'the last 2 layers', 'mlp.down_proj']
@@ -59,7 +59,7 @@ def kept_parts(mix: Mix, short: Mapping[str, str] = {}) -> list[str]:
 
 
 def mix_name(mix: Mix, short: Mapping[str, str] = {}) -> str:
-    """In words.
+    """A mix as text.
 
     >>> mix_name(Mix(recipe="NVFP4", higher="MXFP8", linears=("mlp.down_proj",), error=0.1))
     'NVFP4 with mlp.down_proj in MXFP8'
@@ -70,15 +70,15 @@ def mix_name(mix: Mix, short: Mapping[str, str] = {}) -> str:
 
 
 def summary(result: NumericsResult) -> Table:
-    """The recipes, smallest error first, and the mix to use. A star: some linears have no numbers in it."""
+    """The recipes, smallest error first, and the mix to use. A star marks recipes in which some linears have no errors."""
     chosen = result.mixed.chosen if result.mixed is not None else None
-    partial = {str(found.facts.get("recipe")) for found in result.findings if found.code == "numerics-stays-in-baseline"}
+    partial = {str(finding.facts.get("recipe")) for finding in result.findings if finding.code == "numerics-stays-in-baseline"}
     rows = []
-    for each in result.recipes:
-        name = Cell(f"{each.recipe} *", level="warning") if each.recipe in partial else Cell(each.recipe)
-        worst = (error_cell(each.worst_error), Cell(each.worst)) if each.error else (NOTHING, NOTHING)
-        speed = _speed_cells(result, each.speedup, each.recipe)
-        rows.append((name, error_cell(each.error), decibel_cell(each.error), *speed, *worst))
+    for row in result.recipes:
+        name = Cell(f"{row.recipe} *", level="warning") if row.recipe in partial else Cell(row.recipe)
+        worst = (error_cell(row.worst_error), Cell(row.worst)) if row.error else (NOTHING, NOTHING)
+        speed = _speed_cells(result, row.speedup, row.recipe)
+        rows.append((name, error_cell(row.error), decibel_cell(row.error), *speed, *worst))
     if chosen is not None and chosen.is_mixed:
         speed = _speed_cells(result, chosen.speedup, chosen.recipe)
         rows.append(
@@ -89,7 +89,7 @@ def summary(result: NumericsResult) -> Table:
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
     note = (
         f"* Some of its linears have no errors and count as {BASELINE}."
-        if partial & {each.recipe for each in result.recipes}
+        if partial & {row.recipe for row in result.recipes}
         else ""
     )
     return Table(title, (*heads, *last), tuple(rows), note)
@@ -135,7 +135,7 @@ def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMa
     if len(layers) < 2 or not names:
         return
     chosen = result.mixed.chosen if result.mixed is not None else None
-    recipes = [each.recipe for each in result.recipes if each.recipe != BASELINE]
+    recipes = [row.recipe for row in result.recipes if row.recipe != BASELINE]
     for recipe in sorted(recipes, key=lambda name: name != main):
         errors: dict[tuple[str, int], list[float]] = {}
         for linear in result.linears:
@@ -168,7 +168,7 @@ def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMa
 
 def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | None:
     """Every linear over all layers, in every recipe."""
-    recipes = [each.recipe for each in result.recipes if each.recipe != BASELINE]
+    recipes = [row.recipe for row in result.recipes if row.recipe != BASELINE]
     names = list(dict.fromkeys(linear.linear for linear in result.counted if linear.error is not None))
     errors: dict[tuple[str, str], list[float]] = {}
     for linear in result.counted:
@@ -200,9 +200,9 @@ def _rms(values: Iterable[float]) -> float:
 
 
 def worst_table(result: NumericsResult, marked: str) -> Table | None:
-    """The linears with the largest errors of each recipe, and where in them."""
+    """The linears with the largest errors of each recipe, with the pass and the operand that contribute the most."""
     rows = []
-    for recipe in (each.recipe for each in result.recipes if each.recipe != BASELINE):
+    for recipe in (row.recipe for row in result.recipes if row.recipe != BASELINE):
         own = [linear for linear in result.counted if linear.recipe == recipe and linear.error is not None]
         largest = sorted(own, key=lambda linear: -(linear.error or 0.0))[:MOST_WORST]
         rows += [(Cell(recipe), Cell(linear.name), error_cell(linear.error), *_worst_pass(linear)) for linear in largest]
@@ -232,11 +232,13 @@ def linear_table(result: NumericsResult, marked: str) -> Table | None:
         if linear.error is not None and linear.recipe != BASELINE:
             groups.setdefault((linear.recipe, linear.linear), []).append(linear)
     rows, counted = [], {linear.linear for linear in result.counted}
-    order = [each.recipe for each in result.recipes]
+    order = [row.recipe for row in result.recipes]
     for (recipe, name), own in sorted(
         groups.items(), key=lambda pair: order.index(pair[0][0]) if pair[0][0] in order else len(order)
     ):
-        passes = {each: [one for linear in own for one in linear.passes if one.pass_name == each] for each in PASSES}
+        passes = {
+            pass_name: [one for linear in own for one in linear.passes if one.pass_name == pass_name] for pass_name in PASSES
+        }
         cosines = [one.cosine for one in passes["wgrad"] if one.cosine is not None]
         rows.append(
             (
@@ -253,14 +255,14 @@ def linear_table(result: NumericsResult, marked: str) -> Table | None:
 
 
 def operand_table(result: NumericsResult, marked: str) -> Table | None:
-    """X, W and dY as each pass reads them: error, underflow, saturation, range, and the share of the GEMM's error."""
+    """X, W and dY as one pass reads them: error, underflow, saturation, range, and the share of the GEMM's error."""
     groups: dict[tuple[str, str, str], list[tuple[OperandError, float | None]]] = {}
     for linear in result.counted:
         if linear.recipe == BASELINE:
             continue
-        for each in linear.passes:
-            for operand, share in zip(each.operands, (each.first_share, 1 - each.first_share), strict=True):
-                groups.setdefault((linear.recipe, each.pass_name, operand.tensor), []).append((operand, share))
+        for one in linear.passes:
+            for operand, share in zip(one.operands, (one.first_share, 1 - one.first_share), strict=True):
+                groups.setdefault((linear.recipe, one.pass_name, operand.tensor), []).append((operand, share))
         if linear.weight is not None:
             groups.setdefault((linear.recipe, "", "W"), []).append((linear.weight, None))
     rows = tuple(
@@ -292,17 +294,17 @@ def _operand_cells(own: Sequence[tuple[OperandError, float | None]]) -> tuple[Ce
 
 
 def stale_table(result: NumericsResult, marked: str) -> Table | None:
-    """What scales of earlier steps do."""
+    """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
     rows = tuple(
         (
-            Cell(each.name),
-            Cell(each.tensor),
-            number(each.growth, f"{each.growth:.2f}x"),
-            share_cell(each.saturated),
-            error_cell(each.relative),
-            error_cell(each.fresh_relative),
+            Cell(stale.name),
+            Cell(stale.tensor),
+            number(stale.growth, f"{stale.growth:.2f}x"),
+            share_cell(stale.saturated),
+            error_cell(stale.relative),
+            error_cell(stale.fresh_relative),
         )
-        for each in sorted(result.stale, key=lambda each: each.fresh_relative - each.relative)
+        for stale in sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
     )
     heads = columns(("Linear", "Tensor"), ("Maximum over history", "Saturated", "Error", "With its own scale"))
     note = "Scales from the maxima of earlier steps: where a tensor grows above them, its largest values saturate."
@@ -310,10 +312,10 @@ def stale_table(result: NumericsResult, marked: str) -> Table | None:
 
 
 def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
-    """The error of what leaves a layer, with a recipe in all linears at once."""
+    """The error of the output of every layer, and of its gradient, with a recipe in all linears at once."""
     for title, values in (
-        ("the output of a layer, forward", {each.recipe: each.forward for each in result.depth}),
-        ("the gradient that leaves a layer, backward", {each.recipe: each.backward[::-1] for each in result.depth}),
+        ("the output of a layer, forward", {row.recipe: row.forward for row in result.depth}),
+        ("the gradient that leaves a layer, backward", {row.recipe: row.backward[::-1] for row in result.depth}),
     ):
         series = {
             name: tuple(
@@ -327,11 +329,11 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
 
 
 def loss_table(result: NumericsResult, marked: str) -> Table | None:
-    """How far the loss of one batch moves."""
+    """How much each recipe changes the loss of one batch."""
     rows = tuple(
-        (Cell(each.recipe), error_cell(each.forward[-1] if each.forward else None), number(each.loss, f"{each.loss:+.2g}"))
-        for each in result.depth
-        if each.loss is not None
+        (Cell(row.recipe), error_cell(row.forward[-1] if row.forward else None), number(row.loss, f"{row.loss:+.2g}"))
+        for row in result.depth
+        if row.loss is not None
     )
     note = "For one batch, without updating the weights. It ranks recipes, but does not predict later steps."
     heads = columns(("Recipe",), ("Error of the last layer", "Loss with the recipe minus without"))

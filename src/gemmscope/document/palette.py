@@ -40,9 +40,9 @@ def styles() -> dict[str, Style]:
     '#686868'
     """
     return {
-        _key(kind, name): Style(_key(kind, name), **look)
+        _key(kind, name): Style(_key(kind, name), **values)
         for kind in CLASSES
-        for name, look in _data()[kind].items()
+        for name, values in _data()[kind].items()
     }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def _key(kind: str, name: str) -> str:
 
 
 def recipe_key(name: str, place: int = 0) -> str:
-    """The style of a recipe; one that is not known has that of its place."""
+    """The style of a recipe. A recipe that is not in the palette gets the style of its place."""
     return _key("recipe", name) if name in _data()["recipe"] else series_key(place)
 
 
@@ -65,12 +65,12 @@ def part_key(name: str) -> str:
 
 
 def series_key(place: int) -> str:
-    """The style of the first, second, ... of several things that are alike, such as runs."""
+    """The style of the first, second, ... of several similar series, such as runs."""
     return f"series-{place % most_series() + 1}"
 
 
 def most_series() -> int:
-    """How many things that are alike have a color of their own."""
+    """How many series have a color of their own."""
     return len(_data()["series"]) - 1
 
 

@@ -36,7 +36,7 @@ SETTINGS = ("network", "nvlink_domain", "state")  # options of the command that 
 
 
 def plan_document(result: PlanResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     answer, because = _varied_answer(result) if result.varied else _answer(result)
     best = result.best
     return Document(
@@ -84,7 +84,7 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
 
 
 def _safe_text(point: PlanPoint) -> list[str]:
-    """Where the memory of the best is tight: the fastest layout for which it is not."""
+    """If the memory of the best layout is tight: the fastest layout for which it is not."""
     if not point.layouts[0].tight:
         return []
     safe = next((layout for layout in point.layouts if not layout.tight), None)
@@ -105,7 +105,7 @@ def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
 
 
 def _close_text(point: PlanPoint) -> str:
-    """Which layouts could be as fast."""
+    """The layouts that are too close to call against the best."""
     close = [layout for layout in point.layouts if layout.close]
     fitting = f"{units.counted(point.fitting, 'layout')} that {'fits' if point.fitting == 1 else 'fit'}"
     if not close:
@@ -116,7 +116,7 @@ def _close_text(point: PlanPoint) -> str:
 
 
 def _pruned_text(point: PlanPoint) -> str:
-    """How many were excluded, and why."""
+    """How many splits and layouts were excluded, and why."""
     splits = sum(rule.count for rule in point.pruned if rule.unit == "splits")
     layouts = {rule.rule: rule.count for rule in point.pruned if rule.unit == "layouts"}
     memory = layouts.pop("memory", 0)
@@ -138,8 +138,8 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     efficient = max(ordered, key=lambda point: _best_of(point).mfu)
     sentence = (
         f"FORECAST: {units.counted(len(ordered), 'model')} with different {units.names(result.varied)}, each in its best layout: "
-        f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; the highest MFU has "
-        f"{_place(efficient)} with {_best_of(efficient).mfu:.0%}."
+        f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; "
+        f"{_place(efficient)} has the highest MFU, {_best_of(efficient).mfu:.0%}."
     )
     counts = [units.parameters(point.parameters) for point in (first, last)]
     rates = [plain_rate(_best_of(point).tokens_per_s) for point in (first, last)]
@@ -204,7 +204,7 @@ def _layout_blocks(result: PlanResult, point: PlanPoint, prefix: str) -> Iterato
 
 
 def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:
-    """For each recipe, the fastest layout that needs at most so much memory."""
+    """For each recipe, the fastest layout within each memory limit."""
     by_recipe: dict[str, list[PlanLayout]] = {}
     for layout in point.layouts:
         by_recipe.setdefault(layout.recipe, []).append(layout)
@@ -216,7 +216,7 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
     for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1])):
         points = []
         for place in places:
-            for layout in [each for each in layouts if each.memory_gb <= place][:1]:
+            for layout in [fitting for fitting in layouts if fitting.memory_gb <= place][:1]:
                 tooltip = (("layout", layout_name(layout)), ("memory", f"{layout.memory_gb:.0f} GB"))
                 points.append(Point(str(place), layout.tokens_per_s, tooltip))
         if points:
@@ -284,8 +284,8 @@ def _next_command(result: PlanResult) -> str:
         options |= {"tokens": _typed(result.tokens), "gpus": result.gpus}
         options |= {"price": f"{result.price:g}"} if result.price is not None else {}
     flags = ["--sequence-parallel"] if run.sequence_parallel else []
-    words = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
-    return same_model("forecast", result, shlex.join(words), (*MODEL_NAMES, *SETTINGS))
+    arguments = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    return same_model("forecast", result, shlex.join(arguments), (*MODEL_NAMES, *SETTINGS))
 
 
 def _typed(tokens: float) -> str:

@@ -23,7 +23,7 @@ SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 200
-FINEST = 0.1  # the relative uncertainty for which rates are rounded, if it is not smaller
+FINEST = 0.1  # rates are rounded as if their relative uncertainty were at most this
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
 RULES = {
     "domain": "TP beyond one NVLink domain: its collectives would wait for the network",

@@ -15,7 +15,7 @@ LINEAR_KINDS = ("linear", "grouped linear")
 
 
 def shapes_document(result: ShapesResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     count, flops = sum(gemm.count for gemm in result.gemms), units.si(result.totals.gemm_flops_per_step, "FLOP")
     about = model_facts(result.model, result.run, result.stage)
     tables = [_gemms(result), _totals(result), _others(result)]
@@ -117,7 +117,7 @@ def _flops(value: float) -> Cell:
 
 
 def _others(result: ShapesResult) -> Table:
-    """Everything that is not a GEMM of a linear, equal names (in a trace: of one kind) added up."""
+    """Everything that is not a GEMM of a linear, summed by name (in a trace, by name and kind)."""
     sums: dict[str, list[float]] = {}
     traced = result.derived_by == "trace"
     for op in result.ops:

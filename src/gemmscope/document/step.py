@@ -40,7 +40,7 @@ ENDED = ("precision-reached", "all-measured")  # a run that ended otherwise has 
 
 
 def step_document(result: StepResult, name: str = "") -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     answer, because = step_answer(result.step, result.where, result.name)
     shown = sorted(result.findings, key=lambda finding: LEVELS.index(finding.level))
     ended = [finding.text for finding in result.findings if finding.code in ENDED]
@@ -75,7 +75,7 @@ COMPILED = {"whole": "compiled as a whole", "layers": "compiled layer by layer",
 
 
 def _how_it_ran(result: StepResult) -> list[str]:
-    """How the step was compiled, in one line: another way of compiling may run other kernels of attention."""
+    """How the step was compiled, in one line: the attention kernels depend on it."""
     compiled = COMPILED.get(result.settings.compile or "")
     if compiled is None:
         return []
@@ -85,7 +85,7 @@ def _how_it_ran(result: StepResult) -> list[str]:
 
 
 def _sections(result: StepResult) -> list[Section]:
-    """The step, the way from the GEMMs to it, the real model, the cost, smaller batches: what there is."""
+    """The sections that have content: the step, the waterfalls, the verification, the cost, the break-even."""
     times = result.step
     chart = step_chart(times, layers_run=result.depth if result.depth < result.layers else None, hover=_hover(result))
     blocks: dict[str, Sequence[Block | None]] = {
@@ -100,7 +100,7 @@ def _sections(result: StepResult) -> list[Section]:
 
 
 def _mixed(recommended: Recommendation | None) -> list[str]:
-    """What leaving blocks in BF16 adds."""
+    """The speedup with some blocks left in BF16, if that is faster."""
     if recommended is None or not recommended.left_out or recommended.speedup is None:
         return []
     left = " and ".join(recommended.left_out)
@@ -108,14 +108,14 @@ def _mixed(recommended: Recommendation | None) -> list[str]:
 
 
 def _requested(result: StepResult) -> list[str]:
-    """Notes on the recipe that the answer names that were requested with an option."""
+    """Notes that were requested with an option, on the recipe that the answer names."""
     best = max(result.step.recipes, key=lambda time: time.speedup.value if time.speedup is not None else 0.0, default=None)
     notes = [finding for finding in result.findings if finding.code in REQUESTED]
     return [finding.text for finding in notes if best is not None and finding.facts["recipe"] == best.recipe]
 
 
 def _captured(result: StepResult) -> list[str]:
-    """What CUDA graphs change, or that they could."""
+    """The findings on CUDA graphs."""
     return [finding.text for finding in result.findings if finding.code in GRAPHS]
 
 

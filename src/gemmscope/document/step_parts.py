@@ -61,9 +61,9 @@ def step_table(times: StepTimes) -> Table:
 
 
 def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table | None:
-    """The compact table: a row per recipe, and per GPU where there are several; then over one common baseline.
+    """The compact table: a row per GPU and recipe. With several GPUs, also the speedup over one common baseline.
 
-    Where these are more than `most_rows`, each GPU has its baseline, its winner and the winner's rivals.
+    With more than `most_rows` rows, each GPU shows only its baseline, its winner and the winner's rivals.
     """
     several = len(steps) > 1
     common = common_baseline(steps) if several else None
@@ -76,7 +76,9 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     ]
     if not rows:
         return None
-    names = list(dict.fromkeys(name for row in rows for name in row if any(each.get(name, NOTHING) != NOTHING for each in rows)))
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if any(other.get(name, NOTHING) != NOTHING for other in rows))
+    )
     interval = "90% error bar" if next(iter(steps.values())).origin == "forecast" else "95% interval"
     texts = [name for name in names if name in ("GPU", "Recipe")]
     dropped = DROPPED if not any(times.unfit or times.may_not_fit for times in steps.values()) else {**DROPPED, "Memory": 0}
@@ -96,7 +98,7 @@ def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | No
 
 
 def over_common(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, StepTime]) -> Cell:
-    """Its tokens/s over those of the common baseline; nothing where it does not fit."""
+    """Tokens/s relative to the common baseline; a dash if the recipe does not fit."""
     if time.recipe in times.unfit:
         return NOTHING
     if time is common[1]:
@@ -114,7 +116,7 @@ def over_other_gpu(time: StepTime, other: StepTime) -> Interval:
 
 
 def memory_cell(times: StepTimes, time: StepTime) -> Cell:
-    """What one GPU needs, marked where it does not fit."""
+    """The memory that one GPU needs, marked if it does not fit."""
     cell = bytes_cell(time.peak_bytes)
     if times.origin == "forecast" and time.peak_bytes is not None:
         cell = replace(cell, text=f"{time.peak_bytes / 1e9:.0f} GB" if time.peak_bytes > 1e10 else cell.text)
@@ -149,7 +151,7 @@ DROPPED = {
     "Tokens/s, all GPUs": 8,
     "Samples/s, all GPUs": 8,
 }
-"""Which columns of the compact table go first where it is too wide."""
+"""Which columns of the compact table are dropped if it is too wide, the highest number first."""
 
 
 def _summary_row(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, StepTime] | None) -> dict[str, Cell]:
@@ -170,7 +172,7 @@ def _summary_row(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, 
 
 
 def cost_basis(steps: Sequence[StepTimes]) -> str:
-    """What the cost is of: tokens, GPUs, global batch and price."""
+    """What the cost is based on: tokens, GPUs, global batch and price."""
     costs = [time.cost for times in steps for time in times.recipes if time.cost is not None and time.cost.tokens is not None]
     if not costs:
         return ""
@@ -210,7 +212,7 @@ def step_chart(
 
 
 def bar_label(name: str) -> str:
-    """A recipe below its bar, where the whole name of a mix has no room.
+    """The label below the bar of a recipe; mixes are shortened, because their names are long.
 
     >>> bar_label("FP8Current (in BF16: first 1, last 2, MLP Down)"), bar_label("BF16")
     ('FP8Current + BF16', 'BF16')
@@ -240,7 +242,7 @@ def _segment(part: StepPart, time_ms: float, total_ms: float, facts: Facts) -> S
 
 
 def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, ...]:
-    """What lies between the speedup of the GEMMs alone and that of the step, for every recipe."""
+    """How the speedup changes from the GEMMs alone to the whole step, for every recipe."""
     return tuple(
         WaterfallChart(
             _title(times, f"From GEMMs to step: {time.recipe}", prefix),
@@ -334,10 +336,10 @@ def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
     if best.speedup is not None and best.recipe != BASELINE:
         figures.append(KeyFigure(f"Speedup over {BASELINE}", *units.speedup(best.speedup).split(" ", 1)))
     gpus = times.gpus or 1
-    together = units.rounded(best.total_tokens_per_s, best.step_ms.half_width) if gpus > 1 and best.total_tokens_per_s else ""
+    total_rate = units.rounded(best.total_tokens_per_s, best.step_ms.half_width) if gpus > 1 and best.total_tokens_per_s else ""
     rate = units.rounded(best.tokens_per_s, best.step_ms.half_width)
     name = f"{times.unit.capitalize()}/s per GPU"
-    figures.append(KeyFigure(name, rate, f"{together} on all {gpus:,} GPUs" if together else ""))
+    figures.append(KeyFigure(name, rate, f"{total_rate} on all {gpus:,} GPUs" if total_rate else ""))
     if best.mfu is not None:
         figures.append(KeyFigure("MFU", share_cell(best.mfu, best.step_ms.half_width).text, f"of the dense {BASELINE} rate"))
     if best.peak_bytes is not None:

@@ -1,5 +1,5 @@
-"""What the Document of a sweep is made of, forecast or measured: the best recipe over one size (curves) or two (a heat map), and
-every point of it. `sweep_document` is that of a forecast; `measured_sweep.py` has that of a measured one."""
+"""The parts of the Document of a sweep, forecast or measured: the best recipe over one size (curves) or two (a heat map), and
+every point. `sweep_document` builds that of a forecast, `measured_sweep.py` that of a measured sweep."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -25,7 +25,7 @@ MOST_ACROSS = 10  # values of the second size that are columns
 
 
 def sweep_document(result: ForecastResult, name: str) -> Document:
-    """Everything that the result says."""
+    """Build the Document of the result."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
@@ -60,7 +60,7 @@ def sweep_document(result: ForecastResult, name: str) -> Document:
 
 
 def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Finding]]) -> tuple[Message, ...]:
-    """Findings of several GPUs: those that all share once, the others after the name of their GPU."""
+    """Findings of several GPUs: those that all GPUs share once, the others after the name of their GPU."""
     first, *others = by_gpu.values()
     common_texts = [{finding.text for finding in findings} for findings in others]
     shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
@@ -71,7 +71,7 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
 
 def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
-    words, measured = wording(sweep), isinstance(sweep, MeasuredSweep)
+    phrases, measured = wording(sweep), isinstance(sweep, MeasuredSweep)
     possible = [point for point in sweep.points if point.winner is not None]
     if not possible:
         if measured:
@@ -80,20 +80,20 @@ def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
         least = f": at least {min(point.memory_gb or 0.0 for point in unfit):.0f} GB are needed" if unfit else ""
         return f"FORECAST: on {sweep.gpu}, {'nothing fits in memory' if unfit else 'no point is possible'}{least}.", []
     gaining = [point for point in possible if point.gains]
-    count = f"{len(gaining):,} of {units.counted(len(possible), words.possible)}"
-    line = f"{words.line} {count}, the best recipe is faster than {BASELINE} beyond its {words.beyond}"
+    count = f"{len(gaining):,} of {units.counted(len(possible), phrases.possible)}"
+    line = f"{phrases.line} {count}, the best recipe is faster than {BASELINE} beyond its {phrases.beyond}"
     close = [point for point in gaining if point.winner and point.winner.rivals]
     because = [f"{line}; at {len(close):,} of these it is too close to call against another recipe." if close else f"{line}."]
     if len(sweep.sizes) == 1 and sweep.break_even:
-        because.append(f"{words.faster}: {_begins(sweep)}.")
+        because.append(f"{phrases.faster}: {_begins(sweep)}.")
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
-        none = f"no recipe is faster than {BASELINE} beyond its {words.beyond}"
+        none = f"no recipe is faster than {BASELINE} beyond its {phrases.beyond}"
         return (f"On {sweep.gpu}, {none}." if measured else f"FORECAST: on {sweep.gpu}, {none}."), because
     gain = units.speedup(best.winner.speedup)
     where = f"{best.winner.best} at {point_name(best)}"
     if measured:
-        return f"On {sweep.gpu}, the largest speedup of {words.of} over {BASELINE} is {gain}, in {where}.", because
+        return f"On {sweep.gpu}, the largest speedup of {phrases.of} over {BASELINE} is {gain}, in {where}.", because
     return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}, in {where}.", because
 
 
@@ -128,7 +128,7 @@ def _begins(sweep: GpuSweep) -> str:
 
 
 def sweep_section(sweep: GpuSweep, *, several: bool = False) -> Section:
-    """Its chart, where speedups begin, and every point."""
+    """The section of a sweep: its chart, the break-even, and every point."""
     one = len(sweep.sizes) == 1
     chart = _curve(sweep) if one else _heat_map(sweep)
     begins = [_break_even(sweep, one=one)] if sweep.break_even else []
@@ -195,8 +195,8 @@ def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
 
 
 def _points(sweep: GpuSweep, *, one: bool) -> Table:
-    """Every point: the best recipe, its rivals, what stands in its way. The curves of one size have the speedups."""
-    low, words = () if one else _low(sweep), wording(sweep)
+    """A row for each point: the best recipe, its rivals, its limits. For one size, the curves have the speedups."""
+    low, phrases = () if one else _low(sweep), wording(sweep)
     rows = []
     for point in sweep.points:
         sizes = [number(value, str(value)) for value in point.values.values()]
@@ -205,11 +205,11 @@ def _points(sweep: GpuSweep, *, one: bool) -> Table:
         figures = [number(rate, f"{rate:,.0f}" if rate else None), number(needed, f"{needed:.0f}" if needed else None)]
         rows.append((*sizes, time_cell(point.baseline_ms), *speedups, *figures, *_verdict(point), *_measured_on(point)))
     numbers = (*sweep.sizes, time_name(sweep), *low, "Tokens/s/GPU, best", "Memory GB, best", "Largest speedup")
-    heads = (*columns((), numbers), *columns((*VERDICT, words.not_ranked), ()))
+    heads = (*columns((), numbers), *columns((*VERDICT, phrases.not_ranked), ()))
     if not isinstance(sweep, MeasuredSweep):
-        return Table(words.points, heads, tuple(rows))
+        return Table(phrases.points, heads, tuple(rows))
     rates = columns((), ("TFLOP/s, best",))
-    return without_empty(Table(words.points, (*heads, *rates, *columns(("GPU", "GPU UUID"), ())), tuple(rows)))
+    return without_empty(Table(phrases.points, (*heads, *rates, *columns(("GPU", "GPU UUID"), ())), tuple(rows)))
 
 
 VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Does not fit")
@@ -241,7 +241,7 @@ def _measured_on(point: SweepPoint) -> tuple[Cell, ...]:
 
 
 def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
-    """Where each recipe becomes faster than BF16. Of two sizes, a column for each value of the second one, if there is room."""
+    """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one, if there is room."""
     title = wording(sweep).break_even
     begins: dict[str, dict[int | None, int | None]] = {}
     for edge in sweep.break_even:
@@ -259,7 +259,7 @@ def _since(value: int | None) -> Cell:
 
 
 def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
-    """A row for each recipe; of two sizes, values of the second one with the same answer in one row."""
+    """A row for each recipe; for two sizes, values of the second one with the same answer share a row."""
     groups: dict[tuple[str, int | None], list[str]] = {}
     for edge in sweep.break_even:
         groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))

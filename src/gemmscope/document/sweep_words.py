@@ -83,5 +83,5 @@ def time_name(sweep: GpuSweep) -> str:
 
 
 def point_name(point: SweepPoint) -> str:
-    """Its sizes in a sentence."""
+    """The sizes of a point, for a sentence."""
     return units.names(f"{name} {value}" for name, value in point.values.items())

@@ -50,7 +50,7 @@ NOTHING = Cell("-")
 
 
 def first_rows(table: Table, most: int) -> Table:
-    """The table with at most so many rows; if there are more, its note says so."""
+    """The table with at most `most` rows; if it has more, its note says so."""
     more = len(table.rows) - most
     if more <= 0:
         return table
@@ -68,7 +68,7 @@ def without_empty(table: Table) -> Table:
 
 
 def columns(text: Sequence[str], numeric: Sequence[str], drop: Mapping[str, int] = {}) -> tuple[Column, ...]:
-    """Text columns first, then numbers. `drop`: which columns may go where there is no room, the highest first."""
+    """Text columns first, then numbers. `drop`: which columns are left out if there is no room, the highest number first."""
     texts = (Column(name, numeric=False, drop=drop.get(name, 0)) for name in text)
     return (*texts, *(Column(name, drop=drop.get(name, 0)) for name in numeric))
 

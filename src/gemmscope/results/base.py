@@ -25,11 +25,11 @@ Origin = Literal["measured", "forecast"]
 
 
 LONGEST_REPR = 160
-"""The most characters of a result, or a part of one, as Python shows it."""
+"""The maximum length of the `repr` of a result, or of a part of one."""
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, cut to at most so many characters."""
+    """The text, cut to at most `longest` characters."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
@@ -67,7 +67,7 @@ class Part(BaseModel):
 
 
 class Result(Part):
-    """What every result says of itself."""
+    """The fields that every result has."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     kind: str
@@ -79,7 +79,7 @@ class Result(Part):
     _file: str = PrivateAttr(default="")
 
     def note_file(self, name: str) -> None:
-        """The run file that it was read from, for messages."""
+        """Remember the run file that the result was read from, for messages."""
         self._file = name
 
     def has(self, code: str) -> bool:
@@ -88,19 +88,19 @@ class Result(Part):
 
     @property
     def sample_count(self) -> int | None:
-        """How much was measured, to tell which of two results holds more; None where nothing is measured."""
+        """How much was measured or computed, to tell which of two results holds more; None if that has no meaning."""
         return None
 
     def to_json(self) -> str:
         """The result as it is written to a run file."""
         try:
             text = self.model_dump_json(by_alias=True, indent=1)
-        except PydanticSerializationError:  # halves of characters, which JSON cannot hold
+        except PydanticSerializationError:  # lone surrogates, which JSON cannot hold
             text = to_json(_whole(self.model_dump(mode="json", by_alias=True)), indent=1, inf_nan_mode="null").decode()
         return visible_json(text) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
+        """Write a file; its ending selects the format: .json, .md, .csv (every table), .html, or .png, .svg or .pdf (charts)."""
         _show().save(self, path)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Result(Part):
 
 
 def _whole(data: Any) -> Any:
-    """The data with a mark in the place of every half of a character."""
+    """The data with a question mark in the place of every lone surrogate."""
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, list):
@@ -169,7 +169,7 @@ def command_of(kind: str) -> str:
 
 
 def _show() -> ModuleType:
-    """What shows results stands above them, so it is looked up by name when it is asked for."""
+    """The module that shows results. It imports them, so it is loaded when it is used."""
     return import_module("gemmscope.show")
 
 
@@ -247,5 +247,5 @@ class Samples:
 
     @property
     def pending(self) -> bool:
-        """Samples are still to come: there are none, and it did not fail."""
+        """Whether samples are still to come: there are none, and it did not fail."""
         return not self.rounds_ms and not self.failure

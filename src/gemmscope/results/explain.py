@@ -112,7 +112,7 @@ class Cause(Part):
     code: str
     title: str
     cost_ms: float
-    """What the step would save without it, as far as can be told."""
+    """An estimate of the time that the step would save without it."""
     speedup_without: float
     """Of the step, replayed without the cause: with the order of each stream, launches, waits and collectives kept."""
     evidence: tuple[Finding, ...]
@@ -131,7 +131,7 @@ class PartComparison(Part):
     """Null: nothing was predicted for it."""
     trace_ms: float
     speedup: float | None = None
-    """Of all parts down to it."""
+    """Of all parts up to this one."""
 
     @property
     def difference_ms(self) -> float | None:

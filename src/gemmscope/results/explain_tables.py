@@ -28,9 +28,9 @@ class GemmShapeTotal(Part):
     """The largest power of two, up to 16, that the rows of all operands are a multiple of."""
     kernel: str
     better: str = ""
-    """The recipe in which the same GEMM takes least, if that is less than now."""
+    """The recipe in which the same GEMM takes the least time, if that is less than now."""
     better_ms: float | None = None
-    """What all of them would take in it, per step, casts of the activations included; a forecast."""
+    """The time of all of them in it, per step, casts of the activations included; a forecast."""
 
 
 class AttentionTotal(Part):
@@ -54,7 +54,7 @@ class AttentionTotal(Part):
     faster: str = ""
     """A backend that is faster for this shape on this GPU."""
     faster_ms: float | None = None
-    """What it would take, per step, at the rate known for it."""
+    """Its time per step, at the rate known for it."""
 
 
 class CollectiveTotal(Part):

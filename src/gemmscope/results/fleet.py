@@ -108,7 +108,7 @@ class Outlier(Part):
     """Of a whole node: those of its GPUs that would be outliers by themselves."""
     group: str = ""
     figure: str
-    """The one in which it differs most."""
+    """The figure in which it differs most."""
     side: Side
     ratio: Interval
     """Its speed (or its speedup) over that of the center: below one is slow, whatever the unit of the figure is."""

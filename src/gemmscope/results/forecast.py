@@ -16,7 +16,7 @@ Fit = Literal["fits", "tight", "may not fit", "does not fit"]
 
 
 class RecipeMemory(Part):
-    """Bytes of one GPU in one recipe: of the rank that needs most. Computed from sizes and the layout, not measured."""
+    """Bytes of one GPU in one recipe: the rank that needs the most. Computed from sizes and the layout, not measured."""
 
     recipe: str
     stage: int = 0

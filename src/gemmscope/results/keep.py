@@ -1,7 +1,7 @@
-"""Where the files of a result go: never in the place of one that holds more.
+"""Where the files of a result go: a result never replaces a file that holds more.
 
-A result of which nothing was measured replaces no file. An interrupted one does not replace a run file with more samples, nor
-other files whose samples are not known: it goes beside them, as `NAME.interrupted.EXT`.
+A result without measurements replaces no file. An interrupted one does not replace a run file with more samples, nor other
+files whose samples are not known: it goes beside them, as `NAME.interrupted.EXT`.
 """
 
 import os
@@ -15,21 +15,21 @@ from gemmscope.results.base import Result
 
 
 class WritePath(NamedTuple):
-    """The path to write to, None where the old file is to stay; `note` says so."""
+    """The path to write to, or None if the old file stays; `note` says why."""
 
     path: str | Path | None
     note: str = ""
 
 
 class Keeper:
-    """Decides for all files of one result. What is decided for the run file holds for those that are asked for after it."""
+    """Decides where the files of one result go. The decision for the run file also applies to the files after it."""
 
     def __init__(self, result: Result) -> None:
         self._count, self._interrupted = result.sample_count, bool(getattr(result, "interrupted", False))
         self._keeps: bool | None = None
 
     def place(self, path: str | Path, *, run_file: bool = False) -> WritePath:
-        """Where to write what was meant for `path`."""
+        """The path to write to: `path`, or another one if the file there must stay."""
         if self._count is None or path == "-" or is_special(path) or not _has_content(Path(path)):
             return WritePath(path)
         if self._count == 0:
@@ -61,7 +61,7 @@ def _samples(path: str | Path) -> int:
 
 
 def _beside(path: Path) -> Path:
-    """The first free name.
+    """The first free name for an interrupted result.
 
     >>> _beside(Path("no-such-folder/out.json")).name
     'out.interrupted.json'

@@ -19,7 +19,7 @@ QUANTIZED_PER_GEMM: dict[str, tuple[Pass, ...]] = {f"for {name}": (name,) for na
 
 
 def quantization_by_pass(quantize: Mapping[str, float], passes: Iterable[str]) -> dict[str, float]:
-    """Each pass's share of the quantization: what serves several of the passes that run is divided among them.
+    """The quantization time of each pass. That of a tensor that serves several passes is divided among those that run.
 
     >>> quantization_by_pass({"X": 4.0, "W": 2.0, "dY": 6.0}, ("fprop", "dgrad", "wgrad"))
     {'fprop': 3.0, 'dgrad': 4.0, 'wgrad': 5.0}
@@ -79,7 +79,7 @@ class OpTime(Part):
 
     @property
     def counts(self) -> bool:
-        """Whether its speedup is one of the recipe requested."""
+        """Whether its speedup counts as one of the recipe requested."""
         return not self.left_in_baseline and not self.fallbacks
 
     @property
@@ -105,7 +105,7 @@ class Speedup(Part):
 
 
 class LinearsTotal(Part):
-    """A recipe's linears together: milliseconds of one micro-batch."""
+    """All linears of a recipe: milliseconds of one micro-batch."""
 
     recipe: str
     mode: Mode
@@ -173,7 +173,7 @@ class Linears(Part):
 
     @property
     def bare(self) -> bool:
-        """Whether these are GEMMs of sizes that someone typed, and not the linears of a model."""
+        """Whether these are bare GEMMs of given sizes, not the linears of a model."""
         return not self.as_te_benchmark and all(case.passes == PASSES[:1] for case in self.cases)
 
     @cached_property
@@ -203,7 +203,7 @@ class Linears(Part):
         return self._ops.get((op, self.measured_as(name, mode), mode))
 
     def speedup(self, name: str, mode: Mode, op: str = "", over: str = BASELINE, pass_name: str = "") -> Interval | None:
-        """Over another recipe; None where it was not measured, fell back, or both run the same kernels."""
+        """The speedup over another recipe; None if it was not measured, fell back, or both run the same kernels."""
         return self._speedups.get((self.measured_as(name, mode), self.measured_as(over, mode), mode, op, pass_name))
 
     def total(self, name: str, mode: Mode) -> LinearsTotal | None:
@@ -235,7 +235,7 @@ def same_kernels(name: str, mode: Mode, names: tuple[str, ...] | list[str]) -> s
 def linears_total(
     name: str, mode: Mode, total_ms: Interval, cases: tuple[Case, ...], ops: dict[str, OpTime], layer_counts: dict[str, int]
 ) -> LinearsTotal:
-    """A recipe's linears together. `ops`: by name, all of them; sums are of one layer where `layer_counts` says what it runs."""
+    """The total of all linears of a recipe. `ops`: all ops by name. With `layer_counts`, passes are summed over one layer."""
     counts = layer_counts or {case.op: case.count for case in cases}
     pass_ms = {}
     for pass_name in PASSES:

@@ -91,7 +91,7 @@ class LinearError(Part):
 
 
 def counted_linears(linears: Sequence[LinearError]) -> list[LinearError]:
-    """Those that count in the error of a recipe: of layers, or all if there are no layers. A head stays in BF16."""
+    """The linears that count in the error of a recipe: those in layers, or all if there are no layers. A head stays in BF16."""
     inside = [linear for linear in linears if linear.layer is not None]
     return inside or list(linears)
 
@@ -112,7 +112,7 @@ class RecipeError(Part):
 
 
 class StaleScale(Part):
-    """Delayed scaling on recorded steps: what scales of earlier steps do, beside scales of the step itself."""
+    """Delayed scaling on recorded steps: the error with scales of earlier steps, and with the step's own scale."""
 
     name: str
     tensor: TensorName
@@ -126,7 +126,7 @@ class StaleScale(Part):
 
 
 class DepthError(Part):
-    """A recipe in all linears at once: the error of what leaves a layer, forward and backward."""
+    """A recipe in all linears at once: the error of every layer's output, and of its gradient."""
 
     recipe: str
     forward: tuple[float, ...]
@@ -134,7 +134,7 @@ class DepthError(Part):
     backward: tuple[float, ...] = ()
     """Relative error of the gradient that reaches every layer's input."""
     loss: float | None = None
-    """With the recipe minus without."""
+    """Loss with the recipe minus loss without."""
 
 
 class Mix(Part):

@@ -46,7 +46,7 @@ class PlanLayout(Part):
 
     @property
     def close(self) -> bool:
-        """Whether it is too close to call against the best, which itself is not."""
+        """Whether it is too close to call against the best layout; false for the best itself."""
         return self.slowdown is not None and not self.slowdown.above_one
 
     @property
@@ -60,7 +60,7 @@ class PlanLayout(Part):
 
 
 class Pruned(Part):
-    """What one rule excluded. A split is a way to divide the model among the GPUs, of which there are many layouts."""
+    """What one rule excluded. A split divides the model among the GPUs; each split has many layouts."""
 
     rule: str
     count: int
@@ -69,7 +69,7 @@ class Pruned(Part):
 
 
 class SmallestLayout(Part):
-    """The layout that needs least memory, where none fits."""
+    """The layout that needs the least memory, if none fits."""
 
     recipe: str
     layout: str
@@ -101,12 +101,12 @@ class PlanPoint(Part):
 
     @property
     def place(self) -> str:
-        """Its sizes, as a message names it."""
+        """Its sizes, as messages name it."""
         return " x ".join(map(str, self.values.values()))
 
 
 class PlanResult(ModelResult):
-    """The result of `gemmscope plan`: the layouts of a model on so many GPUs, the fastest first."""
+    """The result of `gemmscope plan`: the layouts of a model on a number of GPUs, the fastest first."""
 
     kind: Literal["plan"] = "plan"
     coefficients: str

@@ -1,4 +1,4 @@
-"""Reads run files back, plain or gzipped. Whatever is wrong with one becomes one message."""
+"""Reads run files back, plain or gzipped. Any problem with a file becomes one message."""
 
 import re
 from collections.abc import Collection
@@ -33,9 +33,9 @@ KINDS: dict[str, type[Result]] = {
     "compare": CompareResult,
     "fleet": FleetResult,
 }
-LARGEST = 64 << 20  # bytes: no run file comes near
-MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each may be wrong, and then needs a kilobyte to say so
-# A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first that is wrong.
+LARGEST = 64 << 20  # bytes: far more than any run file has
+MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each invalid one needs a kilobyte for its error
+# A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first invalid one.
 LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = 256 << 20, 6_000_000, 5_000
 FLEET = re.compile(rb'"kind"\s*:\s*"fleet"')
 LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
@@ -88,17 +88,17 @@ def _gpus(gpus: Any, path: str) -> list[FleetGpu]:
     if not isinstance(gpus, list):
         raise UserError(f"{path} is damaged: gpus is not a list", "run gemmscope fleet again with --json")
     adapter = TypeAdapter(FleetGpu)
-    found = []
+    validated = []
     for number, gpu in enumerate(gpus):
         if _count(gpu, MOST_VALUES_OF_GPU) > MOST_VALUES_OF_GPU:
             message = f"{path} is too large: gpus.{number} has more than {MOST_VALUES_OF_GPU:,} values"
             raise UserError(message, EXPECTED)
-        found.append(_validated(adapter, gpu, path, "fleet", f"gpus.{number}."))
-    return found
+        validated.append(_validated(adapter, gpu, path, "fleet", f"gpus.{number}."))
+    return validated
 
 
 def _count(value: Any, most: int) -> int:
-    """How many values there are in a value; not counted beyond `most`."""
+    """The number of values inside a value; counting stops beyond `most`."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     count = 1
     for item in inside:
@@ -131,7 +131,7 @@ def _json(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _plain(value: Any, path: Path, depth: int = 1) -> Any:
-    """A value without halves of characters; a `UserError` for numbers and nesting that no result has."""
+    """A value with lone surrogates replaced; a `UserError` for numbers and nesting that no result has."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # also NaN

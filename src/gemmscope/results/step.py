@@ -18,7 +18,7 @@ from gemmscope.results.linears import Speedup, Winner
 
 
 class WaterfallLevel(Part):
-    """One part of the step: its time on both sides, and the speedup of everything down to it."""
+    """One part of the step: its time in BF16 and in the recipe, and the speedup of all parts up to this one."""
 
     part: StepPart
     baseline_ms: float
@@ -56,7 +56,7 @@ class Exchanged(Part):
 
 
 class Verified(Part):
-    """The real model's step beside the prediction of the same run: the speedup, or the baseline's milliseconds."""
+    """The real model's step compared with the prediction of the same run: the speedup, or the baseline's milliseconds."""
 
     depth: int
     predicted: Interval
@@ -114,7 +114,7 @@ class StepTime(Part):
     attention_kernels: dict[str, float] = {}
     """Which kernels attention ran with, and their milliseconds in the profiled step: flash, cuDNN, memory-efficient, math."""
     verdict: Finding | None = None
-    """Why the step gains what it gains."""
+    """Why the step has this speedup."""
     verified: Verified | None = None
     captured: CapturedTime | None = None
     """As a CUDA graph, where that was asked for and could be done."""
@@ -269,7 +269,7 @@ class StepResult(ModelResult):
     layers: int
     interrupted: bool = False
     seconds: dict[str, float] = {}
-    """What predicting took, and verifying."""
+    """How long predicting and verifying took."""
     step: StepTimes
     recommendation: Recommendation | None = None
     break_even: tuple[AtBatch, ...] = ()

@@ -57,7 +57,7 @@ class SweepPoint(Part):
 
     @property
     def place(self) -> str:
-        """Its sizes, as a message names it."""
+        """Its sizes, as messages name it."""
         return " x ".join(map(str, self.values.values()))
 
 
@@ -109,7 +109,7 @@ class GpuSweep(Part):
 
     @property
     def subject(self) -> Swept:
-        """What its times are of."""
+        """What was timed."""
         return "training step"
 
 

@@ -43,7 +43,7 @@ class Axes:
 
 
 def axes_of(documents: Sequence[Document]) -> Axes:
-    """The ranges that hold everything the documents show."""
+    """The axes that include every value of the documents."""
     tops: dict[str, float] = {}
     values = [1.0]
     for chart in (chart for document in documents for chart in document.charts()):
@@ -96,7 +96,7 @@ def _bar(bar: Bar) -> ChartData:
 
 
 def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs: Sequence[str]) -> ChartData:
-    """Every speedup of every run as a dot with its interval, those of one thing below one another."""
+    """Every speedup of every run as a dot with its interval, in a row for each op and recipe."""
     low, high = axis_ends([1.0, *(end for _, _, by_run in rows for speedup in by_run.values() for end in _ends(speedup))])
     dotted = []
     for what, recipe, by_run in rows:
@@ -110,7 +110,7 @@ def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs
 
 
 def rounded(data: Any) -> Any:
-    """Six digits are enough to draw; what is not a number is a gap.
+    """The data with numbers of six digits, which are enough to draw. NaN and infinity become None, a gap.
 
     >>> rounded({"value": [1.23456789, float("nan")]})
     {'value': [1.23457, None]}

@@ -36,7 +36,7 @@ def _columns(table: Table) -> Iterator[str]:
 
 
 def _values(table: Table, row: tuple[Cell, ...]) -> Iterator[tuple[str, object]]:
-    """A number as it is, text as it reads; a dash is empty."""
+    """The values of a row by column: numbers are not rounded, and a dash becomes empty text."""
     for column, cell in zip(table.columns, row, strict=True):
         if cell.value is not None and column.numeric:
             yield column.name, int(cell.value) if float(cell.value).is_integer() else cell.value

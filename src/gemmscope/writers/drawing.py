@@ -1,4 +1,4 @@
-"""What all panels of a figure share: styles of the palette as matplotlib takes them, sizes of text, numbers along axes."""
+"""What all panels of a figure share: matplotlib styles from the palette, sizes of text, numbers along axes."""
 
 import math
 import textwrap
@@ -29,19 +29,19 @@ def style(key: str) -> Style:
 
 
 def lighter(color: str) -> tuple[float, float, float]:
-    """Half of the way to white."""
+    """The color mixed with as much white."""
     red, green, blue = to_rgb(color)
     return (1 + red) / 2, (1 + green) / 2, (1 + blue) / 2
 
 
 def is_dark(color: Any) -> bool:
-    """Whether text and lines on it must be white."""
+    """Whether text and lines on this color must be white."""
     red, green, blue = to_rgb(color)
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.52
 
 
 def face(key: str, shade: str = "plain") -> dict[str, Any]:
-    """How a bar of this style is filled. The lighter shade has lines in its own color: in grey print it is not another class."""
+    """How a bar of this style is filled. The light shade is hatched in its own color, so that grey prints show the same class."""
     own = style(key)
     if shade == "light":
         return {"facecolor": lighter(own.light), "edgecolor": own.light, "hatch": WGRAD, "linewidth": 0}
@@ -70,7 +70,7 @@ def top_of(estimate: Interval) -> float:
 
 
 def finite(value: float, otherwise: float = 0.0) -> float:
-    """A number that can be drawn."""
+    """The value, or `otherwise` if it cannot be drawn."""
     return value if math.isfinite(value) else otherwise
 
 
@@ -85,25 +85,25 @@ def plain(value: float, _: object = None) -> str:
 
 
 def numbers(axis: Axis, most: int = 6) -> None:
-    """Round numbers along an axis, written out."""
+    """Label an axis with round numbers, without exponents."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(plain))
 
 
 def speedup_axis(axis: Axis, most: int = 6) -> None:
-    """Speedups along an axis: 1.5x."""
+    """Label an axis with speedups: 1.5x."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(value)}x"))
 
 
 def share_axis(axis: Axis, most: int = 6) -> None:
-    """Shares along an axis: 5%."""
+    """Label an axis with shares: 5%."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(round(100 * value, 6))}%"))
 
 
 def grid(axes: Axes, along: str = "y") -> None:
-    """Hairlines behind everything, and no marks at the names."""
+    """Draw thin grid lines behind everything, and no ticks at the labels."""
     getattr(axes, f"{along}axis").grid(visible=True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="x" if along == "y" else "y", length=0)
@@ -111,7 +111,7 @@ def grid(axes: Axes, along: str = "y") -> None:
 
 
 def short(text: str, longest: int = LONGEST_LABEL) -> str:
-    """A label, shortened in the middle: both its ends tell names apart.
+    """A label, shortened in the middle, because names differ at both ends.
 
     >>> short("a-very-long-name-of-a-layer", 11)
     'a-ver…layer'
@@ -121,16 +121,16 @@ def short(text: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def title(axes: Axes, text: str, width_in: float) -> None:
-    """The title of a panel, in as many lines as it needs."""
+    """Set the title of a panel, in as many lines as it needs."""
     axes.set_title(textwrap.fill(text, max(12, int(width_in * 14.8))), fontsize=LARGE, loc="left")
 
 
 def legend(figure: FigureBase, handles: Sequence[Any], width_in: float) -> None:
-    """Below the panels, in as many columns as have room."""
+    """Draw the legend below the panels, in as many columns as fit."""
     if handles:
-        look: dict[str, Any] = {"frameon": False, "fontsize": NORMAL, "handlelength": 1.6}
+        settings: dict[str, Any] = {"frameon": False, "fontsize": NORMAL, "handlelength": 1.6}
         columns = -(-len(handles) // _legend_rows(handles, width_in))  # rows of equal length
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, **look)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, **settings)
 
 
 def legend_size(handles: Sequence[Any], width_in: float) -> float:

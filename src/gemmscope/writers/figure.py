@@ -1,7 +1,7 @@
 """Charts as image files (PNG, SVG, PDF) that go into a paper as they are.
 
 Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is as wide as two columns of a
-paper, has its fonts inside, and the same numbers give the same file.
+paper and embeds its fonts. The same numbers give the same file.
 """
 
 import io
@@ -71,7 +71,7 @@ def save_figure(document: Document, path: str | Path) -> None:
 
 
 def png(document: Document) -> bytes:
-    """The same as a picture; empty if there is no chart."""
+    """The main charts of a document as a PNG image; empty if there is no chart."""
     if not document.charts():
         return b""
     out = io.BytesIO()
@@ -93,7 +93,7 @@ def _main_charts(document: Document) -> Figure:
     charts = document.charts()
     shown = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
     several = _several([document])
-    if several:  # the first kind of chart of each, if that is readable: every chart of every GPU is not
+    if several:  # all charts of all GPUs would be unreadable: only the first kind, for a few GPUs
         first = [
             chart
             for chart in shown
@@ -140,7 +140,7 @@ def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
 
 
 def _titles(document: Document) -> tuple[str, str]:
-    """What a figure is of: model and GPU; sizes, batch and layout, or the command that has them."""
+    """The title of a figure (model and GPU), and the line below it: sizes, batch and layout, or the command."""
     batch = {name: value for name, value in document.subject.batch.items() if value not in (1, "none") or name in BATCH}
     parts = [document.subject.title, *(f"{name} {value}" for name, value in batch.items())]
     if not batch:
@@ -173,7 +173,7 @@ def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
 
 
 def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
-    """Charts of one kind and unit together, wherever they stand; of a waterfall those of one GPU."""
+    """Group charts of the same kind and unit, wherever they are in the document; waterfalls also by GPU."""
     groups: dict[tuple[Any, ...], list[Chart]] = {}
     for chart in charts:
         own = chart.title.split(":")[0] if isinstance(chart, WaterfallChart) else getattr(chart, "axis", "")

@@ -28,7 +28,7 @@ def frames(document: Document) -> dict[str, Any]:
 
 
 def _tables(document: Document) -> dict[str, Table]:
-    """That of the short view first, in full where the document has it in full."""
+    """Every table by its title, that of the short view first. The full table replaces a short one with the same title."""
     first = [document.summary] if document.summary is not None else []
     return {table.title: table for table in (*first, *document.tables())}
 
@@ -36,7 +36,7 @@ def _tables(document: Document) -> dict[str, Table]:
 def columns(table: Table) -> dict[str, list[Any]]:
     """Names and values. Numbers are plain; one with an interval has two more columns, `NAME low` and `NAME high`.
 
-    A cell without a number is None in a column of numbers, also if it says why.
+    A cell without a number is None in a column of numbers, even if its text says why.
     """
     result: dict[str, list[Any]] = {}
     for index, column in enumerate(table.columns):

@@ -1,8 +1,8 @@
-"""Documents as one HTML page that needs nothing else: for screens wide and narrow, light and dark, and for paper.
+"""Documents as one self-contained HTML page, for wide and narrow screens, light and dark, and for print.
 
 `assets/page.html.j2` is the page and `parts.html.j2` its pieces, `page.css` its style; `charts.js` and `ranks.js` draw the charts
-with ECharts, `page.js` does the rest. All text is escaped by jinja2, or is text inside JSON; scripts are allowed by their hashes
-alone.
+with ECharts, `page.js` does the rest. All text is escaped by jinja2, or is text inside JSON; only scripts with
+known hashes are allowed to run.
 """
 
 import base64
@@ -32,7 +32,7 @@ MOST_ROWS = 1000  # of a table: thousands make a page slow
 
 
 def page(documents: Sequence[Document], messages: Sequence[Message] = (), *, refresh_s: int | None = None) -> str:
-    """The whole file; `messages` are about all runs together. `refresh_s`: browsers load it again after so many seconds."""
+    """The whole file; `messages` are about all runs together. `refresh_s`: browsers reload it after this many seconds."""
     scripts = [asset("echarts.min.js"), asset("charts.js") + asset("ranks.js") + asset("page.js")]
     charts = _Charts(documents)
     shown = views(documents)
@@ -69,7 +69,7 @@ def notebook_html(document: Document, png: bytes = b"") -> str:
 
 @cache
 def _templates() -> Environment:
-    """The templates, compiled once: that takes longer than to fill them in."""
+    """The templates, compiled once: compiling takes longer than rendering."""
     templates = Environment(
         loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -90,7 +90,7 @@ def asset(name: str) -> str:
 
 
 class _Charts:
-    """Numbers charts as the template reaches them, and keeps their data."""
+    """Keeps the data of the charts, numbered in the order in which the template adds them."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents, self.data, self._axes = documents, list[ChartData](), axes_of(documents)
@@ -111,14 +111,14 @@ class _Charts:
 
 
 def _title(documents: Sequence[Document]) -> str:
-    """The model where one is known; of several runs without one, how many they are."""
+    """The title of the page: the model if it is known, else the common title of the runs, else how many runs there are."""
     titles = [document.subject.title for document in documents]
     model = next((document.subject.title for document in documents if document.subject.model), "")
     return model or (titles[0] if len(set(titles)) == 1 else f"{len(titles)} runs")
 
 
 def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tuple[str, str]]:
-    """Links to the sections: (title, id); to the GPUs where there are several, to the runs where there are several."""
+    """Links as (title, id): to the runs if there are several, else to the GPUs or sections."""
     if len(documents) > 1:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
     [view] = shown
@@ -129,7 +129,7 @@ def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tupl
 
 
 def _is_long(block: Block, documents: Sequence[Document]) -> bool:
-    """Whether it is a table that is closed at first. Where there are no charts, tables are what the page is for."""
+    """Whether a block is a table that is closed at first. On a page without charts, longer tables are open."""
     return isinstance(block, Table) and len(block.rows) > (
         LONG if any(document.charts() for document in documents) else LONG_ALONE
     )
@@ -141,7 +141,7 @@ def emphasize(text: str) -> Markup:
 
 
 def _joined(facts: Facts) -> list[tuple[str, str]]:
-    """Names that come several times are joined."""
+    """Facts with the same name are joined into one."""
     values: dict[str, str] = {}
     for name, value in facts:
         values[name] = f"{values[name]}; {value}" if name in values else value

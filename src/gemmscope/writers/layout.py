@@ -1,4 +1,4 @@
-"""Tables as lines of text that fit a width: a wide one loses columns that may go, or is folded. None overflows."""
+"""Tables as lines of text that fit a width: a wide table loses optional columns, or is folded. None overflows."""
 
 import io
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NARROWEST = 8  # of a column of text
 
 
 def fitted(table: Table, width: int) -> Table:
-    """The table without the columns that may go, as far as they do not fit."""
+    """The table without the optional columns that do not fit."""
     while sum(_widths(table)) + GAP * (len(table.columns) - 1) > width:
         place = max(range(len(table.columns)), key=lambda place: table.columns[place].drop)
         if not table.columns[place].drop or len(table.columns) == 1:
@@ -46,14 +46,14 @@ def _widths(table: Table) -> list[int]:
 
 
 def _folded(table: Table, width: int) -> list[Table]:
-    """The table, or parts of it that each begin with its first columns of text."""
+    """The table, or parts of it that key_width begin with its first columns of text."""
     widths = _widths(table)
     if sum(widths) + GAP * (len(widths) - 1) <= width or len(widths) < 2:
         return [table]
     keys = 1
     while keys < len(widths) - 1 and not table.columns[keys].numeric and sum(widths[: keys + 1]) + GAP * keys <= width // 2:
         keys += 1
-    free = width - sum(min(each, max(width // 2, NARROWEST)) for each in widths[:keys]) - GAP * keys
+    free = width - sum(min(key_width, max(width // 2, NARROWEST)) for key_width in widths[:keys]) - GAP * keys
     parts, used = list[list[int]]([[]]), 0
     for place in range(keys, len(widths)):
         wanted = min(widths[place], free)

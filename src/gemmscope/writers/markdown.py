@@ -12,7 +12,7 @@ SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#
 LINK = re.compile(r"\](?=[(\[:])|^\[|!\[|:(?=//)|\.(?<=www\.)|@", re.IGNORECASE)
 """Where a link, an image, an address or a mention begins."""
 BLOCK = re.compile(r"^(?:[-+=]|\d{1,9}(?=[.)](?: |$)))")
-"""What makes a list or a heading of the line that begins with it."""
+"""The start of a line that would make it a list or a heading."""
 
 
 def markdown(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
@@ -59,7 +59,7 @@ def _one(document: Document) -> Iterator[str]:
 
 
 def titled(table: Table) -> str:
-    """A table below its title; of a long one, the first rows."""
+    """A table below its title; of a long table, only the first rows."""
     table = first_rows(table, MOST_ROWS)
     note = f"\n\n{_paragraph(table.note)}" if table.note else ""
     return f"**{_plain(table.title)}**{note}\n\n{pipe_table(table)}"
@@ -85,11 +85,11 @@ def _facts(facts: Facts) -> str:
 
 def _plain(text: str) -> str:
     """The text on one line, with nothing in it that is markup; brackets of intervals stay, those of links do not."""
-    return LINK.sub(lambda found: "\\" + found[0], " ".join(text.split()).translate(SPECIAL))
+    return LINK.sub(lambda match: "\\" + match[0], " ".join(text.split()).translate(SPECIAL))
 
 
 def _paragraph(text: str) -> str:
-    """The same at the beginning of a line."""
+    """The same for text at the beginning of a line, where more is markup."""
     plain = _plain(text)
     begin = BLOCK.match(plain)
     return plain if begin is None else f"\\{plain}" if begin[0] in "-+=" else f"{begin[0]}\\{plain[begin.end() :]}"

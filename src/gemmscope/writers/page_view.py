@@ -1,4 +1,4 @@
-"""How the parts of a Document are arranged on a page: what stands on its first screen, and what follows for each GPU."""
+"""How the parts of a Document are arranged on a page: what is on the first screen, and what follows for each GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class View:
     document: Document
     label: str
     prefix: str  # of ids
-    beside: Block | None  # what stands beside the answer; None: the rates of several GPUs, if there are any
+    beside: Block | None  # shown beside the answer; None: the rates of several GPUs, if there are any
     several_gpus: bool
     below: Table | None  # the short table, where it has room below the answer
     summary: Table | None  # else it follows the first screen
@@ -42,7 +42,7 @@ class View:
     groups: tuple[Group, ...]
 
     def anchor(self, title: str) -> str:
-        """The id of a section; with the run's letter beside others."""
+        """The id of a section; with several runs, it contains the run's letter."""
         return slug(f"{self.prefix} {title}")
 
 
@@ -59,9 +59,8 @@ def _view(documents: Sequence[Document], document: Document) -> View:
         replace(section, blocks=tuple(block for block in section.blocks if block is not beside and block != below))
         for section in document.sections
     ]
-    groups = [
-        (gpu, tuple(group)) for gpu, group in groupby((each for each in sections if each.blocks), key=lambda section: section.gpu)
-    ]
+    filled = [section for section in sections if section.blocks]
+    groups = [(gpu, tuple(group)) for gpu, group in groupby(filled, key=lambda section: section.gpu)]
     gpus = {gpu for gpu, _ in groups if gpu}
     caused = bool(document.cards)  # cards say more than the messages of the same causes
     messages = [message for message in document.messages if not (caused and message.code.startswith("cause-"))]
@@ -85,7 +84,7 @@ def _fits(table: Table | None) -> bool:
 
 
 def _below(document: Document, beside: Block | None) -> Table | None:
-    """The short table; beside a heat map, which shows the same, the next table. Without charts, full tables follow at once."""
+    """The table below the answer: the summary, or the table after a heat map, which shows the same. None without charts."""
     table = document.summary if document.charts() else None
     if isinstance(beside, HeatMap):
         blocks = [block for section in document.sections for block in section.blocks]
@@ -94,7 +93,7 @@ def _below(document: Document, beside: Block | None) -> Table | None:
 
 
 def _narrow(table: Table) -> Table:
-    """Without the columns that may go first, if there are many; the tables below have everything."""
+    """The table without some optional columns, if there are many; the tables below have them."""
     kept = sorted(sorted(range(len(table.columns)), key=lambda place: table.columns[place].drop)[:MOST_BELOW])
     kept = kept if any(column.drop for column in table.columns) else list(range(len(table.columns)))
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
@@ -107,7 +106,7 @@ def is_small(open_blocks: Sequence[Block]) -> bool:
 
 
 def without(title: str, gpu: str) -> str:
-    """A title below the name of its GPU, which it need not begin with.
+    """A title without the name of its GPU, for a section below that name.
 
     >>> without("b300: Training step", "b300")
     'Training step'

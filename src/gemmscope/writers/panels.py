@@ -17,7 +17,7 @@ BAR_WIDTH = 0.68
 SLOT_IN = 0.46  # the least room for a bar with its labels
 PANEL_IN = 2.25  # height of a panel of bars
 MOST_COLUMNS = 4
-LABELS_IN = 0.47  # height of what stands above a bar
+LABELS_IN = 0.47  # height of the labels above a bar
 WIDEST_SLOT_IN = 1.3
 LETTER_IN = 0.062  # width of a letter of a label
 OTHER_SCALE = 5.0  # panels with bars higher by this factor get their own scale, or the other panels would be unreadable
@@ -27,7 +27,7 @@ SIDE_IN = 0.62  # for the numbers beside a panel
 
 @dataclass(frozen=True)
 class Layout:
-    """Panels in rows and columns: the bars of each column, the room for each bar, and whether labels stand at an angle."""
+    """Panels in rows and columns: the bars of each column, the room for each bar, and whether labels are rotated."""
 
     rows: int
     bars: tuple[int, ...]
@@ -103,7 +103,7 @@ def _scales(charts: Sequence[BarChart]) -> list[float]:
 
 
 def _is_single(charts: Sequence[BarChart]) -> bool:
-    """One bar alone: its parts are named beside it, with their times."""
+    """Whether there is only one bar: then its parts are named beside it, with their times."""
     return len(charts) == 1 and len(charts[0].bars) == 1 and len(charts[0].bars[0].segments) > 1
 
 
@@ -144,7 +144,7 @@ def _stacks(panel: Axes, stacks: Sequence[Bar]) -> None:
 
 
 def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
-    """Speedup, interval and time above a bar; why it is not there instead of it."""
+    """Draw the speedup, interval and time above a bar; for a missing bar, the reason."""
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom", "annotation_clip": False}
     if not bar.segments:
         note = "\n".join(bar.note.split(" ")) if len(bar.note) * 0.05 > slot_in else bar.note
@@ -162,7 +162,7 @@ def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
 
 
 def _handles(charts: Sequence[BarChart]) -> list[Patch]:
-    """What is drawn, in the order it is stacked, and what the shades mean."""
+    """The legend: the segments in the order they are stacked, and the shades."""
     handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items()]
     if any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments):
         handles += [
@@ -182,7 +182,7 @@ def waterfalls_size(charts: Sequence[WaterfallChart]) -> tuple[int, float]:
 
 
 def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
-    """The parts of all panels, in their order: their names stand once in each row."""
+    """The parts of all panels, in their order: their names are shown once in each row."""
     places: dict[str, int] = {}
     for chart in charts:
         for place, fall in enumerate(chart.falls):
@@ -191,7 +191,7 @@ def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
 
 
 def waterfalls(figure: FigureBase, charts: Sequence[WaterfallChart], width_in: float) -> None:
-    """What lies between the speedup of the GEMMs and that of the step, a panel for each recipe, all with the same scale."""
+    """Draw how the speedup changes from the GEMMs to the whole step, a panel for each recipe, all with the same scale."""
     ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
     low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
     columns, _ = waterfalls_size(charts)
@@ -220,7 +220,7 @@ def waterfalls(figure: FigureBase, charts: Sequence[WaterfallChart], width_in: f
 
 
 def _falls(panel: Axes, chart: WaterfallChart, parts: Sequence[str]) -> None:
-    """A part that this recipe does not have is a gap."""
+    """Draw one waterfall. A part that its recipe does not have is a gap."""
     before, last = 1.0, len(parts)
     places = [*(parts.index(fall.part) for fall in chart.falls), last]
     for fall, place, below in zip(chart.falls, places, places[1:], strict=False):

@@ -72,8 +72,8 @@ def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) ->
 
 
 def positions(places: Sequence[str]) -> tuple[list[float], bool]:
-    """Where sizes stand: on a log2 axis where they double, on a linear one where they do not; names at equal distances.
-    Also whether they are sizes.
+    """The positions of sizes or names along an axis, and whether they are sizes. Sizes are on a log2 axis if they double,
+    else on a linear one; names are at equal distances.
 
     >>> positions(["1024", "2048", "4096"]), positions(["QKV", "MLP"])
     (([10.0, 11.0, 12.0], True), ([0.0, 1.0], False))
@@ -98,13 +98,13 @@ def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
     span = max(where, default=0.0) - min(where, default=0.0) or 1.0
     many = len(places) > MOST_MARKERS
     for index, (name, points) in enumerate(chart.series.items()):
-        look = dot(chart.color(name), 2.5 if many else 4.5)
+        line_style = dot(chart.color(name), 2.5 if many else 4.5)
         shift = 0.0 if numeric else (index - (len(chart.series) - 1) / 2) * 0.12  # or intervals would hide each other
         if not numeric:
-            look["linestyle"] = "none"
+            line_style["linestyle"] = "none"
         x, y = [at[point.at] + shift for point in points], [finite(point.value.value, math.nan) for point in points]
-        panel.plot(x, y, **look, zorder=3)
-        _intervals(panel, x, points, look["color"], band=numeric and len(points) > 1)
+        panel.plot(x, y, **line_style, zorder=3)
+        _intervals(panel, x, points, line_style["color"], band=numeric and len(points) > 1)
         marked = [(here, value) for here, value, point in zip(x, y, points, strict=True) if point.mark]
         if marked:
             panel.plot(*zip(*marked, strict=True), "x", color=INK, markersize=6.5, markeredgewidth=1.1, zorder=4)
@@ -120,7 +120,7 @@ def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
 def _intervals(panel: Axes, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
     """Draw the intervals: a band along a curve, bars where there is none."""
     known = [(here, *drawing.reach(point.value), point.value.value) for here, point in zip(x, points, strict=True)]
-    known = [each for each in known if all(map(math.isfinite, each))]
+    known = [entry for entry in known if all(map(math.isfinite, entry))]
     if not known or not any(below or above for _, below, above, _ in known):
         return
     here, below, above, value = (np.array(side) for side in zip(*known, strict=True))
@@ -133,7 +133,7 @@ def _intervals(panel: Axes, x: Sequence[float], points: Sequence[Point], color: 
 
 
 def _apart(where: Sequence[float], labels: Sequence[str], per_inch: float, *, turned: bool) -> list[int]:
-    """The labels that have room: one after the other, the last one always."""
+    """The indices of the labels that have room; the last one always has."""
     kept: list[int] = []
     for place in [*range(len(where) - 1, -1, -1)]:
         need = 0.14 if turned else LETTER_IN * (len(labels[place]) + len(labels[kept[-1]])) / 2 + 0.06 if kept else 0.0
@@ -192,10 +192,10 @@ def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in:
     handles: list[Any] = []
     missing = [(x, y) for y, x in zip(*np.nonzero(np.isnan(values)), strict=True)]
     if missing:
-        look: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
+        patch_style: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
         for x, y in missing:
-            panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-        handles.append(Patch(**look, label=chart.blank))
+            panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **patch_style))
+        handles.append(Patch(**patch_style, label=chart.blank))
     cell_in = panel_in[0] / max(len(chart.columns), 1), panel_in[1] / max(len(chart.rows), 1)
     _cell_texts(panel, chart, scale, colors, cell_in)
     handles += _break_even(panel, chart)
@@ -226,7 +226,7 @@ def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in:
 
 
 def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell_in: tuple[float, float]) -> None:
-    """Where there is room for them; smaller in small fields."""
+    """Write the labels into the fields if there is room; smaller in small fields."""
     lines = [line for row in chart.cells for cell in row for line in cell.label.split("\n")]
     longest, most = (
         max(map(len, lines), default=1),
@@ -252,19 +252,19 @@ def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
                 up.append((x + 0.5, y - 0.5, y + 0.5))
             if y + 1 < len(certain) and certain[y + 1][x] != here:
                 across.append((y + 0.5, x - 0.5, x + 0.5))
-    look: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
+    line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
     if up:
-        panel.vlines(*zip(*up, strict=True), **look, zorder=4)
+        panel.vlines(*zip(*up, strict=True), **line_style, zorder=4)
     if across:
-        panel.hlines(*zip(*across, strict=True), **look, zorder=4)
-    return [Line2D([], [], **look, label=chart.line)] if up or across else []
+        panel.hlines(*zip(*across, strict=True), **line_style, zorder=4)
+    return [Line2D([], [], **line_style, label=chart.line)] if up or across else []
 
 
 # --- several GPUs or runs -------------------------------------------------------------------------------------------------
 
 
 def group_handles(groups: Groups) -> list[Patch]:
-    """The recipes that are there."""
+    """The legend: every recipe."""
     names = dict.fromkeys(recipe for _, values in groups for recipe, _ in values)
     return [Patch(**face(recipe_key(name, place)), label=name) for place, name in enumerate(names)]
 
@@ -280,7 +280,7 @@ def grouped_bars(
 ) -> None:
     """Draw a group of bars for each GPU or run, one for each recipe, with their intervals.
 
-    `labels` stand above the bars, the names of `named` below the groups.
+    `labels` are shown above the bars, the names in `named` below the groups.
     """
     names = list(dict.fromkeys(recipe for _, values in groups for recipe, _ in values))
     x, centers = 0.0, []
@@ -291,8 +291,8 @@ def grouped_bars(
     for group, values in groups:
         first = x
         for recipe, value in values:
-            look = face(recipe_key(recipe, names.index(recipe)))
-            panel.bar(x, finite(value.value), width=0.86, **look)
+            fill = face(recipe_key(recipe, names.index(recipe)))
+            panel.bar(x, finite(value.value), width=0.86, **fill)
             if value.known:
                 below, above = drawing.reach(value)
                 panel.errorbar(x, finite(value.value), yerr=[[finite(below)], [finite(above)]], **WHISKER)
@@ -318,7 +318,7 @@ def grouped_bars(
 
 
 def _lines(name: str, letters: int) -> list[str]:
-    """A name in lines of so many letters, four at most."""
+    """A name in at most four lines of about `letters` characters."""
     lines = [""]
     for word in re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name).split(" "):  # a number keeps its unit
         if lines[-1] and len(lines[-1]) + len(word) >= letters:
@@ -328,7 +328,7 @@ def _lines(name: str, letters: int) -> list[str]:
 
 
 def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
-    """All runs' speedups below one another: dots with their intervals. Returns what the legend shows."""
+    """Draw the speedups of all runs, row by row: dots with their intervals. Returns the legend."""
     for place in range(0, len(rows), 2):
         panel.axhspan(place - 0.5, place + 0.5, color="#f3f3f3", linewidth=0, zorder=0)
     panel.axvline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
@@ -336,11 +336,11 @@ def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]
         shift = (index - (len(labels) - 1) / 2) * 0.8 / len(labels)
         known = [(place + shift, by_run[key]) for place, (_, _, by_run) in enumerate(rows) if key in by_run]
         if known:
-            look = {**dot(series_key(index), 4.2), "linestyle": "none"}
+            dot_style = {**dot(series_key(index), 4.2), "linestyle": "none"}
             y, x = [place for place, _ in known], [finite(value.value) for _, value in known]
             reaches = [tuple(map(finite, drawing.reach(value))) for _, value in known]
-            panel.errorbar(x, y, xerr=list(zip(*reaches, strict=True)), **{**WHISKER, "ecolor": look["color"]})
-            panel.plot(x, y, **look)
+            panel.errorbar(x, y, xerr=list(zip(*reaches, strict=True)), **{**WHISKER, "ecolor": dot_style["color"]})
+            panel.plot(x, y, **dot_style)
     names = [f"{recipe}, {drawing.short(what, 30)}" for what, recipe, _ in rows]
     panel.set_yticks(range(len(rows)), names, fontsize=NORMAL)
     panel.set_ylim(len(rows) - 0.5, -0.5)

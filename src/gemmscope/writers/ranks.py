@@ -1,4 +1,4 @@
-"""Many values in their order: a dot for each GPU of a fleet, the limit of outliers, and the outliers by name."""
+"""Ranked values: a dot for each GPU of a fleet, the limit of outliers, and the outliers by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def ranks(figure: FigureBase, charts: Sequence[RankChart], width_in: float) -> N
     drawing.legend(figure, _handles(charts), width_in)
 
 
-def _look(*, called: bool) -> dict[str, Any]:
+def _dot_style(*, called: bool) -> dict[str, Any]:
     key = "mark-loss" if called else "mark-total"
     return {
         "color": style(key).light,
@@ -46,9 +46,9 @@ def _look(*, called: bool) -> dict[str, Any]:
 
 
 def _handles(charts: Sequence[RankChart]) -> list[Line2D]:
-    handles = [Line2D([], [], **_look(called=False), label="GPU")]
+    handles = [Line2D([], [], **_dot_style(called=False), label="GPU")]
     if any(point.label for chart in charts for point in chart.points):
-        handles.append(Line2D([], [], **_look(called=True), label="outlier"))
+        handles.append(Line2D([], [], **_dot_style(called=True), label="outlier"))
     if any(chart.limit is not None for chart in charts):
         handles.append(Line2D([], [], color=SOFT, linewidth=0.9, linestyle="--", label="limit of an outlier"))
     return handles
@@ -62,13 +62,13 @@ def _ranks(panel: Axes, chart: RankChart) -> None:
         panel.axhline(1 + side * (chart.limit or 0.0), color=SOFT, linewidth=0.9, linestyle="--", zorder=0.9)
     for called in (False, True):
         points = [point for point in chart.points if bool(point.label) is called]
-        look = _look(called=called)
+        dot_style = _dot_style(called=called)
         x, y = [point.rank for point in points], [finite(point.value.value, 1.0) for point in points]
         if len(chart.points) <= MOST_INTERVALS and points:
             reach = [drawing.reach(point.value) for point in points]
-            known = {**WHISKER, "ecolor": look["color"], "capsize": 0}
+            known = {**WHISKER, "ecolor": dot_style["color"], "capsize": 0}
             panel.errorbar(x, y, yerr=[[below for below, _ in reach], [above for _, above in reach]], **known, zorder=2)
-        panel.plot(x, y, **look, zorder=3 + called)
+        panel.plot(x, y, **dot_style, zorder=3 + called)
     margin = max(0.5, 0.02 * chart.count)
     panel.set_xlim(1 - margin, chart.count + margin)
     if len(chart.points) <= MOST_NAMES:

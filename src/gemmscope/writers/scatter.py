@@ -25,16 +25,16 @@ def scatters(figure: FigureBase, charts: Sequence[ScatterChart], width_in: float
     axes = figure.subplots(len(charts), 1, squeeze=False)
     handles: dict[str, Any] = {}
     for panel, chart in zip(axes.flat, charts, strict=True):
-        for each in _scatter(panel, chart):
-            handles.setdefault(str(each.get_label()), each)
+        for handle in _scatter(panel, chart):
+            handles.setdefault(str(handle.get_label()), handle)
         drawing.title(panel, chart.title, width_in - 0.6)
     drawing.legend(figure, list(handles.values()), width_in)
 
 
 def _scatter(panel: Axes, chart: ScatterChart) -> list[Line2D]:
     every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
-    panel.set_xlim(*axis_ends([1.0, *(finite(end, 1.0) for each in every for end in _reach(each))]))
-    top = max([chart.bound or 0.0, *(finite(each.error) for each in every)])
+    panel.set_xlim(*axis_ends([1.0, *(finite(end, 1.0) for point in every for end in _reach(point))]))
+    top = max([chart.bound or 0.0, *(finite(point.error) for point in every)])
     panel.set_ylim(0, top * 1.12 or 1.0)
     handles = []
     if chart.bound is not None:
@@ -44,23 +44,23 @@ def _scatter(panel: Axes, chart: ScatterChart) -> list[Line2D]:
             "bound", (1, chart.bound), (-3, 2), xycoords=("axes fraction", "data"), textcoords="offset points", **label
         )
     if chart.mixes:
-        x, y = [each.speedup.value for each in chart.mixes], [each.error for each in chart.mixes]
-        look: dict[str, Any] = {"color": style("mark-total").light, "linewidth": 0.8, "marker": ".", "markersize": 3.5}
-        panel.plot(x, y, **look, zorder=2)
-        handles.append(Line2D([], [], **look, label="Pareto front of mixes"))
-    for each in chart.dots:
-        look = {**dot(chart.color(each.name), 6.5), "linestyle": "none"}
-        below, above = drawing.reach(each.speedup)
-        if each.speedup.known:
+        x, y = [point.speedup.value for point in chart.mixes], [point.error for point in chart.mixes]
+        settings: dict[str, Any] = {"color": style("mark-total").light, "linewidth": 0.8, "marker": ".", "markersize": 3.5}
+        panel.plot(x, y, **settings, zorder=2)
+        handles.append(Line2D([], [], **settings, label="Pareto front of mixes"))
+    for point in chart.dots:
+        settings = {**dot(chart.color(point.name), 6.5), "linestyle": "none"}
+        below, above = drawing.reach(point.speedup)
+        if point.speedup.known:
             panel.errorbar(
-                each.speedup.value, each.error, xerr=[[below], [above]], **{**WHISKER, "ecolor": look["color"]}, zorder=3
+                point.speedup.value, point.error, xerr=[[below], [above]], **{**WHISKER, "ecolor": settings["color"]}, zorder=3
             )
-        panel.plot(each.speedup.value, each.error, **look, zorder=4)
-        handles.append(Line2D([], [], **look, label=each.name))
+        panel.plot(point.speedup.value, point.error, **settings, zorder=4)
+        handles.append(Line2D([], [], **settings, label=point.name))
     if chart.chosen is not None:
-        look = {**CHOSEN, "color": style("mark-break-even").light}
-        panel.plot(chart.chosen.speedup.value, chart.chosen.error, **look, zorder=5)
-        handles.append(Line2D([], [], **look, label=drawing.short(chart.chosen.name, 70)))
+        settings = {**CHOSEN, "color": style("mark-break-even").light}
+        panel.plot(chart.chosen.speedup.value, chart.chosen.error, **settings, zorder=5)
+        handles.append(Line2D([], [], **settings, label=drawing.short(chart.chosen.name, 70)))
     drawing.speedup_axis(panel.xaxis)
     drawing.share_axis(panel.yaxis)
     drawing.grid(panel)
@@ -70,6 +70,6 @@ def _scatter(panel: Axes, chart: ScatterChart) -> list[Line2D]:
     return handles
 
 
-def _reach(each: Dot) -> tuple[float, float]:
-    below, above = drawing.reach(each.speedup)
-    return each.speedup.value - below, each.speedup.value + above
+def _reach(point: Dot) -> tuple[float, float]:
+    below, above = drawing.reach(point.speedup)
+    return point.speedup.value - below, point.speedup.value + above

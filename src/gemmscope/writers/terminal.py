@@ -24,7 +24,7 @@ IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–"
 
 
 class Screen(Console):
-    """Standard output, or `out`. Where no width is known, that of a screen."""
+    """Standard output, or `out`. If its width is not known, it is 100 columns."""
 
     def __init__(self, out: IO[str] | None = None, width: int | None = None) -> None:
         super().__init__(file=out, width=width, highlight=False)
@@ -33,12 +33,12 @@ class Screen(Console):
         self.width = max(self.width, NARROWEST)
 
     def on_broken_pipe(self) -> None:
-        """Whoever read this has gone: for the command line to handle. (Rich would end the process with exit code 1.)"""
+        """Raise the error if the reader of the output is gone: `cli` handles it. (Rich would exit with code 1.)"""
         raise
 
 
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
-    """Print the short view, or everything. In a pipe, the tables of `detail` are as wide as they are."""
+    """Print the short view, or everything. In a pipe, the tables of `detail` are not wrapped."""
     console = console or Screen()
     if detail and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = UNLIMITED
@@ -46,7 +46,7 @@ def show(document: Document, *, detail: bool = False, console: Console | None = 
 
 
 def _print(lines: Iterable[Text], console: Console) -> None:
-    """Where the terminal cannot show every character, with the nearest that it can."""
+    """Print the lines; with similar ASCII characters if the terminal cannot show every character."""
     plain = not console.encoding.lower().startswith("utf")
     for line in lines:
         console.print(Text(line.plain.translate(IN_ASCII)) if plain else line, soft_wrap=True)
@@ -145,29 +145,29 @@ def _table(table: Table, width: int) -> Iterator[Text]:
 
 def _pasteable(command: str, width: int) -> list[str]:
     """A command in lines that a shell joins again."""
-    lines, words = list[str](), command.replace(" --", "\n--").split("\n") if command else []
-    for word in words:
-        if lines and len(lines[-1]) + len(word) + 3 <= width:
-            lines[-1] += f" {word}"
+    lines, parts = list[str](), command.replace(" --", "\n--").split("\n") if command else []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" {part}"
         else:
-            lines.append(f"    {word}" if lines else f"  {word}")
+            lines.append(f"    {part}" if lines else f"  {part}")
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
 
 
 def show_table(table: Table) -> None:
-    """One table with its title."""
+    """Print one table with its title."""
     console = Screen()
     _print([Text(), *_table(visible(table), console.width)], console)  # it may come without a Document
 
 
 def show_texts(texts: Iterable[str]) -> None:
-    """Sentences, in lines that fit."""
+    """Print sentences, wrapped to the width of the screen."""
     console = Screen()
     _print([line for text in texts for line in wrapped(Text(visible(text)), console.width)], console)
 
 
 def text(document: Document, *, detail: bool = True, width: int | None = None) -> str:
-    """The same as plain text."""
+    """The document as plain text."""
     out = io.StringIO()
     show(document, detail=detail, console=Screen(out, width))
     return out.getvalue()

@@ -4,7 +4,7 @@
 const CHARTS = (() => {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-  function looks() {
+  function readTheme() {
     const names = ["paper", "ink", "soft", "line", "faint", "alarm"];
     return { ...Object.fromEntries(names.map((name) => [name, colour(name)])), font: colour("sans") };
   }
@@ -30,14 +30,14 @@ const CHARTS = (() => {
     return { symbol: "circle", dashArrayX: [[step, step], [0, step, step, 0]], dashArrayY: [step, 0], color, symbolSize: 1.8 / step };
   }
   /* Fill, hatch and outline. wgrad is lighter, with dots of its own color. */
-  function face(look, own, hatch, shade) {
-    if (shade === "hatched") return { fill: look.paper, hatch: "/", over: look.soft, edge: look.soft };
-    if (shade === "light") return { fill: mixed(own, look.paper, 0.45), hatch: ".", over: own, edge: look.paper };
-    return { fill: own, hatch, over: onTop(own), edge: look.paper };
+  function face(theme, own, hatch, shade) {
+    if (shade === "hatched") return { fill: theme.paper, hatch: "/", over: theme.soft, edge: theme.soft };
+    if (shade === "light") return { fill: mixed(own, theme.paper, 0.45), hatch: ".", over: own, edge: theme.paper };
+    return { fill: own, hatch, over: onTop(own), edge: theme.paper };
   }
-  function itemStyle(look, own, hatch, shade) {
-    const found = face(look, own, hatch, shade);
-    return { color: found.fill, decal: decal(found.hatch, mixed(found.over, found.fill, 0.75)), borderColor: found.edge, borderWidth: 0.7 };
+  function itemStyle(theme, own, hatch, shade) {
+    const style = face(theme, own, hatch, shade);
+    return { color: style.fill, decal: decal(style.hatch, mixed(style.over, style.fill, 0.75)), borderColor: style.edge, borderWidth: 0.7 };
   }
 
   // --- what is shown on hover ---------------------------------------------------------------------------------------------
@@ -64,29 +64,29 @@ const CHARTS = (() => {
     return [x, Math.max(4, Math.min(innerHeight - height - 4, frame.top + at[1] - height / 2)) - frame.top];
   }
 
-  function base(look, plot) {
+  function base(theme, plot) {
     return {
       animation: false,
-      textStyle: { fontFamily: look.font, color: look.ink },
+      textStyle: { fontFamily: theme.font, color: theme.ink },
       tooltip: {
-        trigger: "item", position: (at, _, box) => beside(plot, at, box), className: "tip", backgroundColor: look.paper, borderColor: look.soft, borderWidth: 1,
-        padding: [6, 9], transitionDuration: 0, textStyle: { color: look.ink, fontFamily: look.font, fontSize: 12 },
+        trigger: "item", position: (at, _, box) => beside(plot, at, box), className: "tip", backgroundColor: theme.paper, borderColor: theme.soft, borderWidth: 1,
+        padding: [6, 9], transitionDuration: 0, textStyle: { color: theme.ink, fontFamily: theme.font, fontSize: 12 },
         formatter: (at) => (at.data && at.data.facts ? tip(at.data.title, at.data.facts) : ""),
       },
     };
   }
 
-  const axis = (look) => ({
-    axisLine: { lineStyle: { color: look.soft } }, axisTick: { show: false }, axisLabel: { color: look.soft, fontSize: 11.5, formatter: plain },
-    splitLine: { lineStyle: { color: look.line } }, nameTextStyle: { color: look.soft, fontSize: 11.5 },
+  const axis = (theme) => ({
+    axisLine: { lineStyle: { color: theme.soft } }, axisTick: { show: false }, axisLabel: { color: theme.soft, fontSize: 11.5, formatter: plain },
+    splitLine: { lineStyle: { color: theme.line } }, nameTextStyle: { color: theme.soft, fontSize: 11.5 },
   });
-  const names = (look, list, more = {}) => ({ type: "category", data: list, ...axis(look), axisLabel: { color: look.ink, fontSize: 12, interval: 0, ...more } });
+  const names = (theme, list, more = {}) => ({ type: "category", data: list, ...axis(theme), axisLabel: { color: theme.ink, fontSize: 12, interval: 0, ...more } });
 
   /* Text in lines of about so many characters. */
   function wrapped(text, count) {
     const lines = [];
-    const words = text.split(" ").flatMap((word) => word.match(new RegExp(`.{1,${count}}`, "g")) || []);
-    for (const word of words) {
+    const pieces = text.split(" ").flatMap((word) => word.match(new RegExp(`.{1,${count}}`, "g")) || []);
+    for (const word of pieces) {
       const last = lines.length - 1;
       if (last >= 0 && lines[last].length + word.length < count) lines[last] += ` ${word}`;
       else lines.push(word);
@@ -102,15 +102,15 @@ const CHARTS = (() => {
   }
 
   /* An axis of speedups, with as many lines as have room. */
-  function speedups(spec, look, room) {
-    return { type: "value", min: spec.low, max: spec.high, splitNumber: Math.max(2, Math.floor(room / 62)), ...axis(look),
-      axisLabel: { color: look.soft, fontSize: 11, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${Math.round(value * 100) / 100}x` } };
+  function speedups(spec, theme, room) {
+    return { type: "value", min: spec.low, max: spec.high, splitNumber: Math.max(2, Math.floor(room / 62)), ...axis(theme),
+      axisLabel: { color: theme.soft, fontSize: 11, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${Math.round(value * 100) / 100}x` } };
   }
 
   /* A dashed line: nothing is gained and nothing lost, or the baseline. */
-  const dashed = (look, side = "xAxis", at = 1) => ({
+  const dashed = (theme, side = "xAxis", at = 1) => ({
     type: "line", data: [], silent: true,
-    markLine: { silent: true, precision: 9, symbol: "none", label: { show: false }, lineStyle: { color: look.soft, type: [4, 3], width: 1 }, data: [{ [side]: at }] },
+    markLine: { silent: true, precision: 9, symbol: "none", label: { show: false }, lineStyle: { color: theme.soft, type: [4, 3], width: 1 }, data: [{ [side]: at }] },
   });
 
   /* An interval, lying or standing. */
@@ -125,67 +125,67 @@ const CHARTS = (() => {
   const few = (spec) => spec.bars.filter((bar) => bar.segments.length).length <= 2;
 
   /* The segments as series; several small ops may share one name: they are one segment with the sum, and the facts of the first. */
-  function stacked(spec, look, more) {
+  function stacked(spec, theme, more) {
     const keys = [...new Set(spec.bars.flatMap((bar) => bar.segments.map((part) => `${part.name}/${part.shade}`)))];
     const datum = (bar, key) => {
       const own = bar.segments.filter((part) => `${part.name}/${part.shade}` === key);
       if (!own.length) return "-";
-      const style = itemStyle(look, colour(own[0].color), (spec.shapes[own[0].color] || {}).hatch, own[0].shade);
+      const style = itemStyle(theme, colour(own[0].color), (spec.shapes[own[0].color] || {}).hatch, own[0].shade);
       return { value: own.reduce((sum, part) => sum + part.time_ms, 0), itemStyle: style, title: `${bar.label}: ${own[0].name}`, facts: own[0].facts };
     };
     return keys.map((key) => ({
       name: key, type: "bar", stack: "all", data: spec.bars.map((bar) => datum(bar, key)), ...more,
-      emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } },
+      emphasis: { itemStyle: { borderColor: theme.ink, borderWidth: 1.4 } },
     }));
   }
 
   /* One stacked bar per recipe; its speedup, interval and time above it. */
-  function bars(spec, look, width, plot) {
-    if (few(spec)) return strips(spec, look, width, plot);
+  function bars(spec, theme, width, plot) {
+    if (few(spec)) return strips(spec, theme, width, plot);
     const small = width < 430;
     const room = (width - 48) / spec.bars.length; // for one bar
     const crowded = spec.bars.some((bar) => bar.label.length * (small ? 6.6 : 7.2) > room);
     const highest = Math.max(...spec.bars.map(total)) || 1;
     const shared = spec.top <= 5 * highest ? spec.top : highest; // an axis of its own where the common one would flatten the bars
-    const series = stacked(spec, look, { barWidth: "62%", barMaxWidth: 120 });
+    const series = stacked(spec, theme, { barWidth: "62%", barMaxWidth: 120 });
     series.push({
       name: "above", type: "bar", stack: "all", silent: true, data: spec.bars.map((bar) => ({
         value: 0,
         label: {
-          show: true, position: "top", distance: 2, align: "center", backgroundColor: look.paper, padding: [1, 2],
+          show: true, position: "top", distance: 2, align: "center", backgroundColor: theme.paper, padding: [1, 2],
           formatter: [
             bar.head && `{${bar.alarm ? "alarm" : "head"}|${bar.head}}`, bar.interval && room > 58 && `{small|${bar.interval}}`,
             bar.time && `{small|${bar.time}}`, ...wrapped(bar.note, Math.max(8, Math.floor(room / 6))).map((line) => `{note|${line}}`),
           ].filter(Boolean).join("\n"),
           rich: {
-            head: { fontSize: small ? 13 : 15, fontWeight: 650, color: look.ink, lineHeight: small ? 17 : 20 },
-            alarm: { fontSize: small ? 11 : 13, fontWeight: 700, color: look.alarm, lineHeight: 18 },
-            small: { fontSize: small ? 10 : 11.5, color: look.soft, lineHeight: 14 },
-            note: { fontSize: small ? 10 : 11, color: look.soft, lineHeight: 14 },
+            head: { fontSize: small ? 13 : 15, fontWeight: 650, color: theme.ink, lineHeight: small ? 17 : 20 },
+            alarm: { fontSize: small ? 11 : 13, fontWeight: 700, color: theme.alarm, lineHeight: 18 },
+            small: { fontSize: small ? 10 : 11.5, color: theme.soft, lineHeight: 14 },
+            note: { fontSize: small ? 10 : 11, color: theme.soft, lineHeight: 14 },
           },
         },
       })),
     });
     const left = 14 + 7 * plain(rounded(shared * 1.17).max).length;
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left, right: 4, top: 28, bottom: crowded ? 64 : 26 },
-      xAxis: names(look, spec.bars.map((bar) => bar.label), { fontSize: small ? 11 : 12, rotate: crowded ? 35 : 0 }),
-      yAxis: { type: "value", ...rounded(shared * 1.17), name: spec.unit, nameLocation: "end", nameGap: 13, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, 4 - left] } },
+      xAxis: names(theme, spec.bars.map((bar) => bar.label), { fontSize: small ? 11 : 12, rotate: crowded ? 35 : 0 }),
+      yAxis: { type: "value", ...rounded(shared * 1.17), name: spec.unit, nameLocation: "end", nameGap: 13, ...axis(theme), nameTextStyle: { color: theme.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, 4 - left] } },
       series,
     };
   }
 
   /* One or two bars lie down; the legend below them has the numbers. */
-  function strips(spec, look, width, plot) {
+  function strips(spec, theme, width, plot) {
     const left = 12 + 6.6 * Math.max(...spec.bars.map((bar) => Math.max(Math.min(bar.label.length, 16), bar.time.length + bar.head.length + 3)));
     const labels = spec.bars.map((bar) => `${wrapped(bar.label, 16).join("\n")}\n{soft|${[bar.time, bar.head].filter(Boolean).join(" · ")}}`);
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left, right: 22, top: 4, bottom: 24 },
-      yAxis: { ...names(look, labels, { align: "left", margin: left - 2, lineHeight: 15, rich: { soft: { color: look.soft, fontSize: 11.5, lineHeight: 15 } } }), inverse: true, axisLine: { show: false } },
-      xAxis: { type: "value", ...rounded(Math.max(...spec.bars.map(total)) || 1, width < 500 ? 4 : 8), max: (range) => range.max, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, formatter: (value) => `${plain(value)} ms`, hideOverlap: true, showMaxLabel: false } },
-      series: stacked(spec, look, { barWidth: 38 }),
+      yAxis: { ...names(theme, labels, { align: "left", margin: left - 2, lineHeight: 15, rich: { soft: { color: theme.soft, fontSize: 11.5, lineHeight: 15 } } }), inverse: true, axisLine: { show: false } },
+      xAxis: { type: "value", ...rounded(Math.max(...spec.bars.map(total)) || 1, width < 500 ? 4 : 8), max: (range) => range.max, ...axis(theme), axisLabel: { color: theme.soft, fontSize: 11, formatter: (value) => `${plain(value)} ms`, hideOverlap: true, showMaxLabel: false } },
+      series: stacked(spec, theme, { barWidth: 38 }),
     };
   }
 
@@ -193,16 +193,16 @@ const CHARTS = (() => {
 
   const rateRows = (spec) => spec.groups.flatMap((group) => [{ heading: group.name }, ...group.bars.map((bar) => ({ ...bar, group: group.name }))]);
 
-  function rates(spec, look, width, plot) {
+  function rates(spec, theme, width, plot) {
     const rows = rateRows(spec);
     const highest = Math.max(spec.at, ...rows.flatMap((row) => (row.heading === undefined ? [row.value, row.high || 0] : [])));
     const data = rows.map((row, index) => (row.heading === undefined
       ? { value: [row.value, index, row.low, row.high], title: `${row.recipe}, ${row.group}`, facts: row.facts } : { value: [0, index, null, null] }));
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left: 106, right: width < 430 ? 92 : 112, top: 2, bottom: 42 },
-      xAxis: { type: "value", min: 0, ...rounded(highest, width < 500 ? 3 : 5.2), max: highest, name: spec.unit, nameLocation: "middle", nameGap: 26, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, formatter: plain, hideOverlap: true, showMaxLabel: false } },
-      yAxis: { ...names(look, rows.map((row) => row.recipe || "")), inverse: true, axisLine: { show: false } },
+      xAxis: { type: "value", min: 0, ...rounded(highest, width < 500 ? 3 : 5.2), max: highest, name: spec.unit, nameLocation: "middle", nameGap: 26, ...axis(theme), axisLabel: { color: theme.soft, fontSize: 11, formatter: plain, hideOverlap: true, showMaxLabel: false } },
+      yAxis: { ...names(theme, rows.map((row) => row.recipe || "")), inverse: true, axisLine: { show: false } },
       series: [{
         type: "custom", data, encode: { x: [0, 2, 3], y: 1 }, clip: false, z: 6,
         renderItem: (_, api) => {
@@ -210,15 +210,15 @@ const CHARTS = (() => {
           const at = (value) => api.coord([value, api.value(1)]);
           const [zero, end] = [at(0), at(api.value(0))];
           const label = (x, text, style) => ({ type: "text", silent: true, x, y: zero[1], style: { text, verticalAlign: "middle", ...style } });
-          if (row.heading !== undefined) return { type: "group", children: [label(2, row.heading, { fill: look.ink, font: `650 12px ${look.font}`, width: width - 4, overflow: "truncate" })] };
+          if (row.heading !== undefined) return { type: "group", children: [label(2, row.heading, { fill: theme.ink, font: `650 12px ${theme.font}`, width: width - 4, overflow: "truncate" })] };
           const thick = Math.min(15, api.size([0, 1])[1] * 0.7);
-          const children = [{ type: "rect", shape: { x: zero[0], y: zero[1] - thick / 2, width: Math.max(1, end[0] - zero[0]), height: thick }, style: { fill: colour(row.color) }, emphasis: { style: { stroke: look.ink, lineWidth: 1.4 } } }];
+          const children = [{ type: "rect", shape: { x: zero[0], y: zero[1] - thick / 2, width: Math.max(1, end[0] - zero[0]), height: thick }, style: { fill: colour(row.color) }, emphasis: { style: { stroke: theme.ink, lineWidth: 1.4 } } }];
           const known = Number.isFinite(api.value(3)) && row.high > row.low;
-          if (known) children.push(whisker(at(api.value(2)), at(api.value(3)), end, look.ink, false));
-          children.push(label(Math.max(end[0], known ? at(api.value(3))[0] : 0) + 6, row.text, { fill: look.ink, font: `11.5px ${look.font}`, backgroundColor: look.paper, padding: [1, 2] }));
+          if (known) children.push(whisker(at(api.value(2)), at(api.value(3)), end, theme.ink, false));
+          children.push(label(Math.max(end[0], known ? at(api.value(3))[0] : 0) + 6, row.text, { fill: theme.ink, font: `11.5px ${theme.font}`, backgroundColor: theme.paper, padding: [1, 2] }));
           return { type: "group", children };
         },
-      }, dashed(look, "xAxis", spec.at)],
+      }, dashed(theme, "xAxis", spec.at)],
     };
   }
 
@@ -239,7 +239,7 @@ const CHARTS = (() => {
   }
 
   /* From the speedup of the GEMMs to that of the step, part by part. */
-  function waterfall(spec, look, width, plot) {
+  function waterfall(spec, theme, width, plot) {
     const rows = steps(spec);
     const colours = { start: colour("part-gemms"), down: colour("mark-loss"), up: colour("mark-gain"), end: colour("mark-total") };
     const across = (row, index, api) => {
@@ -249,10 +249,10 @@ const CHARTS = (() => {
       return { x: left, y: from[1] - height / 2, width: Math.max(Math.abs(from[0] - to[0]), 1.5), height };
     };
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left: 142, right: 62, top: 6, bottom: 24 },
-      xAxis: speedups(spec, look, width - 200),
-      yAxis: { ...names(look, rows.map((row) => row.name), { fontSize: 11.5 }), inverse: true },
+      xAxis: speedups(spec, theme, width - 200),
+      yAxis: { ...names(theme, rows.map((row) => row.name), { fontSize: 11.5 }), inverse: true },
       series: [{
         type: "custom",
         data: rows.map((row, index) => ({ value: [row.to, index, row.from], title: row.name, facts: row.facts })),
@@ -261,19 +261,19 @@ const CHARTS = (() => {
           const index = api.value(1);
           const row = rows[index];
           const box = across(row, index, api);
-          const children = [{ type: "rect", shape: box, style: { fill: colours[row.kind] }, emphasis: { style: { stroke: look.ink, lineWidth: 1.4 } } }];
+          const children = [{ type: "rect", shape: box, style: { fill: colours[row.kind] }, emphasis: { style: { stroke: theme.ink, lineWidth: 1.4 } } }];
           const strong = row.kind === "start" || row.kind === "end";
           children.push({
             type: "text", silent: true, x: Math.max(api.coord([row.to, index])[0], box.x + box.width) + 5, y: box.y + box.height / 2,
-            style: { text: `${row.to.toFixed(strong ? 3 : 2)}x`, fill: strong ? look.ink : look.soft, font: `${strong ? 650 : 400} 11.5px ${look.font}`, verticalAlign: "middle" },
+            style: { text: `${row.to.toFixed(strong ? 3 : 2)}x`, fill: strong ? theme.ink : theme.soft, font: `${strong ? 650 : 400} 11.5px ${theme.font}`, verticalAlign: "middle" },
           });
           if (index + 1 < rows.length) {
             const x = api.coord([row.to, index])[0];
-            children.push({ type: "line", silent: true, shape: { x1: x, y1: box.y + box.height, x2: x, y2: api.coord([row.to, index + 1])[1] }, style: { stroke: look.soft, lineWidth: 0.7 }, z2: -1 });
+            children.push({ type: "line", silent: true, shape: { x1: x, y1: box.y + box.height, x2: x, y2: api.coord([row.to, index + 1])[1] }, style: { stroke: theme.soft, lineWidth: 0.7 }, z2: -1 });
           }
           return { type: "group", children };
         },
-      }, dashed(look)],
+      }, dashed(theme)],
     };
   }
 
@@ -287,10 +287,10 @@ const CHARTS = (() => {
   const DASHES = { solid: "solid", dashed: "dashed", dotted: "dotted", dashdot: [6, 3, 1, 3] };
 
   /* Each value with its interval. */
-  function curve(spec, look, width, plot) {
+  function curve(spec, theme, width, plot) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
     const known = Object.keys(spec.series);
-    const made = known.flatMap((name, index) => {
+    const series = known.flatMap((name, index) => {
       const shift = (index - (known.length - 1) / 2) * 5; // or intervals would hide each other
       const own = colour(spec.colors[name]);
       const shape = spec.shapes[spec.colors[name]] || {};
@@ -304,24 +304,24 @@ const CHARTS = (() => {
             return whisker(at(api.value(2)), at(api.value(3)), at(api.value(1)), own, true);
           },
         },
-        { type: "scatter", data: data.filter((point) => point.mark).map((point) => point.value.slice(0, 2)), silent: true, symbol: SYMBOLS.X, symbolSize: 11, symbolOffset: [shift, 0], itemStyle: { color: look.ink, borderColor: look.paper, borderWidth: 1 }, z: 6 },
+        { type: "scatter", data: data.filter((point) => point.mark).map((point) => point.value.slice(0, 2)), silent: true, symbol: SYMBOLS.X, symbolSize: 11, symbolOffset: [shift, 0], itemStyle: { color: theme.ink, borderColor: theme.paper, borderWidth: 1 }, z: 6 },
       ];
     });
     const speed = spec.unit === "x";
     return {
-      ...base(look, plot),
-      legend: { data: known, top: 0, left: 0, itemWidth: 26, itemGap: 14, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
+      ...base(theme, plot),
+      legend: { data: known, top: 0, left: 0, itemWidth: 26, itemGap: 14, textStyle: { color: theme.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 48, right: 12, top: speed ? 34 : 60, bottom: crowded ? 84 : 48, ...(width < 500 ? { top: 74 } : {}) },
-      xAxis: { ...names(look, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 }), name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28 },
-      yAxis: speed ? speedups(spec, look, 300) : { type: "value", min: spec.low, ...rounded(spec.high), name: spec.unit, nameGap: 12, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] } },
-      series: speed ? [...made, dashed(look, "yAxis")] : made,
+      xAxis: { ...names(theme, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 }), name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28 },
+      yAxis: speed ? speedups(spec, theme, 300) : { type: "value", min: spec.low, ...rounded(spec.high), name: spec.unit, nameGap: 12, ...axis(theme), nameTextStyle: { color: theme.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] } },
+      series: speed ? [...series, dashed(theme, "yAxis")] : series,
     };
   }
 
   /* All runs' speedups below one another: dots with their intervals. */
-  function gains(spec, look, width, plot) {
+  function gains(spec, theme, width, plot) {
     const labels = spec.rows.map((row) => `${row.recipe}\n{what|${row.what}}`);
-    const made = spec.runs.map((run, place) => {
+    const series = spec.runs.map((run, place) => {
       const own = colour(spec.colors[run]);
       const shift = (place - (spec.runs.length - 1) / 2) * Math.min(11, 30 / spec.runs.length);
       const data = spec.rows.flatMap((row, index) => row.dots.filter((dot) => dot.run === run).map((dot) => ({
@@ -332,27 +332,27 @@ const CHARTS = (() => {
         renderItem: (_, api) => {
           const at = (value) => { const [x, y] = api.coord([value, api.value(1)]); return [x, y + shift]; };
           const middle = at(api.value(0));
-          const children = [{ type: "circle", shape: { cx: middle[0], cy: middle[1], r: 4.2 }, style: { fill: own }, emphasis: { style: { stroke: look.ink, lineWidth: 1.4 } } }];
+          const children = [{ type: "circle", shape: { cx: middle[0], cy: middle[1], r: 4.2 }, style: { fill: own }, emphasis: { style: { stroke: theme.ink, lineWidth: 1.4 } } }];
           if (Number.isFinite(api.value(2))) children.unshift(whisker(at(api.value(2)), at(api.value(3)), middle, own, false));
-          children.push({ type: "text", silent: true, x: at(Number.isFinite(api.value(3)) ? api.value(3) : api.value(0))[0] + 6, y: middle[1], style: { text: run, fill: look.soft, font: `10.5px ${look.font}`, verticalAlign: "middle" } });
+          children.push({ type: "text", silent: true, x: at(Number.isFinite(api.value(3)) ? api.value(3) : api.value(0))[0] + 6, y: middle[1], style: { text: run, fill: theme.soft, font: `10.5px ${theme.font}`, verticalAlign: "middle" } });
           return { type: "group", children };
         },
       };
     });
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left: width < 430 ? 126 : 170, right: 26, top: 6, bottom: 24 },
-      xAxis: speedups(spec, look, width - 196),
-      yAxis: { ...names(look, labels, { lineHeight: 14, rich: { what: { fontSize: 10.5, color: look.soft, lineHeight: 13 } } }), inverse: true, splitLine: { show: true, lineStyle: { color: look.line } } },
-      series: [...made, dashed(look)],
+      xAxis: speedups(spec, theme, width - 196),
+      yAxis: { ...names(theme, labels, { lineHeight: 14, rich: { what: { fontSize: 10.5, color: theme.soft, lineHeight: 13 } } }), inverse: true, splitLine: { show: true, lineStyle: { color: theme.line } } },
+      series: [...series, dashed(theme)],
     };
   }
 
   /* Speed against error: a dot for each recipe, the mixes between them, the bound, and the one to use. */
-  function scatter(spec, look, width, plot) {
+  function scatter(spec, theme, width, plot) {
     const share = (value) => `${plain(Math.round(value * 1e6) / 1e4)}%`;
     const point = (dot) => ({ value: [dot.speedup.value, dot.error, dot.speedup.low, dot.speedup.high], title: dot.name, facts: dot.facts });
-    const made = spec.dots.flatMap((dot) => {
+    const series = spec.dots.flatMap((dot) => {
       const own = colour(spec.colors[dot.name]);
       const shape = spec.shapes[spec.colors[dot.name]] || {};
       const data = [point(dot)];
@@ -365,17 +365,17 @@ const CHARTS = (() => {
       ];
     });
     const grey = colour("mark-total");
-    if (spec.mixes.length) made.unshift({ name: "mixes", type: "line", data: spec.mixes.map(point), symbol: "circle", symbolSize: 5, color: grey, lineStyle: { width: 1, color: grey }, z: 3 });
-    if (spec.chosen) made.push({ name: "to use", type: "scatter", data: [point(spec.chosen)], symbol: SYMBOLS["*"], symbolSize: 20, color: colour("mark-break-even"), itemStyle: { borderColor: look.ink, borderWidth: 0.8 }, z: 6 });
-    if (spec.bound !== null) made.push({ ...dashed(look, "yAxis", spec.bound), name: "bound" });
+    if (spec.mixes.length) series.unshift({ name: "mixes", type: "line", data: spec.mixes.map(point), symbol: "circle", symbolSize: 5, color: grey, lineStyle: { width: 1, color: grey }, z: 3 });
+    if (spec.chosen) series.push({ name: "to use", type: "scatter", data: [point(spec.chosen)], symbol: SYMBOLS["*"], symbolSize: 20, color: colour("mark-break-even"), itemStyle: { borderColor: theme.ink, borderWidth: 0.8 }, z: 6 });
+    if (spec.bound !== null) series.push({ ...dashed(theme, "yAxis", spec.bound), name: "bound" });
     const shown = [...(spec.mixes.length ? ["mixes"] : []), ...spec.dots.map((dot) => dot.name), ...(spec.chosen ? ["to use"] : [])];
     return {
-      ...base(look, plot),
-      legend: { data: shown, top: 0, left: 0, itemWidth: 18, itemGap: 12, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
+      ...base(theme, plot),
+      legend: { data: shown, top: 0, left: 0, itemWidth: 18, itemGap: 12, textStyle: { color: theme.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 52, right: 16, top: width < 560 ? 92 : 64, bottom: 46 },
-      xAxis: { ...speedups(spec, look, width - 70), name: "speedup over BF16", nameLocation: "middle", nameGap: 28 },
-      yAxis: { type: "value", min: 0, ...rounded(spec.top), ...axis(look), name: "error", nameGap: 10, nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] }, axisLabel: { color: look.soft, fontSize: 11, formatter: share } },
-      series: made,
+      xAxis: { ...speedups(spec, theme, width - 70), name: "speedup over BF16", nameLocation: "middle", nameGap: 28 },
+      yAxis: { type: "value", min: 0, ...rounded(spec.top), ...axis(theme), name: "error", nameGap: 10, nameTextStyle: { color: theme.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] }, axisLabel: { color: theme.soft, fontSize: 11, formatter: share } },
+      series,
     };
   }
 
@@ -385,7 +385,7 @@ const CHARTS = (() => {
   const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y], certain: cell.certain && (cell.value !== null || spec.unit === "%") })));
 
   /* The best recipe over a plane of two sizes: its speedup as color, its name in the field. */
-  function heat(spec, look, width, plot) {
+  function heat(spec, theme, width, plot) {
     const left = 34 + 7 * Math.max(...spec.rows.map((name) => name.length));
     const crowded = spec.columns.length * 72 > width - left;
     const all = fields(spec);
@@ -395,32 +395,32 @@ const CHARTS = (() => {
       value: [...cell.at, cell.value === null ? "-" : cell.value], title: `${spec.row_name} ${spec.rows[cell.at[1]]}, ${spec.column_name} ${spec.columns[cell.at[0]]}`,
       facts: cell.text ? [[spec.unit === "x" ? "best" : spec.measure, cell.text]] : [], name: cell.label, label: { color: text(cell.value === null ? spec.low : cell.value) },
     }));
-    const sizes = (list, name, gap, side) => ({ ...names(look, list, { fontSize: 11, interval: "auto" }), name, nameLocation: "middle", nameGap: gap, ...(side || {}) });
+    const sizes = (list, name, gap, side) => ({ ...names(theme, list, { fontSize: 11, interval: "auto" }), name, nameLocation: "middle", nameGap: gap, ...(side || {}) });
     return {
-      ...base(look, plot),
+      ...base(theme, plot),
       grid: { left, right: 8, top: 8, bottom: 92 },
       xAxis: sizes(spec.columns, spec.column_name, 26),
       yAxis: sizes(spec.rows, spec.row_name, left - 18),
-      visualMap: { min: spec.low, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [shown(spec.high), shown(spec.low)], textStyle: { color: look.soft }, inRange: { color: spec.stops } },
+      visualMap: { min: spec.low, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [shown(spec.high), shown(spec.low)], textStyle: { color: theme.soft }, inRange: { color: spec.stops } },
       series: [
-        { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, itemStyle: { borderColor: look.paper, borderWidth: 1 }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } },
-        { type: "custom", silent: true, z: 5, data: all.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(spec, all, look, at.dataIndex, api, crowded) }) },
+        { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, itemStyle: { borderColor: theme.paper, borderWidth: 1 }, emphasis: { itemStyle: { borderColor: theme.ink, borderWidth: 1.4 } } },
+        { type: "custom", silent: true, z: 5, data: all.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(spec, all, theme, at.dataIndex, api, crowded) }) },
       ],
     };
   }
 
   /* On top of a field: its text where it has no speedup, the mark of the best one, and the break-even line to neighbors beyond it. */
-  function over(spec, all, look, index, api, crowded) {
+  function over(spec, all, theme, index, api, crowded) {
     const cell = all[index];
     const [x, y] = api.coord(cell.at);
     const [width, height] = api.size([1, 1]);
     const children = [];
     if (cell.value === null && cell.text && !crowded) {
-      children.push({ type: "text", x, y, style: { text: wrapped(cell.text, Math.max(6, Math.floor(width / 6))).join("\n"), fill: look.soft, font: `10.5px ${look.font}`, align: "center", verticalAlign: "middle" } });
+      children.push({ type: "text", x, y, style: { text: wrapped(cell.text, Math.max(6, Math.floor(width / 6))).join("\n"), fill: theme.soft, font: `10.5px ${theme.font}`, align: "center", verticalAlign: "middle" } });
     }
     if (spec.best && spec.best[0] === cell.at[0] && spec.best[1] === cell.at[1]) {
       const frame = (inset, stroke, lineWidth) => ({ type: "rect", shape: { x: x - width / 2 + inset, y: y - height / 2 + inset, width: width - 2 * inset, height: height - 2 * inset }, style: { fill: "none", stroke, lineWidth } });
-      children.push(frame(2, "#ffffff", 3), frame(2, "#1b1f24", 1.2), { type: "text", x: x - width / 2 + 6, y: y - height / 2 + 5, style: { text: "\u2605", fill: "#ffffff", font: `12px ${look.font}` } });
+      children.push(frame(2, "#ffffff", 3), frame(2, "#1b1f24", 1.2), { type: "text", x: x - width / 2 + 6, y: y - height / 2 + 5, style: { text: "\u2605", fill: "#ffffff", font: `12px ${theme.font}` } });
     }
     const side = (right, up, shape) => {
       const other = all.find((one) => one.at[0] === cell.at[0] + right && one.at[1] === cell.at[1] + up);
@@ -441,5 +441,5 @@ const CHARTS = (() => {
   };
   const height = (spec) => (HEIGHTS[spec.type] || (() => 380))(spec);
 
-  return { colour, looks, face, fields, few, total, ms, height, base, axis, dashed, whisker, names, options: { bars, rates, waterfall, curve, gains, scatter, heat } };
+  return { colour, readTheme, face, fields, few, total, ms, height, base, axis, dashed, whisker, names, options: { bars, rates, waterfall, curve, gains, scatter, heat } };
 })();

@@ -1,6 +1,6 @@
 /* Draws the charts of the page from its JSON data, with their legends; sorts tables, switches tabs, copies text. */
 (() => {
-  const { colour, looks, face, fields, few, total, ms, height, options } = CHARTS;
+  const { colour, readTheme, face, fields, few, total, ms, height, options } = CHARTS;
   const specs = JSON.parse(document.getElementById("charts").textContent);
   const plots = [...document.querySelectorAll(".plot")];
   const drawn = [];
@@ -11,33 +11,33 @@
   const STROKES = { "/": "M-2,6L6,-2M0,12L12,0M6,14L14,6", "\\": "M-2,6L6,14M0,0L12,12M6,-2L14,6", "-": "M0,3H12M0,9H12", "|": "M3,0V12M9,0V12", ".": "M3,3h.01M9,3h.01M6,6h.01M3,9h.01M9,9h.01" };
 
   /* A small square with the face of a bar. */
-  function swatch(found) {
+  function swatch(style) {
     const element = (name, attributes) => {
-      const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-      for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-      return made;
+      const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+      for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+      return node;
     };
     const image = element("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" });
-    image.append(element("rect", { width: 12, height: 12, fill: found.fill, stroke: found.hatch === "/" ? found.edge : "none" }));
-    if (STROKES[found.hatch]) image.append(element("path", { d: STROKES[found.hatch], stroke: found.over, "stroke-width": found.hatch === "." ? 2 : 1, "stroke-linecap": "round", fill: "none" }));
+    image.append(element("rect", { width: 12, height: 12, fill: style.fill, stroke: style.hatch === "/" ? style.edge : "none" }));
+    if (STROKES[style.hatch]) image.append(element("path", { d: STROKES[style.hatch], stroke: style.over, "stroke-width": style.hatch === "." ? 2 : 1, "stroke-linecap": "round", fill: "none" }));
     return image;
   }
 
   /* Which face is what; of one or two bars also the times. */
-  function barLegend(spec, look, add) {
+  function barLegend(spec, theme, add) {
     const shade = (name) => spec.bars.flatMap((bar) => bar.segments).find((part) => part.name === name).shade;
     const bars = spec.bars.filter((bar) => bar.segments.length);
     const time = (bar, name) => bar.segments.filter((part) => part.name === name).reduce((sum, part) => sum + part.time_ms, 0);
     for (const [name, key] of spec.legend) {
-      const own = face(look, colour(key), (spec.shapes[key] || {}).hatch, shade(name) === "hatched" ? "hatched" : "plain");
+      const own = face(theme, colour(key), (spec.shapes[key] || {}).hatch, shade(name) === "hatched" ? "hatched" : "plain");
       const values = few(spec) ? bars.map((bar) => (time(bar, name) ? ms(time(bar, name)) : "-")) : [];
       if (few(spec) && bars.length === 1) values.push(`${(100 * time(bars[0], name) / total(bars[0])).toFixed(1)}%`);
       add(name, swatch(own), values);
     }
     if (spec.bars.some((bar) => bar.segments.some((part) => part.shade === "light"))) {
       const grey = colour("mark-total");
-      add("fprop + dgrad", swatch(face(look, grey, "", "plain")));
-      add("wgrad (lighter, dotted)", swatch(face(look, grey, "", "light")));
+      add("fprop + dgrad", swatch(face(theme, grey, "", "plain")));
+      add("wgrad (lighter, dotted)", swatch(face(theme, grey, "", "light")));
     }
   }
 
@@ -50,7 +50,7 @@
     for (const [mark, meaning] of spec.legend) add(`${mark}: ${meaning}`);
   }
 
-  function legend(plot, spec, look) {
+  function legend(plot, spec, theme) {
     if (spec.type !== "bars" && spec.type !== "heat") return;
     const list = make("ul", "", { className: "legend" });
     const add = (name, image, values = []) => {
@@ -58,7 +58,7 @@
       item.append(...(image ? [image] : []), make("span", name), ...values.map((value) => make("b", value)));
     };
     const below = spec.type === "bars" && few(spec);
-    if (spec.type === "bars") barLegend(spec, look, add);
+    if (spec.type === "bars") barLegend(spec, theme, add);
     else heatLegend(spec, add);
     if (below) {
       list.classList.add("values");
@@ -70,7 +70,7 @@
         list.prepend(heads);
       }
     }
-    const old = [plot.previousElementSibling, plot.nextElementSibling].find((each) => each && each.classList.contains("legend"));
+    const old = [plot.previousElementSibling, plot.nextElementSibling].find((element) => element && element.classList.contains("legend"));
     if (old) old.replaceWith(list);
     else if (below) plot.after(list);
     else plot.before(list);
@@ -86,7 +86,7 @@
   function draw(place) {
     const plot = plots[place];
     const spec = specs[Number(plot.dataset.chart)];
-    const look = looks();
+    const theme = readTheme();
     drawn[place] = drawn[place] || echarts.init(plot, null, { renderer: "svg", width: 100, height: 100 });
     const tall = spec.type === "bars" && !few(spec) && !onPaper() && innerWidth >= 1024 && plot.closest(".beside") ? 80 : 0;
     const high = height(spec) + tall;
@@ -95,9 +95,9 @@
     const alone = !figure.parentElement.querySelector(":scope > figure + figure");
     const width = onPaper() ? WIDTHS_ON_PAPER[alone ? 0 : 1] : plot.clientWidth;
     drawn[place].resize({ width, height: high });
-    drawn[place].setOption(options[spec.type](spec, look, width, plot), true);
+    drawn[place].setOption(options[spec.type](spec, theme, width, plot), true);
     plot.querySelector("svg").setAttribute("viewBox", `0 0 ${width} ${high}`);
-    legend(plot, spec, look);
+    legend(plot, spec, theme);
   }
   function drawAll() {
     plots.forEach((_, place) => draw(place));
