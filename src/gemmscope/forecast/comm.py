@@ -32,11 +32,11 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
-    """Launch, ms per root of a byte and ms per byte of a collective of `inside` GPUs of one domain."""
+    """Launch ms, ms per square root of bytes, and ms per byte, for a collective among `inside` GPUs of one domain."""
     known = _table()[NEAREST.get(chip, chip)][operation]
     nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
     launch, root, per_byte = known[str(nearest)]
-    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
+    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that crosses links
     return launch, scale * root, scale * per_byte
 
 
@@ -67,7 +67,7 @@ def collective_ms(
         return within
     travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
     if operation != "alltoall":
-        travels /= inside  # the ports of one domain work together on what its GPUs have in common
+        travels /= inside  # the GPUs of one domain split this traffic across their ports
     return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
 
 
@@ -151,7 +151,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
         gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
         scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
         time_ms = share.attentions * ((runs + 1) * gather + scatter)
-    if mixer is not None and mixer.kind != "short convolution":  # which needs a few positions of its neighbour
+    if mixer is not None and mixer.kind != "short convolution":  # a short convolution needs only a few positions of the neighbour
         widths = (sum(input_widths(mixer).values()), mixer.inner)
         sent = [run.tokens * width / run.tp * ELEMENT_BYTES for width in widths]
         both = sum(collective_ms(chip, network, "alltoall", run.cp, size, run.tp) for size in sent)
@@ -185,7 +185,7 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
 
 
 def _distinct(places: int, chosen: float) -> float:
-    """How many of `places` are expected among so many random choices.
+    """The expected number of distinct `places` among this many random choices.
 
     >>> round(_distinct(8, 8), 2), _distinct(1, 4)
     (5.25, 1.0)
