@@ -152,17 +152,17 @@ class StepCapture:
 
     @contextmanager
     def _one_linear(self, place: LinearPlace) -> Iterator[None]:
-        """What fails with one linear is said in the file, and the others are recorded."""
+        """Note an error of one linear in the file, and go on with the others."""
         try:
             yield
         except Exception as error:
             self.problems[place.key] = in_a_line(error)
 
     def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
-        """What was recorded of every linear. Where no gradient arrived, what is known without it."""
+        """The recorded facts and tensors of every linear; without a gradient, those that need none."""
         maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
         values = iter(_numbers(maxima))
-        found = {}
+        recorded = {}
         for key, taken in self.linears.items():
             if self.budgets is None:
                 tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
@@ -170,8 +170,8 @@ class StepCapture:
             elif taken.facts is None and taken.x is not None:
                 self._complete(taken)
             if taken.facts is not None:
-                found[key] = (taken.facts, taken.kept)
-        return found
+                recorded[key] = (taken.facts, taken.kept)
+        return recorded
 
 
 @contextmanager
@@ -264,7 +264,7 @@ def _recomputes() -> bool:
 
 
 def _numbers(maxima: Sequence[Tensor]) -> list[float]:
-    """All at once: the GPU is waited for once per device."""
+    """The values of all tensors, with one synchronization per device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, one in enumerate(maxima):
         by_device.setdefault(one.device, []).append(index)

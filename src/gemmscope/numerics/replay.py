@@ -179,21 +179,21 @@ class OutputGradients:
                 nodes.append(tensor.grad_fn)
             self._places.append((nodes.index(tensor.grad_fn), tensor.output_nr))
         self._nodes, self._action = nodes, action
-        self._found: dict[int, tuple[Tensor | None, ...]] = {}
+        self._received: dict[int, tuple[Tensor | None, ...]] = {}
         self._handles = [node.register_prehook(partial(self._arrived, number)) for number, node in enumerate(nodes)]
 
     def remove(self) -> None:
-        """Also the references to the graph, which would keep each other alive."""
+        """Remove the hooks, and the references to the graph, which would keep each other alive."""
         _remove_all(self._handles)
-        self._handles, self._nodes, self._found = [], [], {}
+        self._handles, self._nodes, self._received = [], [], {}
 
     def _arrived(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        self._found[number] = tuple(gradients)
+        self._received[number] = tuple(gradients)
         runs = torch._C._will_engine_execute_node
-        if all(other in self._found or not runs(node) for other, node in enumerate(self._nodes)):
-            found = self._found
+        if all(other in self._received or not runs(node) for other, node in enumerate(self._nodes)):
+            received = self._received
             self.remove()
-            self._action([found[node][output] if node in found else None for node, output in self._places])
+            self._action([received[node][output] if node in received else None for node, output in self._places])
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -307,7 +307,7 @@ def _collecting(module: nn.Module, ends: list[GradientEdge]) -> Any:
 
 
 class _ExpertCalls(TorchFunctionMode):  # type: ignore[misc]
-    """Sees every matrix product with the weights of an expert."""
+    """Sees every GEMM with the weights of an expert."""
 
     def __init__(self, experts: list[ExpertWeights], capture: StepCapture, ends: list[GradientEdge]) -> None:
         super().__init__()

@@ -130,12 +130,12 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
         squares = _squares(values, scale)
         rows.append(squares.sum(1))
         columns += squares.sum(0)
-    found: dict[int, Tensor] = {}
+    block_maxima: dict[int, Tensor] = {}
     if blocks:
         small = torch.cat(maxima)
-        found = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
+        block_maxima = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
     counts, zeros = exponents.float(), tensor.numel() - int(nonzero)
-    return TensorSummary(amax, scale, zeros, int(exponents[-1]), counts, torch.cat(rows), columns, found)
+    return TensorSummary(amax, scale, zeros, int(exponents[-1]), counts, torch.cat(rows), columns, block_maxima)
 
 
 def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
