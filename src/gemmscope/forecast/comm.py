@@ -102,7 +102,7 @@ class RankShare(NamedTuple):
 
 
 def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: RunSpec, share: RankShare) -> list[Exchange]:
-    """Everything that one rank of this layout exchanges. A traced model (`model` None) is not split: gradients and weights."""
+    """All exchanges of one rank in this layout. A traced model (`model` is None) has only those of gradients and weights."""
     if model is None:
         return [exchange for exchange in _data(chip, network, run, share) if exchange.time_ms > 0]
     forward_runs = 2 if run.recompute == "full" else 1
@@ -120,9 +120,9 @@ def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: Run
 
 
 def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Before and after each block that is split; with sequence parallelism the inputs once more for wgrad.
+    """Tensor parallelism: collectives before and after each split block; with sequence parallelism, inputs once more for wgrad.
 
-    Where experts are not split themselves, tokens go to them as the sequence is sharded: nothing is gathered.
+    Experts that are not split get their tokens from the sharded sequence, without a gather.
     """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
     shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer, _ in model.layer_groups())
@@ -137,9 +137,9 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
 
 
 def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Keys and values of all ranks in forward and again in backward, and their gradients.
+    """Context parallelism: keys and values of all ranks in forward and in backward, and their gradients.
 
-    A recurrence needs the whole sequence: its rank gets all positions of a part of the heads, and gives the outputs back, as
+    A recurrence needs the whole sequence: each rank gets all positions of a part of the heads, and returns the outputs, as
     Megatron's Mamba mixer does.
     """
     attention, time_ms = next(model.attentions, None), 0.0
@@ -160,7 +160,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
 
 
 def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Tokens to the ranks of their experts and back, in forward and in backward.
+    """Expert parallelism: tokens to the ranks of their experts and back, in forward and in backward.
 
     A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's
     HybridEP send it.
@@ -194,7 +194,7 @@ def _distinct(places: int, chosen: float) -> float:
 
 
 def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> Exchange:
-    """Activations to the next pipeline stage and gradients back, for each of the stage's pieces."""
+    """Pipeline parallelism: activations to the next stage and gradients back, for each virtual stage."""
     if run.pp < 2:
         return Exchange("stages", 0.0, crosses=False)
     shard = run.tp if run.sequence_parallel else 1
@@ -210,7 +210,7 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
 
 
 def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
-    """Gradients and weights, over all ranks that hold the same weights: of experts and of everything else."""
+    """Data parallelism: gradients and weights, among all ranks that have the same weights (or the same experts)."""
     times = {"reduce": 0.0, "gather": 0.0}
     crosses = False
     for parameters, ranks, apart in (
@@ -238,5 +238,5 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
 
 
 def offload(network: Network, kept_bytes: float) -> Exchange:
-    """Activations to the memory of the CPU in forward, and back in backward; `kept_bytes` of one micro-batch."""
+    """Offloading: `kept_bytes` of activations per micro-batch to CPU memory in forward, and back in backward."""
     return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(facts()["reached"]) * 1e6), crosses=False)

@@ -162,7 +162,7 @@ class GemmModel:
             candidate for candidate in FORMATS if RATE_OF[candidate] in chip.tflops and (candidate != "mxfp8" or scales_inside)
         ]
         if fmt not in able:
-            raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
+            raise UserError(f"{chip.name} has no {fmt} GEMMs", f"supported formats: {', '.join(able)}")
         facts, (name, version) = _transfer(), library_and_version(library)
         near = {which: self._near(chip, fmt, which, name, outside) for which in STATES}
         if not near[state] and name is not None:

@@ -1,4 +1,4 @@
-"""The linears of a model in every precision: three GEMMs each, and quantizing X, W and dY once each."""
+"""The linears of a model in every precision: three GEMMs each, and the quantization of X, W and dY."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import hypot, sqrt

@@ -126,8 +126,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
 
 
 def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
-    """Where memory is too small, where launching takes longer than running, and where recipes cannot run: one finding for each
-    set of recipes."""
+    """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
     failing: dict[tuple[str, ...], list[SweepPoint]] = {}
     for point in points:
         if point.not_possible:
