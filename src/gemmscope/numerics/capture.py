@@ -41,7 +41,7 @@ class LinearPlace:
 
 @dataclass
 class Taken:
-    """What is known of a linear in the running step."""
+    """The tensors and facts of a linear in the current step."""
 
     place: LinearPlace
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class StepCapture:
         """Bytes for the samples of each linear; None where only maxima are recorded."""
         self.seed = seed
         self.histories: Mapping[str, Sequence[StepFacts]] = {}
-        """Of every linear, the largest maxima of the steps before."""
+        """The largest maxima of the steps before, for every linear."""
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
 
@@ -92,9 +92,9 @@ class StepCapture:
         hold: bool = False,
     ) -> None:
         """After the module ran: `x` [M, K]; of `output`, `rows` belong to this linear. `passes`: those that run.
-        `hold`: X will not come again.
+        `hold`: X will not be recomputed.
 
-        A later call takes the place of one that has no gradient yet: it may never get one.
+        A later call replaces an earlier one without a gradient, which may never get one.
         """
         if self.is_done(place) or not output.requires_grad or not len(x) or _recomputes() or captures_graph():
             return
@@ -135,7 +135,7 @@ class StepCapture:
         taken.x, taken.version = x.detach(), x._version
 
     def _complete(self, taken: Taken) -> None:
-        """Draw the sample, and let go of the tensors."""
+        """Draw the sample, and release the tensors."""
         x, dy, key = taken.x, taken.dy, taken.place.key
         taken.x = taken.dy = None
         if x is not None and x._version != taken.version:
@@ -186,7 +186,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def captures_graph() -> bool:
-    """Whether a CUDA graph is being captured: nothing may wait for the GPU then."""
+    """Whether a CUDA graph is being captured, which allows no synchronization."""
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
@@ -215,9 +215,9 @@ def running_passes(*, dgrad: bool, wgrad: bool) -> tuple[Pass, ...]:
 
 
 def unchanged(output: Tensor) -> Tensor:
-    """Where the gradient of an output arrives even if it is changed in place, as by an activation.
+    """The tensor that receives the gradient of an output even if the output is changed in place, for example by an activation.
 
-    That is the tensor that it is a view of, if it shows all of it.
+    That is the base of the output, if the output is a view of all of it.
     """
     base = output._base
     whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
@@ -246,7 +246,7 @@ def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> t
 
 
 def _saving_hook() -> str:
-    """The name of what packs the tensors that autograd saves; empty where they are saved as they are."""
+    """The name of the hook that packs the tensors that autograd saves; empty if there is none."""
     try:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(*(True,))
     except (AttributeError, TypeError):  # an older torch

@@ -78,7 +78,7 @@ def depth_of_factory(
     with _one_message():
         built = load_factory(reference, micro_batch, sequence, device)
         report = _compared(built, recipes, backend, None, 0)
-    notes = ("weights as the factory makes them", *(() if built.own_inputs else ("the inputs are random token ids",)))
+    notes = ("the weights are those of the factory", *(() if built.own_inputs else ("the inputs are random token ids",)))
     return replace(report, notes=(*notes, *report.notes))
 
 
@@ -143,7 +143,7 @@ def _free_memory() -> int:
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Turn whatever a module raises into one message."""
+    """Turn any exception of the module into a `UserError`."""
     try:
         yield
     except UserError:
@@ -203,7 +203,7 @@ def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, 
 
 @dataclass(frozen=True)
 class _Run:
-    """One forward and backward pass: what left every layer, what gradient reached its input, and the loss."""
+    """One forward and backward pass: the output of every layer, the gradient of its input, and the loss."""
 
     layers: tuple[str, ...]
     outputs: list[torch.Tensor]
@@ -271,19 +271,19 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _start(target: torch.Tensor) -> torch.Tensor:
-    """Where a gradient starts if there is no loss: random values, always the same."""
+    """The gradient to start from if there is no loss: random values, always the same."""
     values = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
     return values.to(device=target.device, dtype=target.dtype)
 
 
 def _devices(device: torch.device | str) -> list[torch.device]:
-    """What `fork_rng` must remember besides the CPU's random state."""
+    """The devices whose random state `fork_rng` must save besides the CPU's."""
     return [torch.device(device)] if torch.device(device).type == "cuda" else []
 
 
 @contextmanager
 def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Running statistics, caches: what a forward pass writes to buffers is undone."""
+    """Restore the buffers (running statistics, caches) that a forward pass writes to."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield

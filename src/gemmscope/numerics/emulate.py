@@ -103,7 +103,7 @@ class Emulation:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Inside, nothing is quantized, and histories of delayed scaling are filled."""
+        """A context in which nothing is quantized and the histories of delayed scaling are filled."""
         for _, emulated in self._linears.values():
             emulated.observing = True
         try:
@@ -126,7 +126,7 @@ class Emulation:
 
 
 def _passes(recipe: str | Passes, backend: str) -> tuple[Passes, int]:
-    """The operands of every pass, and what features must be a multiple of."""
+    """The operands of every pass, and the number that features must be a multiple of."""
     if not isinstance(recipe, str):
         return recipe, 1
     known = find_recipe(recipe)
@@ -193,7 +193,7 @@ class EmulatedLinear:
         self.observing = False
 
     def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """What `nn.Linear.forward` does, with quantized operands."""
+        """`nn.Linear.forward` with quantized operands."""
         weight, bias, device = linear.weight, linear.bias, x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

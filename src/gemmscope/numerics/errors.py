@@ -155,7 +155,7 @@ def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: Operand
 def operand_error(
     sample: OperandSample, operand: GemmOperand, quantized: SampledQuantization, columns: Tensor, octaves: float | None
 ) -> OperandError:
-    """The operand by itself: its relative error, and which values are lost."""
+    """The error of the operand itself: its relative error, and the values that are lost."""
     weights = sample.weights.float()
 
     def total(values: Tensor) -> float:

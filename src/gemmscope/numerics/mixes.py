@@ -189,7 +189,7 @@ def _ends(layers: int) -> Iterator[tuple[int, int]]:
 
 
 def _listed(linears: int) -> Sets:
-    """Every set of linears but all of them, the smallest first."""
+    """Every set of linears except the full one, the smallest first."""
     sets = (np.arange(2**linears - 1)[:, None] >> np.arange(linears)) & 1
     return (sets[np.argsort(sets.sum(axis=1), kind="stable")]).astype(bool)
 
@@ -207,7 +207,7 @@ def _built(gains: Values, costs: Values) -> Sets:
 
 
 def _thinned(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
-    """The front; with very many points, one in every 20,000th of its range of errors: the cheapest there."""
+    """The front, thinned to `MOST_SETS` points: the cheapest one in each interval of errors."""
     front = _front(squares, costs)
     if len(front) <= MOST_SETS:
         return front
@@ -217,7 +217,7 @@ def _thinned(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
 
 
 def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
-    """The places of the points that no other one beats in both, by cost; of equal points the first one."""
+    """The indices of the points that no other point beats in both error and cost, by cost; of equal points, the first."""
     squares, costs = (np.round(values / max(np.abs(values).max(), 1e-300), DIGITS) for values in (squares, costs))
     order = np.lexsort((squares, costs))
     least = np.minimum.accumulate(np.concatenate([[np.inf], squares[order][:-1]]))

@@ -97,7 +97,7 @@ class ModelRecorder:
             hook.remove()
 
     def write(self, path: Path) -> str:
-        """The file; instead, why there is none."""
+        """Write the file. Returns an empty string, or why there is nothing to write."""
         linears = tuple(self._linear_facts(key) for key in self._plan.keys)
         if not any(linear.steps for linear in linears):
             return next(iter(self._problems.values()), "") or _nothing(self._plan)
@@ -134,9 +134,9 @@ def _class_name(model: nn.Module) -> str:
 
 def _nothing(plan: RecordingPlan) -> str:
     if not plan.keys:
-        return "the model has no linears that are known"
-    hint = "; if it is compiled, give what torch.compile returned; CUDA graphs cannot be recorded" if not plan.regions else ""
-    return f"none of the model's {len(plan.keys)} linears ran and got a gradient{hint}"
+        return "the model has no known linears"
+    compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
+    return f"none of the model's {len(plan.keys)} linears ran and got a gradient{'' if plan.regions else compiled}"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -263,13 +263,13 @@ def _stacked(path: str, module: nn.Module, names: Mapping[str, LinearName]) -> l
 
 
 def _chosen(count: int, seed: int, path: str) -> tuple[int, ...]:
-    """The same experts for all linears of a layer."""
+    """The experts to record: the same ones for all linears of a layer."""
     random = random_for(seed, unwrapped(path).rpartition(".")[0])
     return tuple(sorted(int(number) for number in random.choice(count, min(EXPERTS, count), replace=False)))
 
 
 def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
-    """Paths that differ only in their wrappers keep them."""
+    """Make names unique: paths that differ only in their wrappers keep the wrappers."""
     seen: set[str] = set()
     unique = {}
     for key, name in names.items():
@@ -279,7 +279,7 @@ def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
 
 
 def _fitting(names: dict[str, LinearName], settings: Mapping[str, Any]) -> tuple[dict[str, LinearName], tuple[str, ...]]:
-    """All linears, or those of layers at equal distances, so that each has a share of the file that suffices."""
+    """All linears, or those of layers at equal distances, so that each has a large enough share of the file."""
     layers = sorted({name.layer for name in names.values() if name.layer is not None})
     few, count = names, len(layers)
     while few and share_of([name.path for name in few.values()], settings) < SMALLEST_SHARE:

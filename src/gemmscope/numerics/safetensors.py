@@ -134,7 +134,7 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
 
 
 def _file_size(path: str | Path, name: str) -> int:
-    """Of a regular file: tensors are loaded from their places in it, which a pipe does not have."""
+    """The size of a regular file; a `UserError` for a pipe, because tensors are not read in order."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError):  # standard input

@@ -86,7 +86,7 @@ def draw(importance: np.ndarray, count: int, random: Random) -> tuple[np.ndarray
 
 
 def _probabilities(importance: np.ndarray, count: int) -> np.ndarray:
-    """Of being drawn: none above 1, their sum is `count`."""
+    """The probabilities of being drawn: none is above 1, and their sum is `count`."""
     size = len(importance)
     total = importance.sum()
     usable = isfinite(total) and total > 0
@@ -148,13 +148,13 @@ def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def amax_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest magnitude, on the tensor's device: nothing waits for it."""
+    """The largest magnitude, on the tensor's device, without synchronization."""
     low, high = torch.aminmax(tensor)
     return torch.maximum(low.abs(), high.abs()).to(dtype).float()
 
 
 def _squares(values: Tensor, scale: float) -> Tensor:
-    """Of the finite values, in units of `scale`²: neither huge nor tiny values leave the range of float32."""
+    """The squares of the finite values, in units of `scale`² so that they stay in the range of float32."""
     return torch.nan_to_num(values / scale, 0.0, 0.0, 0.0).square_()
 
 

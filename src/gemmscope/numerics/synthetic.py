@@ -130,7 +130,7 @@ def linear_sizes(workload: Workload) -> dict[str, tuple[int, int]]:
 
 
 def scaled(sizes: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """All sizes smaller by one factor, in multiples of 128 where they were.
+    """All sizes divided by one factor; multiples of 128 stay multiples of 128.
 
     >>> scaled({"QKV Proj": (4096, 6144), "MLP Down": (14336, 4096)})
     {'QKV Proj': (640, 896), 'MLP Down': (2048, 640)}
