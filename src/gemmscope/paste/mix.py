@@ -17,7 +17,7 @@ PER_LAYER = "layers are numbered within their pipeline stage: with pipeline para
 
 
 def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bool = True) -> dict[str, str]:
-    """Framework → text. `linears`, `layers`: all of the model; `in_layers`: False for a model that has no layers.
+    """The mix for every framework: framework → text. `linears`, `layers`: those of the model; `in_layers`: False without layers.
 
     >>> keep = Mix(recipe="MXFP8", higher="BF16", last_layers=2, error=0.03)
     >>> mix_to_paste(keep, ["mlp.down_proj"], 32)["Megatron-LM"].partition("mxfp8 ")[2]
@@ -53,7 +53,7 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
 
 
 def _of_ops(names: Sequence[str]) -> list[str]:
-    """Ops as the linears that they consist of."""
+    """The linears that these ops consist of."""
     return list(dict.fromkeys(linear for name in names for linear in modules()["ops"].get(_op(name), [name])))
 
 
