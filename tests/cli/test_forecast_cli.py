@@ -316,7 +316,7 @@ def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path
     assert none["gemm_ms"] == mine["gemm_ms"] == sglang["gemm_ms"] == vllm["gemm_ms"]
     highs = [float(row["high_ms"]) for row in (vllm, none, mine, sglang)]
     assert highs[0] <= highs[1] < highs[2] == highs[3]
-    assert "bf16: measured on h200 (sustained, vllm), for want of sglang" in outcome.err
+    assert "bf16: measured on h200 (sustained, vllm), because sglang was not measured" in outcome.err
     assert "'mine' was not measured (measured: sglang, trtllm, vllm)" in outcome.err
     assert run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv --library mine").code == 0
 

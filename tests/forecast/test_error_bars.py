@@ -76,7 +76,7 @@ def test_libraries_with_versions() -> None:
     assert library_and_version("vllm @ v0.24.0") == ("vllm", "0.24.0")
     assert library_and_version("transformer engine") == ("transformer engine", "")
     basis = model().basis(gpu("h200"), "bf16", "burst", "trtllm 99.1")
-    assert basis.description == "bf16: measured on h200 (burst, trtllm), for want of trtllm 99.1"
+    assert basis.description == "bf16: measured on h200 (burst, trtllm), because trtllm 99.1 was not measured"
 
 
 def test_few_rows_and_other_states_widen() -> None:

@@ -209,7 +209,7 @@ def test_bridge_overrides_of_a_hybrid():
             "--mamba-num-groups = 3 does not divide the 8 heads",
         ),
         ("--num-layers 4 --hybrid-attention-ratio 1.5", "--hybrid-attention-ratio must be between 0 and 1, not '1.5'"),
-        ("--num-layers 4 --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.6", "must not be more than 1 together"),
+        ("--num-layers 4 --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.6", "must not add up to more than 1"),
         ("--num-layers 4 --experimental-attention-variant gdn", "gdn needs --linear-attention-freq: the layers without it"),
         ("--num-layers 4 --experimental-attention-variant dsv4_hybrid", "dsv4_hybrid' is not supported for a file"),
         ("--hybrid-layer-pattern G --linear-num-key-heads 3", "--linear-num-value-heads = 32 is not a multiple of"),

@@ -144,7 +144,7 @@ def test_from_a_factory(tmp_path: Path) -> None:
         "\n\ndef broken():\n    return nn.Linear(128, 128), torch.randn(64, 64)\n"
     )
     report = depth_of_factory(f"{file}:build", ["MXFP8", "NVFP4"], micro_batch=None, sequence=None, device="cpu")
-    assert report.notes[0] == "weights as the factory makes them"
+    assert report.notes[0] == "the weights are those of the factory"
     assert report.depth[0].forward[-1] < report.depth[1].forward[-1]
     with pytest.raises(UserError, match="running the module raised RuntimeError"):
         depth_of_factory(f"{file}:broken", ["MXFP8"], micro_batch=None, sequence=None, device="cpu")
@@ -160,7 +160,7 @@ def test_message_of_the_worker(tmp_path: Path) -> None:
     result = ComputedErrors()
     take_message(depth_message({**request, "depth": {"module": f"{file}:build", **sizes}}), result)
     assert [one.recipe for one in result.depth] == ["NVFP4"]
-    assert result.depth_notes[0] == "weights as the factory makes them"
+    assert result.depth_notes[0] == "the weights are those of the factory"
     assert result.depth_failure == ""
     take_message(depth_message({**request, "depth": {"module": f"{file}:nothing", **sizes}}), result)
     assert result.depth == []

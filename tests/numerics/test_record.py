@@ -286,7 +286,7 @@ def test_a_failure_outside_of_a_linear_ends_the_recording(
 @pytest.mark.parametrize(
     ("model", "loop", "message"),
     [
-        (nn.Sequential(nn.Identity()), 3, "the model has no linears that are known"),
+        (nn.Sequential(nn.Identity()), 3, "the model has no known linears"),
         (nn.Sequential(nn.Linear(32, 32)), 1, "nothing was recorded: the loop ran 1 steps, 4 are needed"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys
     with gemmscope.record_tensors(model, tmp_path / "t", steps=1, after=0) as recording:
         compiled(torch.randn(4, 32)).sum().backward()
         recording.step()
-    assert "give what torch.compile returned" in capsys.readouterr().err
+    assert "pass the module that torch.compile returned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""How long it should take, on a GPU that is not here: fitted once to measured times, computed from sizes."""
+"""Estimate times on GPUs that are not at hand, from sizes and coefficients fitted to measurements."""

@@ -14,7 +14,7 @@ NOTICEABLE = 0.1  # share of the step
 
 
 def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
-    """Where what comes once per step takes a good part of it: speedups, cost and the best recipe with more micro-batches."""
+    """A finding if work done once per step takes a large part of it: what more micro-batches would change."""
     run, names = forecast.run, [time.recipe for time in step.recipes if time.recipe not in step.unfit]
     if step.winner is None or BASELINE not in [time.recipe for time in step.recipes]:
         return None

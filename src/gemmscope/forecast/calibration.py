@@ -96,14 +96,14 @@ def shipped(gpu: str) -> Calibration | None:
 
 
 def load(gpu: str) -> Calibration | None:
-    """This user's calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
+    """The user's own calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
     path = place(gpu)
     try:
         path.lstat()
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        pass  # reading it says why
+        pass  # reading the file reports why
     return _read(read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
 
 
@@ -125,7 +125,7 @@ def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
 
 
 def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Finding]]:
-    """Without factors that no GPU has, and a finding for each of them: it means that something else went wrong.
+    """Drop factors that no GPU can have, with a finding for each: they mean that the measurement went wrong.
 
     >>> drop_implausible(Calibration("h200", "", {"bf16": {"fprop": 1.0}}, {"FP8Block": 9.0}))[1][0].facts["what"]
     'quantization for FP8Block'
@@ -146,7 +146,7 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
 
 
 def check_place(gpu: str) -> None:
-    """A `UserError` where `save` could not write: before minutes of measuring, not after."""
+    """Raise a `UserError` if `save` could not write, before minutes of measuring rather than after."""
     path = place(gpu)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def check_place(gpu: str) -> None:
 
 
 def save(calibration: Calibration) -> None:
-    """Write it where forecasts look for it."""
+    """Write the calibration where forecasts look for it."""
     path = place(calibration.gpu)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def known_gpu(device: str) -> GpuSpec:
-    """The GPU of the tables with this name of the driver.
+    """The GPU in the tables that the driver calls by this name.
 
     >>> known_gpu("NVIDIA H200 NVL").name, known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition").name
     ('h200-nvl', 'rtx-pro-6000')
@@ -219,7 +219,7 @@ def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPar
 
 
 def _op_times(measured: Linears, forecast: Linears, mode: Mode) -> Iterator[tuple[str, OpTime, OpTime]]:
-    """Recipe, measured and forecast times of every op that has both."""
+    """The recipe, the measured and the forecast time of every op that has both times."""
     for name in measured.columns(mode) if mode in measured.modes else ():
         for case in measured.cases:
             seen, expected = (linears.op_time(case.op, name, mode) for linears in (measured, forecast))
@@ -228,7 +228,7 @@ def _op_times(measured: Linears, forecast: Linears, mode: Mode) -> Iterator[tupl
 
 
 def _factors(times_ms: Iterable[tuple[Key, tuple[float, float]]]) -> dict[Key, float]:
-    """By key, the sum of all measured times over that of all forecasts, so that large ones weigh as they do in training.
+    """By key, the sum of measured times divided by the sum of forecasts, so that large ops weigh as much as in training.
 
     >>> _factors([("FP8Block", (3.0, 2.0)), ("FP8Block", (9.0, 10.0))])
     {'FP8Block': 1.0}

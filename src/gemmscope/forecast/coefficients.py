@@ -1,8 +1,8 @@
 """The fitted coefficients of GEMMs: what was measured, on what, and the small networks that correct the physics.
 
 A *series* is one (GPU, format, state, library) that was measured. Each network maps `physics.features` and the series to two
-numbers per GEMM: how far the library's time is from the physics (a logarithm), and how uncertain that is. They are means over
-networks fitted from different starts; numbers are stored as 16-bit floats in base64.
+numbers per GEMM: how far the library's time is from the physics (a logarithm), and how uncertain that is. The correction is the
+mean over networks that were fitted from different starts. Arrays are stored as 16-bit floats in base64.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.physics import Array, Shapes, features
 
 REINSTALL = "it is part of the package: install gemmscope again"
-CORRECTION_LIMIT = 2.5  # as a logarithm: nothing measured is further from the physics
+CORRECTION_LIMIT = 2.5  # as a logarithm: no measurement is further from the physics
 FINITE = ConfigDict(allow_inf_nan=False)
 Stored = TypeVar("Stored")
 Range = tuple[float, float]
@@ -68,9 +68,9 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Everything in one file. `features_version` is that of `physics.features`, which the networks were fitted on.
+    """The contents of one coefficients file. `features_version` is that of `physics.features`, which the networks were fitted on.
 
-    `ranges` are the smallest and largest features seen: beyond them the correction stays as it is.
+    `ranges` are the smallest and largest features of the fit: features beyond them are clipped.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
@@ -84,7 +84,7 @@ class Coefficients:
     ranges: Mapping[Literal["low", "high"], tuple[float, ...]]
 
     def correction(self, shapes: Shapes, sms: int, work: Array, series: NDArray[np.int_]) -> tuple[Array, Array]:
-        """Logarithms: the correction, and its uncertainty (the scale of a Laplace distribution)."""
+        """The correction to the physics, as a logarithm, and its uncertainty (the scale of a Laplace distribution)."""
         low, high = (np.array(self.ranges[end], dtype=np.float32) for end in ("low", "high"))
         known = features(shapes, sms, work).clip(low, high)
         total = np.zeros((len(known), 2), dtype=np.float32)
@@ -98,31 +98,33 @@ class Coefficients:
         return total[:, 0].astype(np.float64).clip(-CORRECTION_LIMIT, CORRECTION_LIMIT), np.exp(total[:, 1].astype(np.float64))
 
     def fits_together(self) -> bool:
-        """Whether the arrays have the shapes that features and series give them."""
+        """Whether the shapes of the arrays match the number of features and series."""
         inputs, series = features(Shapes.of(1, 1, 1), 1).shape[1], len(self.series)
         hidden = self.networks[0]["b1"].shape[0] if "b1" in self.networks[0] else 0
         first = {"w1": (inputs, hidden), "b1": (hidden,), "s1": (series, hidden)}
         second = {"w2": (hidden, hidden), "b2": (hidden,), "s2": (series, hidden)}
         shapes = {**first, **second, "w3": (hidden, 2), "b3": (2,)}
-        known = [{name: array.values.shape for name, array in network.items()} for network in self.networks]
-        return all(each == shapes for each in known) and [*map(len, self.ranges.values())] == [inputs, inputs]
+        stored = [{name: array.values.shape for name, array in network.items()} for network in self.networks]
+        ranges = [len(values) for values in self.ranges.values()]
+        return all(network_shapes == shapes for network_shapes in stored) and ranges == [inputs, inputs]
 
 
 def read_stored(kind: type[Stored], what: str, text: str, origin: str, hint: str) -> Stored:
-    """A dataclass from its JSON; a `UserError` that names `origin` if it is damaged or of another version."""
+    """Read a dataclass from its JSON; a `UserError` that names `origin` if it is damaged or of another version."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        errors = error.errors()
-    for each in errors:
-        if each["type"] == "literal_error" and each["loc"] == ("version",):
-            raise UserError(f"{origin} is a {what} of version {str(each['input'])[:20]}, not {each['ctx']['expected']}", hint)
-    where = "".join(f"{part}: " for part in errors[0]["loc"])
-    raise UserError(f"{origin} is a damaged {what}: {where}{errors[0]['msg'][:120]}", hint)
+        problems = error.errors()
+    for problem in problems:
+        if problem["type"] == "literal_error" and problem["loc"] == ("version",):
+            version, expected = str(problem["input"])[:20], problem["ctx"]["expected"]
+            raise UserError(f"{origin} is a {what} of version {version}, not {expected}", hint)
+    where = "".join(f"{part}: " for part in problems[0]["loc"])
+    raise UserError(f"{origin} is a damaged {what}: {where}{problems[0]['msg'][:120]}", hint)
 
 
 def read_coefficients(text: str, origin: str) -> Coefficients:
-    """Coefficients from their JSON, checked."""
+    """Read coefficients from their JSON and check them."""
     coefficients = read_stored(Coefficients, "coefficients file", text, origin, REINSTALL)
     if not coefficients.fits_together():
         raise UserError(f"{origin} is a damaged coefficients file: its networks and its series do not fit together", REINSTALL)
@@ -131,5 +133,5 @@ def read_coefficients(text: str, origin: str) -> Coefficients:
 
 @cache
 def shipped() -> Coefficients:
-    """Those of the package."""
+    """The coefficients that ship with the package."""
     return read_coefficients(files("gemmscope.forecast").joinpath("coefficients/gemm.json").read_text("utf-8"), "gemm.json")

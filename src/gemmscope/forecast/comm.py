@@ -32,11 +32,11 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
-    """Launch, ms per root of a byte and ms per byte of a collective of `inside` GPUs of one domain."""
+    """Launch ms, ms per square root of bytes, and ms per byte, for a collective among `inside` GPUs of one domain."""
     known = _table()[NEAREST.get(chip, chip)][operation]
     nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
     launch, root, per_byte = known[str(nearest)]
-    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
+    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that crosses links
     return launch, scale * root, scale * per_byte
 
 
@@ -67,7 +67,7 @@ def collective_ms(
         return within
     travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
     if operation != "alltoall":
-        travels /= inside  # the ports of one domain work together on what its GPUs have in common
+        travels /= inside  # the GPUs of one domain split this traffic across their ports
     return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
 
 
@@ -102,7 +102,7 @@ class RankShare(NamedTuple):
 
 
 def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: RunSpec, share: RankShare) -> list[Exchange]:
-    """Everything that one rank of this layout exchanges. A traced model (`model` None) is not split: gradients and weights."""
+    """All exchanges of one rank in this layout. A traced model (`model` is None) has only those of gradients and weights."""
     if model is None:
         return [exchange for exchange in _data(chip, network, run, share) if exchange.time_ms > 0]
     forward_runs = 2 if run.recompute == "full" else 1
@@ -120,9 +120,9 @@ def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: Run
 
 
 def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Before and after each block that is split; with sequence parallelism the inputs once more for wgrad.
+    """Tensor parallelism: collectives before and after each split block; with sequence parallelism, inputs once more for wgrad.
 
-    Where experts are not split themselves, tokens go to them as the sequence is sharded: nothing is gathered.
+    Experts that are not split get their tokens from the sharded sequence, without a gather.
     """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
     shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer, _ in model.layer_groups())
@@ -137,9 +137,9 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
 
 
 def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Keys and values of all ranks in forward and again in backward, and their gradients.
+    """Context parallelism: keys and values of all ranks in forward and in backward, and their gradients.
 
-    A recurrence needs the whole sequence: its rank gets all positions of a part of the heads, and gives the outputs back, as
+    A recurrence needs the whole sequence: each rank gets all positions of a part of the heads, and returns the outputs, as
     Megatron's Mamba mixer does.
     """
     attention, time_ms = next(model.attentions, None), 0.0
@@ -151,7 +151,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
         gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
         scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
         time_ms = share.attentions * ((runs + 1) * gather + scatter)
-    if mixer is not None and mixer.kind != "short convolution":  # which needs a few positions of its neighbour
+    if mixer is not None and mixer.kind != "short convolution":  # a short convolution needs only a few positions of the neighbour
         widths = (sum(input_widths(mixer).values()), mixer.inner)
         sent = [run.tokens * width / run.tp * ELEMENT_BYTES for width in widths]
         both = sum(collective_ms(chip, network, "alltoall", run.cp, size, run.tp) for size in sent)
@@ -160,7 +160,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
 
 
 def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Tokens to the ranks of their experts and back, in forward and in backward.
+    """Expert parallelism: tokens to the ranks of their experts and back, in forward and in backward.
 
     A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's
     HybridEP send it.
@@ -185,7 +185,7 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
 
 
 def _distinct(places: int, chosen: float) -> float:
-    """How many of `places` are expected among so many random choices.
+    """The expected number of distinct `places` among this many random choices.
 
     >>> round(_distinct(8, 8), 2), _distinct(1, 4)
     (5.25, 1.0)
@@ -194,7 +194,7 @@ def _distinct(places: int, chosen: float) -> float:
 
 
 def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> Exchange:
-    """Activations to the next pipeline stage and gradients back, for each of the stage's pieces."""
+    """Pipeline parallelism: activations to the next stage and gradients back, for each virtual stage."""
     if run.pp < 2:
         return Exchange("stages", 0.0, crosses=False)
     shard = run.tp if run.sequence_parallel else 1
@@ -210,7 +210,7 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
 
 
 def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
-    """Gradients and weights, over all ranks that hold the same weights: of experts and of everything else."""
+    """Data parallelism: gradients and weights, among all ranks that have the same weights (or the same experts)."""
     times = {"reduce": 0.0, "gather": 0.0}
     crosses = False
     for parameters, ranks, apart in (
@@ -238,5 +238,5 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
 
 
 def offload(network: Network, kept_bytes: float) -> Exchange:
-    """Activations to the memory of the CPU in forward, and back in backward; `kept_bytes` of one micro-batch."""
+    """Offloading: `kept_bytes` of activations per micro-batch to CPU memory in forward, and back in backward."""
     return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(facts()["reached"]) * 1e6), crosses=False)

@@ -1,4 +1,4 @@
-"""What a traced module takes if it is not compiled as a whole: operator by operator, or each of its layers by itself."""
+"""The step of a traced module that is not compiled as a whole: run operator by operator, or compiled layer by layer."""
 
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.overlap import cluster
@@ -10,7 +10,7 @@ NOTICEABLE = 1.10  # times the step of a module that is compiled as a whole
 
 
 def eager_finding(forecast: StepForecast) -> Finding | None:
-    """The step in BF16 with what runs between GEMMs fused, and launched one by one; None for a model with a closed form."""
+    """The BF16 step with the ops between GEMMs fused, and with them launched one by one; None for a model with a closed form."""
     if forecast.model is not None:
         return None
     eager = StepForecast(forecast.forecaster, None, forecast.run, forecast.workload, forecast.network, fused=not forecast.fused)
@@ -19,7 +19,7 @@ def eager_finding(forecast: StepForecast) -> Finding | None:
 
 
 def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:
-    """The step of a traced module of so many layers, each compiled by itself; None where the CPU has time enough to call them."""
+    """The step of a traced module whose layers are compiled one by one; None where launching them does not slow it down."""
     one_by_one = StepForecast(
         forecast.forecaster, forecast.model, forecast.run, forecast.workload, forecast.network, layers=layers
     )

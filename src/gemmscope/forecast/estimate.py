@@ -18,7 +18,7 @@ from gemmscope.results.winner import find_winner, winner_among
 
 
 class Estimate(NamedTuple):
-    """One number. A plain tuple: sweeps make millions of them."""
+    """One number with its uncertainties. A plain tuple, because sweeps create millions of them."""
 
     value: float
     own: float = 0.0
@@ -37,12 +37,12 @@ class Estimate(NamedTuple):
         return Interval(self.value, self.value * exp(-self.uncertainty), self.value * exp(self.uncertainty))
 
     def times(self, factor: float) -> Estimate:
-        """So many of it."""
+        """The estimate multiplied by a factor."""
         return Estimate(self.value * factor, self.own, self.shared)
 
 
 def total(parts: Iterable[Estimate]) -> Estimate:
-    """The sum.
+    """The sum of estimates, with its uncertainties.
 
     >>> total([Estimate(1.0, own=0.1), Estimate(1.0, own=0.1)]).own.__round__(3)
     0.071
@@ -56,7 +56,7 @@ def total(parts: Iterable[Estimate]) -> Estimate:
 
 
 def ratio(slow: Estimate, fast: Estimate, in_common: float) -> Estimate:
-    """The speedup of `fast` over `slow`. `in_common` is the share of the shared uncertainties that both sides have alike.
+    """The speedup of `fast` over `slow`. `in_common` is the share of the shared uncertainties that both sides have in common.
 
     >>> ratio(Estimate(2.0, shared=0.1), Estimate(1.0, shared=0.1), in_common=1.0)
     Estimate(value=2.0, own=0.0, shared=0.0)
@@ -66,7 +66,7 @@ def ratio(slow: Estimate, fast: Estimate, in_common: float) -> Estimate:
 
 
 def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> dict[tuple[str, str], Interval]:
-    """Every recipe but BF16 over every other one."""
+    """The speedup of every recipe except BF16 over every other recipe."""
     listed = list(names)
     return {(name, over): speedup(name, over).interval() for name in listed for over in listed if BASELINE != name != over}
 

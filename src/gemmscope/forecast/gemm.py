@@ -1,10 +1,10 @@
-"""The time of a GEMM: physics, times what was learned of the libraries, with a 90% error bar.
+"""The time of a GEMM: the physics times a correction fitted to measured libraries, with a 90% error bar.
 
-A GPU, format and state that were measured use their own series. Otherwise a relative stands in: the same chip in its other state,
-or a chip of the same architecture. The physics is always that of the chip asked for; only the correction is borrowed, and the
-error bar says so by being wider (`transfer.toml`).
+A GPU, format and state that were measured use their own series. Otherwise a related series is used: that of the same chip in its
+other state, or of a chip of the same architecture. The physics is always that of the requested chip; only the correction is
+borrowed, and the error bar is wider (`transfer.toml`).
 
-It is also wider for a library or a version of it that was not measured, and for sizes beyond those of the series.
+The error bar is also wider for a library or a version of it that was not measured, and for sizes beyond those of the series.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = tuple(RATE_OF)
 Layout = Literal["tn", "nn", "nt"]
 LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
-LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the GEMM needs the rest
+LEAST_QUANTIZING = 0.1  # share of the fitted quantization time that stays when the GEMM's share grows
 Corrections = dict[int, tuple[Array, Array]]  # by series, for the same GEMMs
 MEASURED_SIZES: Sizes = ((512, 32768), (512, 65536), (512, 65536))  # of most series: m, k, n
 NAMED = re.compile(r"(.+?)(?:\s*(?:==|[=@:\s])\s*v?(\d[\w.+-]*))?")
@@ -55,7 +55,7 @@ class Times:
     low: Array
     high: Array
     shared: Array
-    burst_ms: Array  # the GEMM alone in the chip's first moments: no other state is faster
+    burst_ms: Array  # the GEMM alone in a burst, the fastest state
 
     @property
     def total_ms(self) -> Array:
@@ -71,7 +71,7 @@ class Times:
 
     @staticmethod
     def merged(pieces: list[tuple[NDArray[np.int_], Times]]) -> Times:
-        """One from the times of parts of the GEMMs, with the places of each part."""
+        """Merge the times of parts of the GEMMs; each part comes with the indices of its GEMMs."""
         if len(pieces) == 1:
             return pieces[0][1]
         result = {field.name: np.zeros(sum(len(index) for index, _ in pieces)) for field in fields(Times)}
@@ -81,18 +81,18 @@ class Times:
         return Times(**result)
 
     def within(self, limit_ms: Array) -> Times:
-        """The same with an error bar that does not promise more than the chip's rate, as far as it is not the series' own."""
+        """Shorten the error bar so that it does not go below the time at the chip's rate; the series' own error stays."""
         own = np.sqrt(np.maximum(self.low**2 - self.shared**2, 0.0))
         room = np.log(np.maximum(self.total_ms / limit_ms, 1.0))
         return replace(self, low=np.maximum(np.minimum(self.low, room), own))
 
     def reaching(self, other: Times) -> Times:
-        """The same with an error bar that reaches the ends of another's."""
+        """Widen the error bar so that it covers the error bar of `other`."""
         low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
         return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
 
     def at_least(self, gemm_ms: Array, total_ms: Array | None = None) -> Times:
-        """The same with GEMMs that take no less. Quantization gives way: the sum was measured, its parts were not."""
+        """Raise GEMM times to at least `gemm_ms`, taken from quantization: the sum was measured, its parts were not."""
         gemm = np.maximum(self.gemm_ms, gemm_ms)
         quantize = np.maximum(self.quantize_ms - (gemm - self.gemm_ms), LEAST_QUANTIZING * self.quantize_ms)
         if total_ms is not None:
@@ -102,7 +102,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Basis:
-    """What a forecast stands on: a measured series, and what separates it from what was asked."""
+    """The measured series that a forecast is based on, and how it differs from what was asked for."""
 
     chip: GpuSpec
     fmt: str
@@ -110,7 +110,7 @@ class Basis:
     series: Series
     factor: float  # on compute time, for the other state and for a format that was not measured itself
     uncertainty: float  # logarithmic, added to the error bar
-    stands_for: str = ""  # a library, or a version of it, that was asked for and not measured
+    stands_for: str = ""  # the library (or version) that was asked for but not measured
 
     def widened(self, uncertainty: float, stands_for: str = "") -> Basis:
         """The same with more uncertainty, for a library that was not measured."""
@@ -118,19 +118,19 @@ class Basis:
 
     @property
     def direct(self) -> bool:
-        """Whether this very thing was measured."""
+        """Whether this GPU, state and format were themselves measured."""
         return (self.series.gpu, self.series.state, self.series.fmt) == (self.chip.name, self.state, self.fmt)
 
     @property
     def description(self) -> str:
-        """Where it comes from.
+        """The measurements that the forecast is based on, in one line.
 
         >>> model().basis(gpu("h100"), "bf16", "sustained").description
         'bf16: corrections measured on h200 (sustained, vllm)'
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
         as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
-        instead = f", for want of {self.stands_for}" if self.stands_for else ""
+        instead = f", because {self.stands_for} was not measured" if self.stands_for else ""
         return f"{self.fmt}: {'' if self.direct else 'corrections '}measured on {measured}{as_what}{instead}"
 
 
@@ -150,10 +150,10 @@ class GemmModel:
         in_training: bool = False,
         outside: frozenset[Sizes] = frozenset(),
     ) -> Basis:
-        """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format.
+        """The series used for this GPU, format and state; a `UserError` if the chip does not support the format.
 
-        `library` may have a version. `in_training`: both states as one library runs them, where that is no longer way; so that
-        they can be compared. `outside`: ranges of sizes that do not contain the GEMMs; series with others are preferred.
+        `library` may include a version. `in_training`: prefer one library for both states, so that they can be compared.
+        `outside`: ranges of sizes that do not contain the GEMMs; series with other ranges are preferred.
         """
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
@@ -162,9 +162,9 @@ class GemmModel:
             candidate for candidate in FORMATS if RATE_OF[candidate] in chip.tflops and (candidate != "mxfp8" or scales_inside)
         ]
         if fmt not in able:
-            raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
+            raise UserError(f"{chip.name} has no {fmt} GEMMs", f"supported formats: {', '.join(able)}")
         facts, (name, version) = _transfer(), library_and_version(library)
-        near = {each: self._near(chip, fmt, each, name, outside) for each in STATES}
+        near = {which: self._near(chip, fmt, which, name, outside) for which in STATES}
         if not near[state] and name is not None:
             other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
             return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
@@ -182,7 +182,7 @@ class GemmModel:
     def _near(
         self, chip: GpuSpec, fmt: str, state: State, library: str | None, outside: frozenset[Sizes]
     ) -> list[tuple[float, float, Series]]:
-        """Series that could stand for it, with their distance and the uncertainty that this adds."""
+        """The series that could be used, each with its distance and the uncertainty that it adds."""
         candidates, facts = [], _transfer()
         for series in self.coefficients.series:
             if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
@@ -201,7 +201,7 @@ class GemmModel:
         return candidates
 
     def _pieces(self, shapes: Shapes) -> Iterator[tuple[NDArray[np.int_], frozenset[Sizes]]]:
-        """The places of GEMMs that lie outside the same ranges of sizes, and these ranges; none where all series share them."""
+        """Groups of GEMMs (as indices) outside the same ranges of sizes, with these ranges; none if they are outside of all."""
         ranges = [*dict.fromkeys(series.sizes for series in self.coefficients.series)]
         sides = (shapes.rows, shapes.inner, shapes.n)
         beyond = np.stack(
@@ -226,10 +226,10 @@ class GemmModel:
         in_training: bool = False,
         calibrated: bool = False,
     ) -> Times:
-        """GEMMs of one format. `layout` is one for all, or one for each.
+        """The times of GEMMs of one format. `layout` is one layout for all GEMMs, or one per GEMM.
 
-        `in_training`: by training's library, whose uncertainty the caller adds. `calibrated`: by the user's own, which was
-        measured.
+        `in_training`: with the library that training uses; the caller adds its uncertainty. `calibrated`: with the user's own
+        library, which was measured.
 
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
@@ -255,7 +255,7 @@ class GemmModel:
     def _as_any_library(
         self, basis: Basis, library: str | None, shapes: Shapes, layouts: Any, work: Array, known: Corrections
     ) -> Times:
-        """Single GEMMs of a library that may not be the measured one: error bars reach what other libraries take."""
+        """Times of single GEMMs where the library may not be the measured one: error bars cover the times of other libraries."""
         name, _ = library_and_version(library)
         widest = _transfer()["uncertainty"]["other_library"]
         asked = basis.widened(widest[basis.fmt] * widest["unnamed"]) if name is None else basis
@@ -276,7 +276,7 @@ class GemmModel:
             known[series.index] = self.coefficients.correction(shapes, chip.sms, work, np.full(len(physics), series.index))
         correction, scale = known[series.index]
         compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
-        bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
+        bound = 1 / (1 + (moved / compute) ** 4)  # the degree to which the GEMM is compute-bound, 0 to 1
         factors, uncertainties = _layouts(layout, chip, fmt, len(physics))
         gemm = physics * np.exp(correction) * (1 + (basis.factor * factors - 1) * bound)
         gemm = np.maximum(gemm, power_limit_ms(shapes, fmt, chip, basis.state))
@@ -293,7 +293,7 @@ class GemmModel:
 
 
 def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
-    """What no library can beat on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
+    """The lower bound for any library on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
     compute_ms, memory_ms = (
         shapes.flops / (chip.tflops[RATE_OF[fmt]] * 1e9),
         shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9),
@@ -324,7 +324,7 @@ def library_and_version(library: str | None) -> tuple[str | None, str]:
 
 @cache
 def model() -> GemmModel:
-    """The one of the package."""
+    """The model with the coefficients of the package."""
     return GemmModel(shipped())
 
 
@@ -340,7 +340,7 @@ def _uncertainty(kind: str, chip: GpuSpec, fmt: str) -> float:
 
 
 def _distance(chip: GpuSpec, other: GpuSpec, fmt: str) -> tuple[float, float]:
-    """How far a measured chip is from the one asked for, and the uncertainty that this adds; infinite if it is no relative."""
+    """The distance of a measured chip from the requested one (infinite if unrelated), and the uncertainty that it adds."""
     if chip.name == other.name:
         return 0.0, 0.0
     distance = _transfer()["distance"]
@@ -379,10 +379,10 @@ def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, 
 
 def octaves_outside(shapes: Shapes, sizes: Sizes) -> Array:
     """How far the rows, inner dimension and columns of each GEMM lie beyond a range: negative below it, zero inside."""
-    found = []
+    octaves = []
     for values, (least, most) in zip((shapes.rows, shapes.inner, shapes.n), sizes, strict=True):
-        found.append(np.minimum(np.log2(values / least), 0) + np.maximum(np.log2(values / most), 0))
-    return np.stack(found)
+        octaves.append(np.minimum(np.log2(values / least), 0) + np.maximum(np.log2(values / most), 0))
+    return np.stack(octaves)
 
 
 def uncertainty_outside(shapes: Shapes, sizes: Sizes = MEASURED_SIZES) -> Array:

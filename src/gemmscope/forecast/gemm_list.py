@@ -95,7 +95,7 @@ def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
 def forecast_gemm_list(
     path: str, chips: Sequence[GpuSpec], measured: Mapping[str, Adjustment | None], state: State, library: str | None
 ) -> GemmForecast:
-    """Every row of the file; with several GPUs, once for each, with the GPU in a column of its own.
+    """Forecast every row of the file; with several GPUs, once per GPU, with the GPU in its own column.
 
     `measured`: calibrations by GPU. Where one of several GPUs has no such GEMMs, its times are empty.
     """
@@ -134,7 +134,7 @@ class _Gemms(NamedTuple):
 
     @staticmethod
     def of(rows: list[GemmRow], library: str | None) -> _Gemms:
-        """Checked row by row."""
+        """Parse and check the rows."""
         sizes, layouts, kinds = [], [], dict[Kind, list[int]]()
         for number, row in enumerate(rows):
             m, k, n = map(row.size, ("m", "k", "n"))

@@ -18,7 +18,7 @@ from gemmscope.model.spec import RECOMPUTE, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.sharding import check
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V
-MOST_MICRO_BATCH = 64  # sequences: GEMMs are as fast as they get long before
+MOST_MICRO_BATCH = 64  # sequences: larger micro-batches do not make GEMMs faster
 FAST_HOST_GBPS = 100  # to the memory of the CPU: slower links do not hide offloaded activations
 OFFLOADED = (0.5, 0.75)  # of the layers, with FSDP on systems with a fast link
 ZERO = (1, 3)  # a sharded optimizer, as Megatron's distributed optimizer; sharded weights too, as FSDP
@@ -35,7 +35,7 @@ AXES = ("tp", "pp", "vp", "cp", "ep", "etp", "micro_batch_size", "recompute", "z
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: the values of each axis that were given; of the others, all that are sensible."""
+    """The search space: the given values of each axis, and all sensible values of the other axes."""
 
     given: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of RunSpec that every layout has
@@ -47,8 +47,8 @@ class Space:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is planned: a model on so many GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects. `offloads`:
-    activations can wait in the memory of the CPU, whose link is fast enough."""
+    """What to plan: a model on a number of GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects.
+    `offloads`: the link to CPU memory is fast enough to offload activations."""
 
     model: ModelSpec
     gpus: int
@@ -97,7 +97,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[RunSpec]:
-    """Every layout that divides; what does not is counted in `pruning`. Neighbours differ in what needs no other GEMMs."""
+    """Every valid layout; invalid ones are counted in `pruning`. Layouts that run the same GEMMs follow each other."""
     for split in splits(task, space, pruning):
         yield from _of_split(task, space, split, pruning)
 
@@ -153,24 +153,24 @@ def _checked(
 
 
 def pipeline_layers(layers: int, pp: int) -> tuple[int, ...] | None:
-    """The layers of each stage: as many in each; else one fewer in the first and the last, which also have the embedding and the
-    head; else fewer in the last. None where no stage would be left for some of them.
+    """The layers of each stage: equal if possible; else one fewer in the first and the last, which also have the embedding and
+    the head; else fewer in the last. None if the last stage would have no layers.
 
     >>> pipeline_layers(80, 8)[:2], pipeline_layers(126, 8), pipeline_layers(61, 4), pipeline_layers(8, 7)
     ((10, 10), (15, 16, 16, 16, 16, 16, 16, 15), (16, 16, 16, 13), None)
     """
     if layers % pp == 0:
         return (layers // pp,) * pp
-    if (layers + 2) % pp == 0 and pp > 1 and (each := (layers + 2) // pp) > 1:
-        return (each - 1, *(each,) * (pp - 2), each - 1)
-    each = -(-layers // pp)
-    last = layers - each * (pp - 1)
-    return (*(each,) * (pp - 1), last) if last > 0 else None
+    if (layers + 2) % pp == 0 and pp > 1 and (per_stage := (layers + 2) // pp) > 1:
+        return (per_stage - 1, *(per_stage,) * (pp - 2), per_stage - 1)
+    per_stage = -(-layers // pp)
+    last = layers - per_stage * (pp - 1)
+    return (*(per_stage,) * (pp - 1), last) if last > 0 else None
 
 
 def virtual_layers(layers: int, pp: int) -> int:
-    """The layers of a stage that virtual stages divide. The embedding and the head count as layers where these make the stages
-    equal; stages that stay unequal have no virtual ones.
+    """The layers of a stage that virtual stages divide. The embedding and the head count as layers where that makes the stages
+    equal; unequal stages have no virtual stages.
 
     >>> virtual_layers(80, 8), virtual_layers(126, 8), virtual_layers(61, 4)
     (10, 16, 1)
@@ -219,10 +219,10 @@ def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batc
 
 
 def _sharding(space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[int]:
-    """What data-parallel ranks shard: nothing where there are none.
+    """The ZeRO stages to try; 0 without data parallelism.
 
-    FSDP gathers the weights for every micro-batch: pipelines, which need many of them, are not combined with it, nor are experts,
-    most of whose weights a token does not use.
+    FSDP gathers the weights for every micro-batch. It is not combined with pipelines, which need many micro-batches, nor with
+    experts, most of whose weights a token does not use.
     """
     if split["dp"] * split["cp"] == 1:
         yield 0

@@ -30,15 +30,15 @@ def forecast_linears(
 ) -> Linears:
     """Times, speedups, totals, memory and winners.
 
-    An op whose sizes do not fit a recipe is missing in it: nothing pads them. Those of the output head (`heads`) count in BF16.
-    `as_te_benchmark`: the cases are forward calls, each with its own X and W.
+    An op whose sizes do not fit a recipe is missing there: sizes are not padded. Those of the output head (`heads`) count in
+    BF16. `as_te_benchmark`: the cases are forward calls, each with its own X and W.
     """
     forecaster.prepare(cases, recipes)
     bare = not as_te_benchmark and all(case.passes == PASSES[:1] for case in cases)
     counts = dict(layer_counts or {})
     ops, speedups, totals, winners = list[OpTime](), list[Speedup](), [], {}
     for mode in modes:
-        names = [name for name in recipes if same_kernels(name, mode, list(recipes)) == name]  # with numbers of their own
+        names = [name for name in recipes if same_kernels(name, mode, list(recipes)) == name]  # recipes with kernels of their own
         part = _ModeForecast(forecaster, mode, heads)
         for case in cases:
             for name in names:
@@ -86,7 +86,7 @@ class _ModeForecast:
     speedups: list[Speedup] = field(default_factory=list)
 
     def add_op(self, case: Case, name: str) -> None:
-        """One op in one recipe, where its sizes fit."""
+        """Add one op in one recipe, if its sizes fit."""
         op = op_of(case.op)
         unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
         left = name != BASELINE and (not case.quantized or bool(unfit))

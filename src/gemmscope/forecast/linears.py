@@ -1,4 +1,4 @@
-"""The linears of a model in every precision: three GEMMs each, and quantizing X, W and dY once each."""
+"""The linears of a model in every precision: three GEMMs each, and the quantization of X, W and dY."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import hypot, sqrt
@@ -46,8 +46,8 @@ class LinearTime(NamedTuple):
 
 class Adjustment(NamedTuple):
     """Measured over forecast: factors on GEMMs by format and pass, sustained and in a burst, on quantizing by recipe, on a
-    step's other parts. `own_chip`: it was the reader's own; what was measured on another chip of the kind corrects times, and
-    takes nothing off their uncertainty.
+    step's other parts. `own_chip`: the user's own GPU was measured; a calibration of another GPU of the same kind
+    corrects times but does not reduce their uncertainty.
     """
 
     gemms: Mapping[str, Mapping[Pass, float]]
@@ -57,7 +57,7 @@ class Adjustment(NamedTuple):
     own_chip: bool = True
 
     def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
-        """The factor on one kind of GEMM and its uncertainty; that of the other state where only it was measured.
+        """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
 
         >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
         (1.1, 0.03)
@@ -81,7 +81,7 @@ class RecipeCosts(NamedTuple):
 
 
 class Forecaster:
-    """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
+    """Times of linears on one chip in one state. Computed GEMMs are cached, because models and sweeps repeat shapes."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class Forecaster:
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
-        """The share of the shared errors that two recipes have alike: all of it where both run the same GEMMs on this chip."""
+        """The share of the shared errors that two recipes have in common: all of it if both run the same GEMMs on this chip."""
         if BASELINE in (first, second) or self.costs(first).formats != self.costs(second).formats:
             return in_common()
         return 1.0
 
     def other(self, time_ms: float, part: StepPart, uncertainty: float) -> Estimate:
-        """What is not a GEMM, in one part of a step: as measured on this chip, or with the uncertainty it has otherwise."""
+        """The time of non-GEMM work in one part of a step: calibrated if possible, else with the given uncertainty."""
         if self.measured is None or part not in self.measured.parts:
             return Estimate(time_ms, 0.0, uncertainty)
         known = CALIBRATED_PART_UNCERTAINTY if self.measured.own_chip else uncertainty
@@ -137,7 +137,7 @@ class Forecaster:
             self._compute(fmt, list(keys))
 
     def forget(self, beyond: int) -> None:
-        """Drop what was computed if it has become more than that."""
+        """Clear the cache of GEMMs if it holds more than `beyond`."""
         if len(self._known) > beyond:
             self._known.clear()
 
@@ -152,7 +152,7 @@ class Forecaster:
         own = np.sqrt(np.maximum(((times.low + times.high) / 2) ** 2 - times.shared**2, 0.0))
         shared = np.hypot(times.shared, library_uncertainty(fmt, self.chip))
         factors, uncertainties = self._measured_factors(fmt, passes, self.state)
-        if self.measured is not None and self.measured.own_chip:  # what all shapes share is known
+        if self.measured is not None and self.measured.own_chip:  # the error that all shapes share was measured
             known = uncertainties > 0
             shared[known] = np.hypot(uncertainties, uncertainty_outside(shapes))[known]
         floor = np.maximum(
@@ -164,9 +164,9 @@ class Forecaster:
         self._known.update(zip(((fmt, key) for key in keys), zip(estimates, shares, strict=True), strict=True))
 
     def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> tuple[Array, Array]:
-        """Training's GEMMs over those that were measured widely, and over those forecast where this very chip was measured.
+        """Factors on GEMM times and their uncertainties: training relative to the widely measured library, times the calibration.
 
-        With their uncertainties, zero where nothing was measured on the chip itself.
+        The uncertainty is zero where the calibration has no such GEMM.
         """
         factors, uncertainties = np.full(len(passes), gemm_factor(fmt, self.chip)), np.zeros(len(passes))
         for name in LAYOUT_OF:
@@ -230,5 +230,5 @@ def _key(case: Case, pass_name: Pass) -> Key:
 
 
 def in_common() -> float:
-    """The share of shared uncertainties that a baseline and a recipe have alike."""
+    """The share of shared uncertainties that a baseline and a recipe have in common."""
     return float(facts()["common"]["shared_between_formats"])

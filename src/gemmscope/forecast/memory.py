@@ -40,14 +40,14 @@ class RankMemory:
     least: float
     most: float
     stage: int = 0
-    in_flight: float = 1.0  # micro-batches whose activations are held
+    in_flight: float = 1.0  # micro-batches whose activations are kept
 
     @property
     def total(self) -> float:
         return float(sum(getattr(self, row) for row in ROWS))
 
     def fit(self, chip: GpuSpec) -> Fit:
-        """Whether it fits: certainly not where even the least is too much."""
+        """Whether it fits in memory; it does not fit only if even `least` is too much."""
         available = memory_bytes(chip)
         if self.least > available:
             return "does not fit"
@@ -86,7 +86,7 @@ _models: "OrderedDict[int, ModelMemory]" = OrderedDict()
 
 
 def memory_of(model: ModelSpec) -> "ModelMemory":
-    """What is known of this model's memory, kept between calls: a search asks for thousands of layouts of one model."""
+    """The memory of this model, cached between calls: a search asks for thousands of layouts of one model."""
     known = _models.get(id(model))
     if known is None or known.model is not model:
         known = _models[id(model)] = ModelMemory(model)
@@ -97,7 +97,7 @@ def memory_of(model: ModelSpec) -> "ModelMemory":
 
 @cache
 def facts() -> dict[str, Any]:
-    """What does not follow from sizes."""
+    """The table of `coefficients/memory.toml`: what does not follow from sizes."""
     return load_data("gemmscope.forecast", "coefficients/memory.toml")
 
 
@@ -241,14 +241,14 @@ def shards(run: RunSpec) -> tuple[int, int]:
 
 
 class _Stage(NamedTuple):
-    """One pipeline stage without what depends on the recipe: bytes, of its layers together and of the largest."""
+    """The part of one pipeline stage that does not depend on the recipe, in bytes."""
 
     stage: int
     layers: BlockMemory  # all of them together
     widest: BlockMemory  # the layer that keeps most
     ends: float  # kept by the embedding and the head
     logits: float
-    held: float  # micro-batches in flight, less what waits in the memory of the CPU
+    kept_batches: float  # micro-batches whose activations are on the GPU: those in flight, less what is offloaded to the CPU
     in_flight: float
     largest: int  # parameters of the largest layer, or of the embedding or the head
     weights: float
@@ -257,7 +257,7 @@ class _Stage(NamedTuple):
     moments: float
     buffers: float
     reserve: float
-    open_states: float  # which more data-parallel ranks could share
+    open_states: float  # states that more data-parallel ranks could shard
 
     @classmethod
     def of(
@@ -294,15 +294,15 @@ class _Stage(NamedTuple):
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
             open_states = master + moments + (weights if zero == 3 else 0.0) + (gradients if zero >= 2 else 0.0)
         on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
-        held = in_flight(run, stage)
+        batches = in_flight(run, stage)
         return cls(
-            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, held * on_gpu, held,
-            largest, weights, gradients, master, moments, buffers,
+            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, batches * on_gpu,
+            batches, largest, weights, gradients, master, moments, buffers,
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip
 
     def in_recipe(self, run: RunSpec, stored: Storage) -> RankMemory:
-        """The memory with activations and copies of one recipe, and its bounds: what settings that the run leaves open change."""
+        """The memory in one recipe, with bounds for settings that the run leaves open."""
         known, layers = facts(), self.layers
         weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
         all_copies = copies = layers.quantized * stored.copies
@@ -311,23 +311,23 @@ class _Stage(NamedTuple):
         elif copies and run.quantized_weights:
             weights -= layers.quantized * ELEMENT_BYTES
         usual, least_kept = _kept(layers, run, stored, run.recompute)
-        activations = usual * self.held + self.ends
+        activations = usual * self.kept_batches + self.ends
         backward = self.widest.transient
         if run.recompute == "full":
             backward += _kept(self.widest, run, stored, "none")[0]
         loss = known["logit_bytes"]
         workspace = max(self.logits * loss["usual"], backward)
         states = weights + gradients + self.master + self.moments
-        # What the run does not say may be as frameworks do it at best: gradients in BF16, weights in the quantized format alone,
-        # a fused loss, states shared by any number of ranks.
+        # The lower bound assumes the best settings that the run leaves open: gradients in BF16, weights only in the quantized
+        # format, a fused loss, states sharded over any number of ranks.
         spared = self.open_states
         if fp32 and run.gradient_precision is None and not (self.open_states and zero >= 2):
             spared += gradients / 2
         if copies and zero < 3 and fp32 and run.quantized_weights is None:
             spared += layers.quantized * ELEMENT_BYTES
-        least = states - spared + copies + least_kept * self.held + self.ends
+        least = states - spared + copies + least_kept * self.kept_batches + self.ends
         least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9
-        unfused = 0.0 if run.recompute == "full" else self.held * layers.unfused
+        unfused = 0.0 if run.recompute == "full" else self.kept_batches * layers.unfused
         scattered = known["fragmentation"]["most"] * (activations + unfused + self.buffers + gradients)
         most = states + all_copies + activations + unfused + self.buffers + scattered
         most += max(self.logits * loss["most"], backward) + known["reserve_gb"]["most"] * 1e9

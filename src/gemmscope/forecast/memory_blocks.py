@@ -11,7 +11,7 @@ from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.streams import StreamMix
 
 FP32_BYTES = 4
-ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the map of who goes where
+ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
 
 # Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
 _ATTENTION_INPUT = ("Mixer In", "QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "KV Proj",
@@ -23,7 +23,7 @@ _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate
 _LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
 _RECOMPUTABLE = ("attention", "mlp", "activated", "expert activated")  # written by norms and activations
-_GATES = ("Attention Gate", "Mixer Gate")  # the other side is kept by attention and recurrence
+_GATES = ("Attention Gate", "Mixer Gate")  # the other operand is kept by attention and recurrence
 
 
 class BlockMemory(NamedTuple):
@@ -67,9 +67,9 @@ class Blocks(NamedTuple):
 
 
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
-    """What the ops of one layer (or the embedding, or the head) hold. `width`: of all residual streams together."""
+    """The memory that the ops of one layer (or the embedding, or the head) need. `width`: sum over all residual streams."""
     ops = tuple(ops)
-    held, inputs = [_held(op, run) for op in ops], _inputs(ops, run)
+    memories, inputs = [_op_memory(op, run) for op in ops], _inputs(ops, run)
     quantized = [read for read in inputs if read.quantized]
     once, plain = _kept_once(inputs), _kept_once([read for read in inputs if not read.quantized])
     first = run.tokens / _sharded(run) * width * ELEMENT_BYTES
@@ -78,8 +78,8 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
         experts=sum(op.all_parameters for op in ops if _of_experts(op)),
         quantized=sum(read.weights for read in quantized),
         quantized_experts=sum(read.weights for read in quantized if read.of_experts),
-        kept=sum(memory.kept for memory in held),
-        context=next((memory.context for memory in reversed(held) if memory.context), 0.0),
+        kept=sum(memory.kept for memory in memories),
+        context=next((memory.context for memory in reversed(memories) if memory.context), 0.0),
         inputs=sum(size for tensor, size in once.items() if tensor != "context"),
         plain=sum(plain.values()),
         elements=sum(read.elements for read in quantized),
@@ -88,16 +88,16 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
         context_elements=sum(read.elements for read in quantized if read.tensor == "context"),
         activated_elements=sum(read.elements for read in quantized if read.tensor.endswith("activated")),
         first=first,
-        transient=max((memory.transient for memory in held), default=0.0) + 2 * first,
-        exchanged=sum(memory.exchanged for memory in held) + (2 * run.tokens * width * ELEMENT_BYTES if run.tp > 1 else 0.0),
-        unfused=sum(memory.unfused for memory in held),
-        logits=next((memory.logits for memory in reversed(held) if memory.logits), 0.0),
+        transient=max((memory.transient for memory in memories), default=0.0) + 2 * first,
+        exchanged=sum(memory.exchanged for memory in memories) + (2 * run.tokens * width * ELEMENT_BYTES if run.tp > 1 else 0.0),
+        unfused=sum(memory.unfused for memory in memories),
+        logits=next((memory.logits for memory in reversed(memories) if memory.logits), 0.0),
         shared=sum(op.parameters for op in ops if op.shares_weights and not _of_experts(op)),
     )
 
 
-class _Held(NamedTuple):
-    """What one op holds beside the inputs of linears: fields of `BlockMemory`."""
+class _OpMemory(NamedTuple):
+    """What one op keeps in addition to the inputs of linears: fields of `BlockMemory`."""
 
     kept: float = 0.0
     context: float = 0.0
@@ -107,47 +107,47 @@ class _Held(NamedTuple):
     logits: float = 0.0
 
 
-def _held(op: Op, run: RunSpec) -> _Held:
+def _op_memory(op: Op, run: RunSpec) -> _OpMemory:
     if isinstance(op, Linear):
-        return _held_by_linear(op, run)
+        return _linear_memory(op, run)
     if isinstance(op, Attention):
-        return _held_by_attention(op, run)
+        return _attention_memory(op, run)
     if isinstance(op, (Scan, CausalConv, IndexScores)):
-        return _Held(kept=op.kept_bytes() * op.count)
+        return _OpMemory(kept=op.kept_bytes() * op.count)
     if isinstance(op, Loss):
-        return _Held(logits=op.rows * op.width)
+        return _OpMemory(logits=op.rows * op.width)
     if isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
-        return _Held(kept=op.rows * op.width * op.streams * ELEMENT_BYTES * op.count)
+        return _OpMemory(kept=op.rows * op.width * op.streams * ELEMENT_BYTES * op.count)
     if not isinstance(op, Elementwise):
-        return _Held()
+        return _OpMemory()
     size = op.rows * op.width * ELEMENT_BYTES
     if isinstance(op, Activation):
         read = (op.forward_tensors - 1) * size
-        return _Held(kept=read * op.count, transient=read + size)
+        return _OpMemory(kept=read * op.count, transient=read + size)
     if op.name == "Rotary":
-        return _Held(unfused=size)
+        return _OpMemory(unfused=size)
     if op.name.endswith(" Mean"):  # values and their weights
-        return _Held(kept=2 * size * op.count)
-    return _Held(kept=size * op.count) if isinstance(op, Norm) or op.name in _GATES else _Held()
+        return _OpMemory(kept=2 * size * op.count)
+    return _OpMemory(kept=size * op.count) if isinstance(op, Norm) or op.name in _GATES else _OpMemory()
 
 
-def _held_by_linear(op: Linear, run: RunSpec) -> _Held:
+def _linear_memory(op: Linear, run: RunSpec) -> _OpMemory:
     if op.name == "Router":
-        return _Held(kept=op.tokens * op.outputs * ROUTER_BYTES)
+        return _OpMemory(kept=op.tokens * op.outputs * ROUTER_BYTES)
     if op.name == "Expert Down":
         returned = op.tokens * op.outputs * ELEMENT_BYTES
-        return _Held(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
-    return _Held()
+        return _OpMemory(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
+    return _OpMemory()
 
 
-def _held_by_attention(op: Attention, run: RunSpec) -> _Held:
+def _attention_memory(op: Attention, run: RunSpec) -> _OpMemory:
     """Queries, keys and values, the output, and one number for each row of the softmax."""
     rows, dims = op.batch * op.queries, op.head_dim + (0 if op.values_are_keys else op.value_dim)
     queries = rows * op.heads * op.head_dim * ELEMENT_BYTES
     keys = 0.0 if op.shares_kv else op.batch * op.keys / run.cp * op.kv_heads * dims * ELEMENT_BYTES
     context = rows * op.heads * op.value_dim * ELEMENT_BYTES
     received = 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-    return _Held(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
+    return _OpMemory(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
 
 
 class _Input(NamedTuple):
@@ -186,7 +186,7 @@ def _of_experts(op: Op) -> bool:
 
 
 def _sharded(run: RunSpec) -> int:
-    """Over how many ranks tensors outside of the linears are divided."""
+    """The number of ranks that tensors outside of the linears are divided among."""
     return run.tp if run.sequence_parallel else 1
 
 

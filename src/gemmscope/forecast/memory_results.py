@@ -45,7 +45,7 @@ NAMES = {
 
 
 def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Finding]:
-    """What does not fit, what may not, and where memory is tight, with what to change."""
+    """Findings about recipes that do not fit, may not fit or are tight in memory, with what to change."""
     if not memory:
         return
     available = memory[0].available_bytes

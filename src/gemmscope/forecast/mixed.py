@@ -1,7 +1,7 @@
-"""The linears of a mix: which of them run in which recipe, and what two mixes run alike.
+"""The linears of a mix: which of them run in which recipe, and which run in the same recipe in two mixes.
 
 A linear that both sides of a speedup run in the same recipe has the same error in both, which hardly moves the ratio: it counts
-as a part of the step that the precision does not touch.
+as a part of the step that does not depend on the precision.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ class LinearTimes(NamedTuple):
 
 
 def without_misaligned(counts: Assigned, sizes: Mapping[str, int]) -> Assigned:
-    """A linear of these sizes in BF16, where a recipe cannot take them."""
+    """Move linears to BF16 whose sizes do not fit their recipe."""
     result: dict[str, int] = {}
     for name, count in counts.items():
         runs = name if not recipe(name).quantizes or not recipe(name).misaligned(sizes) else BASELINE
@@ -48,7 +48,7 @@ def without_misaligned(counts: Assigned, sizes: Mapping[str, int]) -> Assigned:
 def assigned(
     model: ModelSpec | None, run: RunSpec, workload: Workload, ops: Sequence[Linear], base: str, kept: KeptHigher
 ) -> list[Assigned]:
-    """How many of each op run in the recipe of a mix, and how many in the one that is kept."""
+    """How many of each op run in the base recipe of a mix, and how many in its higher precision."""
     shares = _kept_layers(model, run, workload, ops, kept)
     result: list[Assigned] = []
     for op in ops:
@@ -64,7 +64,7 @@ def assigned(
 def _kept_layers(
     model: ModelSpec | None, run: RunSpec, workload: Workload, ops: Sequence[Linear], kept: KeptHigher
 ) -> dict[str, tuple[int, int]]:
-    """How many layers are kept of how many, by section. A traced module's ops are those of all its layers, which are alike."""
+    """How many layers are kept of how many, by section. The layers of a traced module are assumed to be alike."""
     if model is None:
         numbered = {op.name: op.count for op in ops if "*" in op.name}
         layers = min(numbered.values(), default=1)
@@ -88,7 +88,7 @@ def by_recipe(linears: Sequence[CountedCase], chosen: Iterable[Assigned]) -> dic
 
 
 def alike(one: Iterable[Assigned], other: Iterable[Assigned]) -> list[Assigned]:
-    """What two mixes run in the same recipes: the kept layers of one are among those of the other.
+    """The linears that two mixes run in the same recipe; the kept layers of one are among those of the other.
 
     >>> alike([{"FP8Current": 30, "BF16": 2}], [{"BF16": 32}])
     [{'BF16': 2}]
@@ -100,8 +100,8 @@ def alike(one: Iterable[Assigned], other: Iterable[Assigned]) -> list[Assigned]:
 
 
 def kept_share(chosen: Iterable[Assigned], base: str) -> float:
-    """The share of all linears that do not run in the recipe itself."""
-    counts = [(count, name) for each in chosen for name, count in each.items()]
+    """The share of all linears that do not run in the base recipe."""
+    counts = [(count, name) for assignment in chosen for name, count in assignment.items()]
     every = sum(count for count, _ in counts)
     return sum(count for count, name in counts if name != base) / every if every else 0.0
 

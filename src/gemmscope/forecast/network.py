@@ -26,7 +26,7 @@ class Network:
 
     @property
     def reached_gbps(self) -> float:
-        """What collectives of large messages get."""
+        """The bandwidth that collectives of large messages reach, in GB/s."""
         return self.gbps * float(facts()["reached"])
 
     def inside(self, ranks: int, apart: int = 1) -> int:
@@ -54,7 +54,7 @@ def facts() -> dict[str, Any]:
 
 
 def network_names() -> list[str]:
-    """The networks that have a name."""
+    """The names of the known networks."""
     return list(facts()["networks"])
 
 

@@ -1,8 +1,8 @@
-"""What of an exchange is hidden behind computation, and what the step waits for.
+"""How much of an exchange is hidden behind computation, and how long the step waits for the rest.
 
 Each exchange hides behind something else: tensor parallelism behind the GEMMs it feeds, context parallelism behind attention,
-gradients behind the backward pass of the last micro-batch, weights behind the forward pass. Of what overlaps, a share stays
-exposed (`cluster.toml`), and whatever is longer than what it hides behind.
+gradients behind the backward pass of the last micro-batch, weights behind the forward pass. A share of what overlaps stays
+exposed (`cluster.toml`), and so does the part that is longer than the computation.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class MicroBatch(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """One exchange in one step: all of it, what the step waits for, and the uncertainty of that. `crosses`: as in `Exchange`."""
+    """One exchange in one step: its full time, the time that the step waits, and its uncertainty. `crosses`: as in `Exchange`."""
 
     kind: ExchangeKind
     time_ms: float
@@ -45,7 +45,7 @@ class Exposed(NamedTuple):
 
 
 def exposed(exchanges: Iterable[Exchange], run: RunSpec, computed: MicroBatch) -> list[Exposed]:
-    """What one step waits for, exchange by exchange."""
+    """How long one step waits for each exchange."""
     return [_exposed(exchange, run, computed) for exchange in exchanges]
 
 

@@ -1,12 +1,13 @@
-"""What a GEMM must take, from the chip's rates and the GEMM's sizes alone; and how well it fills the chip.
+"""The time of a GEMM from the chip's rates and the GEMM's sizes alone, and how well it fills the chip.
 
 A GEMM is cut into tiles of the result; as many tiles as the chip has multiprocessors run at a time, in waves. The last wave is
-rarely full, and the edge tiles reach beyond the matrix: that is the steps one sees when a size grows smoothly. Beside that stand
-the bytes that must come from memory, and the time to launch. `roofline_ms` combines the three for the best of a few tile sizes.
+rarely full, and the edge tiles reach beyond the matrix: this is why times grow in steps when a size grows smoothly. Added to this
+are the bytes that must come from memory, and the time to launch. `roofline_ms` combines the three for the best of a few tile
+sizes.
 
-What libraries make of it (which tile they choose, how they schedule) is learned from measurements, as a correction to this
-time. `features` is what the correction may know: shapes and how they fill the chip, never the chip's rates. So a faster memory or
-a higher rate acts through the physics alone, and always in the right direction.
+How libraries differ from this (their choice of tiles, their schedule) is fitted to measurements, as a correction to this time.
+The correction sees only `features`: shapes and how they fill the chip, never the chip's rates. A faster memory or a higher rate
+therefore acts through the physics alone, and always in the right direction.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Array: TypeAlias = NDArray[np.float64]
 
 TILES = ((256, 256), (256, 128), (128, 256), (256, 192), (192, 192), (320, 128), (128, 128), (256, 64), (64, 256))
 SMALL_TILE_COST = 24.0  # a tile of side s moves 1/s as much per FLOP: the smaller, the longer it waits for its operands
-FILL_K = 200.0  # elements of K that filling and draining a tile's pipeline is worth
+FILL_K = 200.0  # cost of filling and draining a tile's pipeline, in elements of K
 BANDWIDTH_REACHED = 0.92  # of the data sheet's
 LAUNCH_MS = 0.0025
 SHARPNESS = 4.0  # how sudden the change from memory-bound to compute-bound is
@@ -35,7 +36,7 @@ RESULT_BYTES = 2.0
 
 @dataclass(frozen=True)
 class Shapes:
-    """GEMMs M x K x N, as arrays of one length. With `groups` > 1, `split` says which of M and K is the sum over groups."""
+    """GEMMs M x K x N, as arrays of one length. With `groups` > 1, `split_k` says whether K, not M, is the sum over groups."""
 
     m: Array
     k: Array
@@ -45,12 +46,12 @@ class Shapes:
 
     @staticmethod
     def of(m: Any, k: Any, n: Any, groups: Any = 1, split_k: Any = False) -> Shapes:
-        """The shapes given by numbers or sequences."""
-        parts = np.broadcast_arrays(*(np.atleast_1d(np.asarray(each, dtype=np.float64)) for each in (m, k, n, groups, split_k)))
+        """Shapes from numbers or sequences, broadcast to one length."""
+        parts = np.broadcast_arrays(*(np.atleast_1d(np.asarray(sizes, dtype=np.float64)) for sizes in (m, k, n, groups, split_k)))
         return Shapes(parts[0], parts[1], parts[2], parts[3], parts[4].astype(bool))
 
     def take(self, index: NDArray[np.int_]) -> Shapes:
-        """Those at some places."""
+        """The shapes at these indices."""
         if len(index) == len(self.m):
             return self
         return Shapes(self.m[index], self.k[index], self.n[index], self.groups[index], self.split_k[index])
@@ -76,7 +77,7 @@ class Shapes:
 
 
 def tile_work(shapes: Shapes, sms: int) -> Array:
-    """For each tile size: FLOPs of all waves, empty places and the pipeline's filling counted as if they were work."""
+    """FLOPs of all waves for each tile size, where idle slots and the filling of the pipeline count as work."""
     columns = []
     for rows, cols in TILES:
         tiles = shapes.groups * np.ceil(shapes.rows / rows) * np.ceil(shapes.n / cols)
@@ -86,12 +87,12 @@ def tile_work(shapes: Shapes, sms: int) -> Array:
 
 
 def memory_ms(shapes: Shapes, fmt: str, bandwidth_tbps: float) -> Array:
-    """Time for the bytes."""
+    """The time to move the bytes of each GEMM."""
     return shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9 * BANDWIDTH_REACHED)
 
 
 def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_tbps: float, work: Array | None = None) -> Array:
-    """Compute, memory and launch together.
+    """The time of each GEMM from compute, memory and launch.
 
     >>> float(roofline_ms(Shapes.of(8192, 8192, 8192), "bf16", sms=132, tflops=989, bandwidth_tbps=4.8).round(3)[0])
     1.397
@@ -104,7 +105,7 @@ def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_
 
 
 def features(shapes: Shapes, sms: int, work: Array | None = None) -> NDArray[np.float32]:
-    """What the correction knows of a GEMM: its sizes, its intensity, and how every tile size would fill the chip."""
+    """The inputs of the correction: the sizes of a GEMM, its intensity, and how every tile size would fill the chip."""
     work = tile_work(shapes, sms) if work is None else work
     m, k, n = shapes.m, shapes.k, shapes.n
     best = work.min(axis=1)

@@ -1,4 +1,4 @@
-"""What there is to know about the bubble of a pipeline."""
+"""Findings about the bubble of a pipeline."""
 
 from math import ceil
 
@@ -10,7 +10,7 @@ WORTH_SAYING, GOAL = 0.10, 0.05  # shares of the step
 
 
 def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:
-    """A hint where too few micro-batches share the stages: how many are enough."""
+    """A finding if there are too few micro-batches for the stages, with how many are enough."""
     shares = [time.parts_ms.get("pipeline bubble", 0.0) / time.step_ms.value for time in step.recipes]
     if not shares or max(shares) < WORTH_SAYING:
         return []

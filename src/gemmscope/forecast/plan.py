@@ -61,7 +61,7 @@ class Smallest(NamedTuple):
 
 @dataclass
 class Search:
-    """One model's search: the runs that divide, and what came of them."""
+    """The search for one model: its valid layouts, and the candidates among them."""
 
     task: PlanTask
     space: Space
@@ -76,7 +76,7 @@ class Search:
 
 @dataclass
 class _Share:
-    """What one share came to."""
+    """The result of one share of the work."""
 
     search: int
     candidates: list[Candidate]
@@ -90,10 +90,10 @@ def run_searches(
     searches: Sequence[Search],
     recipes: Sequence[str],
     network: Network,
-    held: signals.Held,
+    pending: signals.Held,
     on_layouts: Callable[[int], None],
 ) -> bool:
-    """Fill in the candidates of every search. Whether all were computed: a signal ends it early.
+    """Fill in the candidates of every search. Returns whether all were computed: a signal ends the search early.
 
     `on_layouts` is called with the number of layouts that were computed since the last time.
     """
@@ -101,7 +101,7 @@ def run_searches(
     runs = sum(len(search.runs) for search in searches)
     cores = min(os.cpu_count() or 1, MOST_CORES) if runs >= WORTH_SHARING else 1
     function, done = partial(_share, forecaster, searches, recipes, network), 0
-    for share in computed(function, _spread(places), cores if cores > 1 else 0, held):
+    for share in computed(function, _spread(places), cores if cores > 1 else 0, pending):
         search = searches[share.search]
         search.candidates += share.candidates
         search.pruning.merge(share.pruning)
@@ -112,7 +112,7 @@ def run_searches(
 
 
 def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Reorder, so that the first places are from everywhere: a search that is interrupted has then seen all kinds of layouts."""
+    """Reorder the places so that an interrupted search has seen all kinds of layouts."""
     strides = 8
     return [place for stride in range(strides) for place in places[stride::strides]]
 
@@ -158,8 +158,8 @@ def _that_fit(
             needed = {}
             for name in recipes:
                 memory = rank_memory(model, run, name, chip)
-                found = Smallest(memory.total / 1e9, place, name)
-                share.smallest = min(share.smallest or found, found)
+                smallest = Smallest(memory.total / 1e9, place, name)
+                share.smallest = min(share.smallest or smallest, smallest)
                 if memory.total > available:
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
                 else:
@@ -188,12 +188,12 @@ def _name(run: RunSpec) -> str:
 
 
 def order(candidate: Candidate) -> tuple[float, float, int, str]:
-    """The fastest first; of equally fast ones, that with the least memory. Rounding errors do not decide."""
+    """Sort key: the fastest first, then the least memory. Times are rounded so that rounding errors do not decide."""
     return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
 
 
 def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
-    """The candidates as results, in order, as many as are listed."""
+    """The best candidates as results, in order, at most `most`."""
     task = search.task
     ordered = sorted(search.candidates, key=order)
     if not ordered:
@@ -224,13 +224,13 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
 
 
 def _rate(step_ms: Interval, amount: float) -> Interval:
-    """So much in one step: per unit of time, with its error bar."""
+    """The rate for an amount per step, with its error bar."""
     low, high = (amount / end if end else None for end in (step_ms.high, step_ms.low))
     return Interval(amount / step_ms.value, low, high)
 
 
 def _front(ordered: Sequence[Candidate]) -> set[int]:
-    """Those of which no faster one needs as little memory; `ordered` by time."""
+    """The Pareto front: layouts for which no faster one needs as little memory. `ordered` is sorted by time."""
     least, front = float("inf"), set()
     for candidate in ordered:
         if candidate.memory_gb < least:
@@ -240,10 +240,10 @@ def _front(ordered: Sequence[Candidate]) -> set[int]:
 
 
 def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
-    """The other layout's step over the best one's, without the errors that both have alike.
+    """The step time of another layout divided by that of the best, without the errors that both have in common.
 
-    Errors about the library or the GPU move both, and so do most of those about the software. Equal GEMMs have
-    equal errors, other shapes have their own; so it is with what is exchanged for the same reason.
+    Errors about the library or the GPU, and most errors about the software, affect both layouts. Equal GEMMs have equal errors,
+    and different shapes have errors of their own; the same holds for exchanges.
     """
     one, two = best.step, other.step
     first, second = runs[best.run], runs[other.run]
@@ -265,12 +265,12 @@ def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecas
 
 
 def _apart(one: float, two: float, alike: float) -> float:
-    """The square of what two errors make a ratio wrong by, if a share of them is common."""
+    """The squared error of a ratio, given the errors of both sides and the share that they have in common."""
     return max(one**2 + two**2 - 2 * alike * one * two, 0.0)
 
 
 def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
-    """How much the own and the shared error of one part move the step, relative to it."""
+    """The effect of the own and the shared error of one part on the step, relative to the step."""
     estimate = step.parts.get(part)
     if estimate is None:
         return 0.0, 0.0
@@ -279,7 +279,7 @@ def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
 
 
 def _waits(step: StepEstimate) -> dict[str, float]:
-    """How much the error of each exchange moves the step."""
+    """The effect of the error of each exchange on the step, relative to the step."""
     return {exchange.kind: exchange.unsure_ms / step.total.value for exchange in step.exchanged}
 
 

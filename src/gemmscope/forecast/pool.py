@@ -1,6 +1,6 @@
-"""A function computed for many items by several processes, which none of them can spoil.
+"""Compute a function for many items in several processes, and survive the death of any of them.
 
-The processes ignore signals and end with this one, also if it is killed. The items of one that was killed are computed again.
+The processes ignore signals and end with this one, even if it is killed. The items of a process that died are computed again.
 """
 
 import multiprocessing
@@ -18,16 +18,18 @@ Item = TypeVar("Item")
 Output = TypeVar("Output")
 
 MOST_DEATHS = 3  # then this process computes the rest itself
-AT_HAND = 2  # items of one process: it begins the second while the first is on its way back
+AT_HAND = 2  # items per process: it starts the second while the first result is sent back
 
 
-def computed(function: Callable[[Item], Output], items: Sequence[Item], processes: int, held: signals.Held) -> Iterator[Output]:
-    """The outputs, in any order; no more of them after a signal. Without other processes, this one computes them."""
+def computed(
+    function: Callable[[Item], Output], items: Sequence[Item], processes: int, pending: signals.Held
+) -> Iterator[Output]:
+    """Yield the outputs in any order, until a signal arrives. With `processes` 0, this process computes them."""
     pool = _Pool(function, items, processes)
     try:
-        while held.first is None and (pool.start_processes() or pool.waiting):
+        while pending.first is None and (pool.start_processes() or pool.waiting):
             if pool.workers:
-                yield from pool.received(wait([*pool.workers, held.fileno()]))
+                yield from pool.received(wait([*pool.workers, pending.fileno()]))
             else:
                 yield function(pool.waiting.popleft())
     finally:
@@ -48,11 +50,11 @@ class _Pool(Generic[Item, Output]):
         self._function, self._processes, self._deaths = function, processes, 0
 
     def start_processes(self) -> bool:
-        """Start what is missing, and give each process its next items. Whether any has some."""
+        """Start missing processes and give each its next items. Returns whether any process has items."""
         while self.waiting and len(self.workers) < self._processes and self._deaths < MOST_DEATHS:
             try:
                 self._start()
-            except (OSError, AssertionError):  # no further processes are granted, or this one must not have any
+            except (OSError, AssertionError):  # the system allows no further processes, or this process may not start any
                 self._deaths = MOST_DEATHS
         for connection, worker in list(self.workers.items()):
             try:
@@ -64,7 +66,7 @@ class _Pool(Generic[Item, Output]):
         return any(worker.items for worker in self.workers.values())
 
     def received(self, ready: Sequence[Any]) -> Iterator[Output]:
-        """What the processes that are ready have computed. An error there is raised here."""
+        """Yield the outputs of the processes that are ready. An error in a process is raised here."""
         for connection in ready:
             if connection not in self.workers:
                 continue
@@ -94,11 +96,11 @@ class _Pool(Generic[Item, Output]):
             here.close()
             raise
         finally:
-            there.close()  # so that its end is seen here
+            there.close()  # so that this process notices when the other one ends
         self.workers[here] = _Worker(process)
 
     def _bury(self, connection: Connection) -> None:
-        """A process has ended: its items are waiting again."""
+        """Remove a process that ended, and put its items back in the queue."""
         worker = self.workers.pop(connection)
         self.waiting.extendleft(reversed(worker.items))
         worker.process.kill()
@@ -108,7 +110,7 @@ class _Pool(Generic[Item, Output]):
 
 
 def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:
-    signals.ignore()  # they reach the whole process group: the parent decides
+    signals.ignore()  # signals reach the whole process group; the parent handles them
     end_with_parent(parent)
     try:
         while True:

@@ -72,8 +72,8 @@ class StepForecast:
         fused: bool = True,
         layers: int = 0,
     ) -> None:
-        """`model` is None for a traced one. `fused`: a compiler fuses what it runs between GEMMs; `layers`: of so many layers,
-        each compiled by itself (0: as a whole)."""
+        """`model` is None for a traced module. `fused`: a compiler fuses the ops between GEMMs. `layers`: the number of layers
+        that are compiled one by one (0: the module is compiled as a whole)."""
         self.forecaster, self.model, self.run, self.workload, self.fused = forecaster, model, run, workload, fused
         self._layers = layers
         self.network = network if network is not None else network_of(forecaster.chip)
@@ -89,7 +89,7 @@ class StepForecast:
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
 
     def why_not(self, name: str) -> str:
-        """Why a recipe cannot run this model; empty if it can. A traced one leaves linears in BF16 that do not fit."""
+        """Why a recipe cannot run this model; empty if it can. Traced modules keep misaligned linears in BF16."""
         chosen = recipe(name)
         if chosen.kept is not None:
             return self.why_not(chosen.base) or self.why_not(chosen.kept.recipe)
@@ -100,7 +100,7 @@ class StepForecast:
         return next(reasons, "" if self.model is not None else NOTHING_TO_QUANTIZE)
 
     def assigned(self, name: str) -> list[Assigned]:
-        """How many of every quantized linear run in which recipe."""
+        """For each quantized linear, how many of it run in which recipe."""
         if name not in self._assigned:
             chosen = recipe(name)
             counts: list[Assigned] = [{name: count} for _, count, _ in self.quantized]
@@ -108,47 +108,48 @@ class StepForecast:
                 counts = assigned(self.model, self.run, self.workload, self._quantized_ops, chosen.base, chosen.kept)
             if self.model is None:  # linears that a recipe cannot take stay in BF16
                 counts = [
-                    without_misaligned(each, case.sizes()) for each, (case, _, _) in zip(counts, self.quantized, strict=True)
+                    without_misaligned(assignment, case.sizes())
+                    for assignment, (case, _, _) in zip(counts, self.quantized, strict=True)
                 ]
             self._assigned[name] = counts
         return self._assigned[name]
 
     def kept_share(self, name: str) -> float:
-        """The share of its linears that a mix keeps higher."""
+        """The share of the linears that a mix keeps in higher precision."""
         return kept_share(self.assigned(name), recipe(name).base or name)
 
     def speedup(self, steps: Mapping[str, StepEstimate], name: str, over: str) -> Estimate:
-        """Of one of these steps over another one."""
+        """The speedup of the step in recipe `name` over the step in recipe `over`."""
         if recipe(name).kept is None and recipe(over).kept is None:
             return speedup(steps[over], steps[name], self.forecaster.in_common(name, over))
         same = alike(self.assigned(name), self.assigned(over))
-        slow, fast = (self._linears_in(steps[each], each, by_recipe(self.quantized, same)) for each in (over, name))
-        shared = sum(sum(each.values()) for each in same) / max(sum(count for _, count, _ in self.quantized), 1)
+        slow, fast = (self._linears_in(steps[side], side, by_recipe(self.quantized, same)) for side in (over, name))
+        shared = sum(sum(assignment.values()) for assignment in same) / max(sum(count for _, count, _ in self.quantized), 1)
         return speedup(steps[over], steps[name], in_common(), slow, fast, differ=1 - shared)
 
     def _linears_in(self, step: StepEstimate, name: str, linears: Mapping[str, list[CountedCase]]) -> Estimate:
-        """What some of its linears take in a step, casts included, at the clock of that step."""
+        """The time of some linears in a step, casts included, at the clock of that step."""
         every, some = self._gemms(name), self._in_recipes(linears)
         clock = step.parts["GEMMs"].value / every.gemms.value if every.gemms.value else 0.0
         casts = some.casts(self._weight_casts).times(self._slower * self.run.gradient_accumulation)
         return total([some.gemms.times(clock), casts])
 
     def again(self, run: RunSpec) -> "StepForecast":
-        """The same model and chip, run otherwise."""
+        """The same model and chip with another run."""
         return StepForecast(self.forecaster, self.model, run, self.workload, self.network, fused=self.fused, layers=self._layers)
 
     def _linears_that_fit(self, name: str) -> list[CountedCase]:
         """The linears that a recipe quantizes."""
         chosen = recipe(name)
-        return [each for each in self.quantized if not chosen.quantizes or not chosen.misaligned(each[0].sizes())]
+        return [counted for counted in self.quantized if not chosen.quantizes or not chosen.misaligned(counted[0].sizes())]
 
     def step(self, name: str) -> StepEstimate:
-        """All parts in one recipe. Layers that a mix keeps higher may make the first or last pipeline stage the slowest."""
+        """The step in one recipe. With a mix, the first or last pipeline stage may be the slowest."""
         steps = [self._step(name), *(stage._step(name) for stage in self._ends(recipe(name).kept))]
         return max(steps, key=lambda step: step.total.value)
 
     def _ends(self, kept: KeptHigher | None) -> list["StepForecast"]:
-        """The first and the last stage of a pipeline, if a mix keeps their layers higher and the run does not choose a stage."""
+        """The first and last pipeline stage if a mix keeps their layers in higher precision; none if the run names a stage."""
         if kept is None or self.model is None or self.run.pp == 1 or self.run.pp_stage is not None:
             return []
         layers = {0: kept.first_layers, self.run.pp - 1: kept.last_layers}
@@ -168,17 +169,17 @@ class StepForecast:
             one["GEMMs"].value if "GEMMs" in one else 0.0, one["attention"].value if "attention" in one else 0.0, computed.value
         )
         waits = exposed(fixed.exchanged, run, hides)
-        waited_ms = sum(each.exposed_ms for each in waits)
-        once_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if of.per_step)
+        waited_ms = sum(wait.exposed_ms for wait in waits)
+        once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
         host_ms = self._host_ms(name)
         ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
-        batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.held.moe_layers))
+        batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.rank_share.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         if fixed.optimizer.value:
             parts["optimizer"] = fixed.optimizer
         if waited_ms:
-            parts[WAITING] = Estimate(waited_ms, hypot(*(each.unsure_ms for each in waits)) / waited_ms)
+            parts[WAITING] = Estimate(waited_ms, hypot(*(wait.unsure_ms for wait in waits)) / waited_ms)
         if run.pp > 1:  # the other stages have no output head
             head_ms = one["head and loss"].value if "head and loss" in one else 0.0
             bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms * (1 - 1 / run.pp))
@@ -186,20 +187,20 @@ class StepForecast:
         decides = 0.0
         if batch_ms > gpu_ms * 1.0001:
             host = cluster()["host"]
-            decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
+            decides = (host_ms / batch_ms) ** host["sharpness"] if self.rank_share.moe_layers else 1.0
             idle_ms = (batch_ms - gpu_ms) * batches
             parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
-        known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are none of a traced module
+        known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are not those of traced modules
         at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), host_ms * batches, decides)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
-        """What one micro-batch computes."""
+        """The computation of one micro-batch, by part of the step."""
         fixed, linears = self.fixed, self._gemms(name)
         quantization = linears.casts(self._weight_casts)
         every: dict[StepPart, Estimate] = {"GEMMs": linears.gemms, "quantization": quantization, **fixed.per_micro_batch}
         known = cluster()["experts"]
-        if self._biased and (unfused := self._mean(name, lambda each: float(each not in known["fused_biases"]))):
+        if self._biased and (unfused := self._mean(name, lambda chosen: float(chosen not in known["fused_biases"]))):
             activation = fixed.expert_activation.times((known["biased"] - 1) * unfused)
             every["norms and activations"] = total([every["norms and activations"], activation])
         least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
@@ -208,7 +209,7 @@ class StepForecast:
 
     @property
     def _weight_casts(self) -> float:
-        """How often a weight is quantized for one micro-batch: once per step where that is kept, else wherever forward runs."""
+        """How often a weight is quantized per micro-batch: once per step if the result is cached, else in every forward run."""
         batches = self.run.gradient_accumulation
         return 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
 
@@ -222,14 +223,16 @@ class StepForecast:
         return self._in_recipes(linears)
 
     def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
-        times = [LinearTimes(*self.forecaster.in_step(each, name)) for name, each in linears.items() if each]
+        times = [LinearTimes(*self.forecaster.in_step(cases, name)) for name, cases in linears.items() if cases]
         if len(times) < 2:
             return times[0] if times else LinearTimes()
-        gemms, activations, weights = (total(each) for each in zip(*((one[0], one[2], one[3]) for one in times), strict=True))
+        gemms, activations, weights = (
+            total(estimates) for estimates in zip(*((one[0], one[2], one[3]) for one in times), strict=True)
+        )
         return LinearTimes(gemms, sum(one.least_ms for one in times), activations, weights)
 
     def _mean(self, name: str, value: Callable[[str], float]) -> float:
-        """What a recipe has; of a mix, the mean of both recipes by how many linears each has."""
+        """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
         chosen = recipe(name)
         if chosen.kept is None:
             return value(name)
@@ -237,12 +240,12 @@ class StepForecast:
         return high if share == 1 else low + (high - low) * share
 
     def _host_ms(self, name: str) -> float:
-        """What launching one micro-batch takes the CPU."""
+        """Milliseconds that the CPU needs to launch one micro-batch."""
         return self._mean(name, self._launch_ms)
 
     def _launch_ms(self, name: str) -> float:
         if self.model is not None:
-            return launch_ms(name, self.held.dense_layers, self.held.moe_layers, self.run)
+            return launch_ms(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run)
         graphs = cluster()["host"]["graphs"] if self.run.cuda_graphs else 1.0
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         kernels_ms = traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
@@ -262,29 +265,29 @@ class StepForecast:
 
     @cached_property
     def _slower(self) -> float:
-        """Steps over the kernels that they are made of: on architectures where only published steps are known, on many GPUs."""
+        """The ratio of a step to the sum of its kernels, on architectures known only from published steps and on several GPUs."""
         factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
         several = cluster()["several"]
         return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
 
     @property
     def _doublings(self) -> float:
-        """How often the number of GPUs has doubled beyond a few hundred."""
+        """Doublings of the number of GPUs beyond a few hundred."""
         return max(log2(self.run.gpus / cluster()["several"]["many"]), 0.0)
 
     @cached_property
     def _common(self) -> float:
-        """The uncertainty of the whole step that every recipe has alike."""
+        """The uncertainty of the whole step that all recipes have in common."""
         of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
         known = cluster()["several"]
         several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
-        experts = self.held.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
+        experts = self.rank_share.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
         return hypot(of_step, several, cluster()["experts"]["software"] if experts else 0.0)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
-        """GEMMs in a step run at a higher clock than back to back, because what runs between them draws less power.
+        """GEMMs in a step run at a higher clock than back to back, because the work between them draws less power.
 
-        None runs faster than in a burst, whose times are `least`.
+        No part becomes faster than in a burst, whose times are `least`.
         """
         time_ms = sum(estimate.value for estimate in parts.values())
         if self.forecaster.state != "sustained" or not time_ms:
@@ -299,7 +302,7 @@ class StepForecast:
 
     @cached_property
     def fixed(self) -> _Fixed:
-        """Everything but quantized linears."""
+        """The parts that do not depend on the recipe: everything except quantized linears."""
         chip = self.forecaster.chip
         estimates: dict[StepPart, list[Estimate]] = {}
         optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
@@ -329,44 +332,46 @@ class StepForecast:
         if "routing" in parts:
             parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        exchanged = exchanges(chip, self.network, self.model, self.run, self.held)
+        exchanged = exchanges(chip, self.network, self.model, self.run, self.rank_share)
         if self.run.offloaded_layers:
             exchanged.append(offload(self.network, self._offloaded_bytes()))
         return _Fixed(parts, activation, optimizer, exchanged, head - saved)
 
     @cached_property
-    def held(self) -> RankShare:
-        """What this rank holds."""
+    def rank_share(self) -> RankShare:
+        """The layers and parameters of this rank."""
         in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear) and op.experts)
         attentions, mixers, mlps, moe_layers = (
             sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
         )
         layers = sum(self.workload.layers.values())
-        updated = sum(op.updated for op in self.workload.ops if isinstance(op, Optimizer))  # all that a trace knows of them
+        updated = sum(
+            op.updated for op in self.workload.ops if isinstance(op, Optimizer)
+        )  # a trace knows the parameters only from the optimizer
         parameters = self.workload.parameters if self.model is not None else updated
         return RankShare(layers, moe_layers, parameters - in_experts, in_experts, attentions, attentions + mixers, mlps)
 
     def _offloaded_bytes(self) -> float:
-        """What one micro-batch leaves in the memory of the CPU."""
+        """Bytes that one micro-batch offloads to CPU memory."""
         if self.model is None:
             return 0.0
         kept = rank_memory(self.model, replace(self.run, offloaded_layers=0), BASELINE, self.forecaster.chip)
-        return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.held.layers, 1), 1.0)
+        return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.rank_share.layers, 1), 1.0)
 
     @property
     def _optimizer_share(self) -> float:
-        """What the optimizer moves over what one in BF16 would that updates all the rank's parameters."""
-        run, held = self.run, self.held
+        """Bytes that the optimizer moves, relative to a BF16 optimizer that updates all parameters of the rank."""
+        run, share = self.run, self.rank_share
         bytes_moved = facts()["bandwidth"]["optimizer_bytes"][run.state_precision] / OPTIMIZER_BYTES_PER_PARAMETER
-        if not run.zero_stage or not held.parameters:
+        if not run.zero_stage or not share.parameters:
             return float(bytes_moved)
         dense, experts = shards(run)
-        updated = held.parameters / dense + held.in_experts / experts
-        return float(bytes_moved * updated / (held.parameters + held.in_experts))
+        updated = share.parameters / dense + share.in_experts / experts
+        return float(bytes_moved * updated / (share.parameters + share.in_experts))
 
 
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
-    """Of one micro-batch: the mean over the GPUs that share it, whichever stage and experts each of them has."""
+    """Model FLOPs of one micro-batch: the mean over the GPUs that share it."""
     run = forecast.run
     if forecast.model is None:
         return totals(forecast.workload, run, None).model_flops
@@ -381,8 +386,8 @@ def forecast_step(
 
     Recipes that do not fit in `memory` are neither winners nor priced.
     """
-    needed = {each.recipe: each.total_bytes for each in memory}
-    unfit = [each.recipe for each in memory if each.fit == "does not fit"]
+    needed = {needs.recipe: needs.total_bytes for needs in memory}
+    unfit = [needs.recipe for needs in memory if needs.fit == "does not fit"]
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: forecast.speedup(steps, name, over))
@@ -403,7 +408,7 @@ def forecast_step(
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=step.busy_ms,
                 host_ms=step.host_ms,
-                exchanged=tuple(Exchanged(**each._asdict()) for each in step.exchanged),
+                exchanged=tuple(Exchanged(**wait._asdict()) for wait in step.exchanged),
                 peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
@@ -418,7 +423,7 @@ def forecast_step(
         winner=winner_that_fits(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
-        may_not_fit=tuple(each.recipe for each in memory if each.fit == "may not fit"),
+        may_not_fit=tuple(needs.recipe for needs in memory if needs.fit == "may not fit"),
         gpus=run.gpus,
         global_batch=run.global_batch,
         unit="tokens" if run.inputs is None else "samples",

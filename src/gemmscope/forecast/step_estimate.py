@@ -1,4 +1,4 @@
-"""The step of one recipe as an estimate, and the speedup of one over another with what both run alike."""
+"""The step of one recipe as an estimate, and the speedup of one step over another."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,10 @@ IDLE: StepPart = "idle, host-bound"
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One recipe's step: milliseconds by part, what is exchanged, and what launching it takes the CPU.
+    """One recipe's step: milliseconds by part, what is exchanged, and the launch time on the CPU.
 
-    `common` is the uncertainty of the whole step that no other recipe of the same layout changes. What the parts have in common
-    is known at least to `shared_at_most`.
+    `common` is the uncertainty of the whole step that all recipes of the same layout share. The uncertainty that the parts share
+    is at most `shared_at_most`.
     """
 
     parts: dict[StepPart, Estimate]
@@ -28,7 +28,7 @@ class StepEstimate:
     shared_at_most: float = inf
     exchanged: tuple[Exposed, ...] = ()
     host_ms: float = 0.0
-    host_decides: float = 0.0  # how far the step follows the time of the host: from 0, not at all, to 1
+    host_decides: float = 0.0  # the degree to which launch time determines the step, 0 to 1
 
     @cached_property
     def total(self) -> Estimate:
@@ -38,12 +38,12 @@ class StepEstimate:
 
     @cached_property
     def changed(self) -> Estimate:
-        """What depends on the recipe."""
+        """The parts that depend on the recipe."""
         return total(estimate for part, estimate in self.parts.items() if part in CHANGED)
 
     @cached_property
     def constant(self) -> Estimate:
-        """What does not; a pipeline bubble follows the rest of the step."""
+        """The parts that do not depend on the recipe, without the pipeline bubble, which is proportional to the rest."""
         return total(estimate for part, estimate in self.parts.items() if part not in (*CHANGED, PROPORTIONAL))
 
     @property
@@ -52,12 +52,12 @@ class StepEstimate:
 
     @property
     def busy_ms(self) -> float:
-        """What the GPU is not idle for."""
+        """Milliseconds in which the GPU is busy."""
         return self.total.value - self.parts_ms.get(IDLE, 0.0)
 
     @property
     def host_bound(self) -> bool:
-        """Launching takes longer than running: the GPU waits."""
+        """Whether the step is host-bound: the GPU waits for launches."""
         return self.host_ms > self.busy_ms
 
 
@@ -69,9 +69,11 @@ def speedup(
     fast_alike: Estimate = NOTHING,
     differ: float = 1.0,
 ) -> Estimate:
-    """Of the step. `in_common` is the share of the shared errors of the GEMMs that both sides have alike; parts that both sides
-    run alike have the same error, which hardly moves the ratio. Linears of mixes that both run alike are `slow_alike` and
-    `fast_alike`; `differ` is the share of the linears that they do not."""
+    """The speedup of the step. Parts that do not depend on the recipe have the same error on both sides, which mostly cancels.
+
+    `in_common`: the share of the shared errors of the GEMMs that both sides have in common. `slow_alike`, `fast_alike`: the
+    linears that two mixes run in the same recipe. `differ`: the share of the linears that they run in different recipes.
+    """
     value = slow.total.value / fast.total.value
     host = _host_uncertainty(slow, fast) * differ
     before, after, constant = slow.changed, fast.changed, fast.constant
@@ -79,14 +81,14 @@ def speedup(
         before, after, constant = without(before, slow_alike), without(after, fast_alike), total([constant, fast_alike])
     if not after.value or not before.value:
         return Estimate(value, host)
-    share = after.value / (after.value + constant.value)  # how much of the step the precision touches
+    share = after.value / (after.value + constant.value)  # the share of the step that depends on the recipe
     gain = ratio(before, after, in_common)
-    dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
+    dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # an error of the constant part changes the dilution
     return Estimate(value, hypot(gain.own * share, host), hypot(gain.shared * share, dilution))
 
 
 def _host_uncertainty(slow: StepEstimate, fast: StepEstimate) -> float:
-    """The uncertainty that launches add to a speedup: of their ratio if the host decides both steps; all if it decides one."""
+    """The uncertainty that launches add to a speedup: that of their ratio if both steps are host-bound, all of it if one is."""
     known = cluster()["host"]
     both, one = sorted((slow.host_decides, fast.host_decides))
     return hypot(both * known["uncertainty_of_ratio"], (one - both) * known["uncertainty"])

@@ -12,18 +12,18 @@ UNQUANTIZED_ROUTING = ("Router", "Shared Expert Scale")
 
 
 def linear_case(op: Linear) -> Case:
-    """A linear as it is timed."""
+    """The case to time for a linear."""
     rows = op.rows if isinstance(op, GroupedLinear) else ()
     if isinstance(op, TracedLinear):
         ran = {gemm.pass_name for gemm in op.seen}
         rows = tuple((op.tokens + index) // op.groups for index in range(op.groups)) if op.groups > 1 else ()
-        passes = tuple(each for each in PASSES if each in ran)
+        passes = tuple(pass_name for pass_name in PASSES if pass_name in ran)
         return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes, quantized=op.quantized)
     return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes=op.passes, quantized=op.quantized)
 
 
 def part_of_linear(op: Linear) -> StepPart:
-    """The part of a linear: one that no recipe quantizes belongs to what it is for."""
+    """The part of the step that a linear belongs to; one that no recipe quantizes belongs to the block that it serves."""
     if not op.quantized and op.name.startswith(("Stream", "Laurel")):
         return "norms and activations"
     if not op.quantized and not isinstance(op, TracedLinear):

@@ -36,14 +36,14 @@ def forecast_sweep(
     network: Network | None = None,
     on_points: Callable[[int], None] = lambda _: None,
 ) -> GpuSweep | None:
-    """Every configuration on one GPU, those that are not possible included, in the order of their sizes.
+    """Forecast every configuration on one GPU, sorted by size; impossible ones are included.
 
-    After a signal, what was computed until then, without the break-even; None if that is nothing. `on_points` is called with
+    After a signal, returns the points computed so far, without the break-even; None if there are none. `on_points` is called with
     the number of points that were computed since the last time.
     """
     points: list[SweepPoint] = []
-    with signals.held() as held:
-        for some in _in_shares(forecaster, possible, recipes, network, held):
+    with signals.held() as pending:
+        for some in _in_shares(forecaster, possible, recipes, network, pending):
             points += some
             on_points(len(some))
     if not points:
@@ -63,20 +63,24 @@ def forecast_sweep(
 
 
 def _in_shares(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, held: signals.Held
+    forecaster: Forecaster,
+    wanted: Sequence[Configuration],
+    recipes: Sequence[str],
+    network: Network | None,
+    pending: signals.Held,
 ) -> Iterator[list[SweepPoint]]:
-    """Some hundreds at a time; thousands are shared among the machine's cores. Ends after a signal."""
+    """Compute a few hundred points at a time; thousands are shared among the CPU cores. Ends after a signal."""
     cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1
     function = partial(_points, forecaster, wanted, recipes, network)
-    return computed(function, range(0, len(wanted), AT_A_TIME), cores if cores > 1 else 0, held)
+    return computed(function, range(0, len(wanted), AT_A_TIME), cores if cores > 1 else 0, pending)
 
 
 def _points(
     forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, first: int
 ) -> list[SweepPoint]:
-    """One share: its GEMMs are gathered first and computed together."""
+    """The points of one share. Its GEMMs are collected first and computed in one batch."""
     collecting = gc.isenabled()
-    gc.disable()  # millions of tuples without cycles: looking for garbage among them takes an eighth of the time
+    gc.disable()  # millions of tuples without cycles: garbage collection would take an eighth of the time
     try:
         some = wanted[first : first + AT_A_TIME]
         steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
@@ -122,8 +126,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
 
 
 def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
-    """Where memory is too small, where launching takes longer than running, and where recipes cannot run: one finding for each
-    set of recipes."""
+    """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
     failing: dict[tuple[str, ...], list[SweepPoint]] = {}
     for point in points:
         if point.not_possible:

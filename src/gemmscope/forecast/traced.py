@@ -1,8 +1,8 @@
 """What a traced module runs beside its linears, on a GPU: time by part of the step, uncertainty, launches.
 
-A trace knows every operator with its bytes, but not which of them a compiler makes one kernel of: `fused` assumes that chains
-of them are fused (see `workload/traffic.py`), as torch.compile does; else every operator is a kernel. Error bars are wider than
-those of a closed form, whose parts were measured in training.
+A trace has every operator with its bytes, but does not show which of them a compiler fuses into one kernel. `fused` assumes that
+chains of operators are fused, as torch.compile does (see `workload/traffic.py`); else every operator is a kernel. Error bars are
+wider than those of a closed form, whose parts were measured in training.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from gemmscope.workload.recorded import Between, TracedAttention
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 
-BACKWARD_KERNELS = 3  # of attention: what is summed for each row, the gradients, their conversion
+BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 _PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
 TracedOp = Between | BatchedGemm | Remainder | TracedAttention
 
@@ -32,7 +32,7 @@ def coefficients() -> dict[str, Any]:
 
 
 def part_of(op: TracedOp) -> StepPart:
-    """The part of the step that it belongs to."""
+    """The part of the step that an op belongs to."""
     if isinstance(op, Between):
         return "head and loss" if op.section == HEAD else _PARTS.get(op.kind, "norms and activations")
     if op.section == MIXER:
@@ -54,7 +54,7 @@ def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
 
 
 def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
-    """All runs in one micro-batch."""
+    """Milliseconds of all runs of an op in one micro-batch."""
     launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
     if isinstance(op, Between):
         moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
@@ -69,7 +69,7 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
 
 
 def launches(ops: Iterable[Op], *, fused: bool) -> int:
-    """Kernels of one micro-batch in BF16."""
+    """The number of kernels of one micro-batch in BF16."""
     count = 0
     for op in ops:
         if isinstance(op, Between):
@@ -86,7 +86,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
 
 
 def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: bool, graphs: float = 1.0) -> float:
-    """What launching one micro-batch takes the CPU; `quantized` linears also cast X, W and dY."""
+    """Milliseconds that the CPU needs to launch one micro-batch; `quantized` linears also cast X, W and dY."""
     table = facts()["quantize"]
     casts = 3 * table.get(recipe_name, table["other"])["kernels"] * quantized if recipe(recipe_name).quantizes else 0
     return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)

@@ -1,4 +1,4 @@
-"""Memory of one GPU that trains a traced module: what follows from its parameters, and what autograd kept in the trace."""
+"""Memory of one GPU that trains a traced module: states from its parameters, and activations that autograd kept in the trace."""
 
 from gemmscope.forecast.memory import RankMemory, facts, shards, storage
 from gemmscope.forecast.memory_blocks import FP32_BYTES
@@ -13,7 +13,7 @@ from gemmscope.workload.trace import ModuleTrace, as_workload
 def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
     """Weights, gradients, optimizer and activations. Activations are those of eager autograd in BF16, in every recipe.
 
-    At least: a compiler computes part of the activations again. At most: the allocator is fragmented.
+    Lower bound: a compiler recomputes part of the activations. Upper bound: the allocator is fragmented.
     """
     known, zero, fp32 = facts(), run.zero_stage, run.state_precision == "fp32"
     ranks, _ = shards(run)

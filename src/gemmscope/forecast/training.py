@@ -1,4 +1,4 @@
-"""What training adds to GEMMs: which ones a recipe runs, what quantizing takes, and everything that is no GEMM.
+"""Training beyond single GEMMs: which GEMMs a recipe runs, the time of quantization, and all ops that are not GEMMs.
 
 All of it is bytes over bandwidth or FLOPs over a rate; `coefficients/training.toml` holds the shares of the chip's rates that
 real kernels reach, with their source.
@@ -38,7 +38,7 @@ def uncertainty_of(table: str, chip: GpuSpec, tables: Mapping[str, Any] | None =
 
 
 def library_uncertainty(fmt: str, chip: GpuSpec) -> float:
-    """What the GEMMs of a format have in common in training: its library is not the one that was measured widely.
+    """The shared uncertainty of a format's GEMMs in training, whose library is not the one that was measured widely.
 
     >>> library_uncertainty("fp8", gpu("h100")) < library_uncertainty("fp8", gpu("b200"))
     True
@@ -60,23 +60,23 @@ def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
         return "bf16"
     emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).note
-    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, what its own block-scaled GEMMs take was measured
+    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, its own block-scaled GEMMs were measured
         return "mxfp8"
     return str(facts()["gemm_format"][recipe.scales])
 
 
 def gemm_factor(fmt: str, chip: GpuSpec) -> float:
-    """Training's GEMMs over those of the library that was measured widely."""
+    """The time of GEMMs in training, relative to the library that was measured widely."""
     return float(facts()["gemms"].get(chip.architecture, {}).get(fmt, 1.0))
 
 
 def recipe_factor(recipe: Recipe) -> float:
-    """A recipe's GEMMs over those of its format: torchao's differ from Transformer Engine's."""
+    """The time of a recipe's GEMMs, relative to its format: torchao differs from Transformer Engine."""
     return float(facts()["torchao"]["gemms"].get(recipe.name, 1.0))
 
 
 def only_torchao(recipe: Recipe) -> bool:
-    """Whether training runs it with torchao alone.
+    """Whether training runs the recipe only with torchao.
 
     >>> from gemmscope.recipe.recipes import recipe
     >>> only_torchao(recipe("FP8Rowwise")), only_torchao(recipe("MXFP8"))
@@ -91,9 +91,9 @@ def torchao_known(chip: GpuSpec) -> bool:
 
 
 class Quantizing(NamedTuple):
-    """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears.
+    """The time to quantize one tensor: launches, a time per element, and how a step differs from bare linears.
 
-    An element of a short tensor takes `excess` more; of one of `half_at` elements, half of that.
+    Elements of a short tensor take up to `excess` more; in a tensor of `half_at` elements, half of that.
     """
 
     launch_ms: float
@@ -103,7 +103,7 @@ class Quantizing(NamedTuple):
     half_at: float = 1.0
 
     def time_ms(self, elements: float) -> float:
-        """The time to quantize a tensor of so many elements.
+        """The time to quantize a tensor with this many elements.
 
         >>> Quantizing(0.0, 1e-6, 1.0, excess=0.4, half_at=1e8).time_ms(1e8)
         120.0
@@ -116,7 +116,7 @@ class Quantizing(NamedTuple):
 
 
 def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
-    """One tensor, for all its GEMMs.
+    """The cost of quantizing one tensor for all its GEMMs.
 
     >>> from gemmscope.recipe.recipes import recipe
     >>> round(quantizing(recipe("FP8Delayed"), gpu("h200")).time_ms(16384 * 4096), 3)
@@ -133,7 +133,7 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
 
 
 def one_way(recipe: Recipe, chip: GpuSpec) -> float:
-    """What quantizing a tensor for one direction takes, over both directions: a weight of a layer whose input needs no gradient.
+    """The time to quantize a tensor for one direction, relative to both: for weights of layers whose input needs no gradient.
 
     >>> from gemmscope.recipe.recipes import recipe
     >>> one_way(recipe("FP8Delayed"), gpu("h200")), one_way(recipe("FP8Delayed"), gpu("b200"))
@@ -145,7 +145,7 @@ def one_way(recipe: Recipe, chip: GpuSpec) -> float:
 
 
 def op_ms(op: Op, chip: GpuSpec) -> float:
-    """All runs of an op that is no linear, in one micro-batch (the optimizer: in one step)."""
+    """Milliseconds of all runs of an op that is not a linear, in one micro-batch (the optimizer: in one step)."""
     if isinstance(op, Scan):
         return op.count * (op.forward_runs * scan_ms(op, chip, "forward") + scan_ms(op, chip, "backward"))
     if isinstance(op, Attention):
@@ -160,7 +160,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
 
 
 def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
-    """One forward or backward run: its chunks' products at a share of the BF16 rate, or its bytes at a share of the bandwidth."""
+    """One forward or backward run: FLOPs at a share of the BF16 rate, or bytes at a share of the bandwidth."""
     table = facts()["linear attention"]
     known = table[op.rule][direction]
     work = op.forward() if direction == "forward" else op.backward()

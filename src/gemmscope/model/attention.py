@@ -53,7 +53,7 @@ class AttentionSpec:
     out_bias: bool = False
     causal: bool = True
     window: int | None = None  # how many positions back a query sees; None: all
-    chunk: int | None = None  # a query sees only its own chunk of so many positions; None: there are no chunks
+    chunk: int | None = None  # a query sees only its own chunk of this many positions; None: no chunks
     qk_norm: QkNorm | None = None
     qk_norm_bias: bool = False
     qk_norm_weight: bool = True

@@ -109,7 +109,7 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Ma
     names = [*REQUIRED, "multi_latent_attention", *BRIDGE["shapes"]]
     names += BRIDGE["shapes_mla" if latent else "shapes_heads"]
     names += BRIDGE["shapes_moe"] if values.get("num_moe_experts") else ()
-    if own:  # the base of a family: the family's habits are known, its sizes are not
+    if own:  # the base class of a family: its defaults are known, its sizes are not
         names = [*REQUIRED, "ffn_hidden_size"] if "is_hybrid_model" not in own else ["hidden_size"]
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if not missing:
@@ -126,23 +126,23 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Ma
 
 
 def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[str, str]:
-    """Add what other sections say of the run to the model's settings, and return the section of each."""
-    found: dict[str, str] = {}
+    """Add the run settings of other sections to the model's settings, and return the section of each setting."""
+    section_of: dict[str, str] = {}
     for name, sections in SECTIONS.items():
-        found[name] = sections[0]
+        section_of[name] = sections[0]
         for section in sections:
             value = _section(document, document, section).get(name)
             if isinstance(value, dict) and name.endswith("_dtype"):
                 value = _last_name(value.get("_target_"))
             if value is not None:
-                values[name], found[name] = value, section
+                values[name], section_of[name] = value, section
                 break
         else:
             values.pop(name, None)
     own = _section(document, document, "comm_overlap")
     if own and own.get("overlap_grad_reduce") is None and values.get("use_distributed_optimizer"):
         values |= {"overlap_grad_reduce": True, "overlap_param_gather": True}  # what the section turns on by itself
-    return found
+    return section_of
 
 
 def _sequence_length(values: dict[str, object], given: Mapping[str, object], document: Mapping[str, object]) -> list[Finding]:

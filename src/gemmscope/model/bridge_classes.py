@@ -20,12 +20,12 @@ def provider_classes() -> dict[str, dict[str, object]]:
     >>> provider_classes()["Llama3ModelProvider8B"]["hidden_size"]
     4096
     """
-    found: dict[str, dict[str, object]] = {}
+    settings: dict[str, dict[str, object]] = {}
     for family in load_data("gemmscope.model", "bridge_classes.toml").values():
         defaults, classes = family.get("defaults", {}), family.get("classes", {})
-        found |= {name: dict(defaults) for name in family.get("bases", ())}
-        found |= {name: {**defaults, **_own_settings(classes, facts)} for name, facts in classes.items()}
-    return found
+        settings |= {name: dict(defaults) for name in family.get("bases", ())}
+        settings |= {name: {**defaults, **_own_settings(classes, facts)} for name, facts in classes.items()}
+    return settings
 
 
 def _own_settings(classes: dict[str, Any], facts: dict[str, Any]) -> dict[str, object]:

@@ -31,7 +31,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class BridgeRecipe:
-    """What a function of the file says, while it is being collected."""
+    """The settings and models of one function of the file, while they are being collected."""
 
     names: dict[str, object] = field(default_factory=dict)  # parameters with their defaults, and constants
     classes: dict[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the file: the known class, and changes
@@ -75,20 +75,20 @@ def read(text: str, origin: str) -> ModelSource:
 
 def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
     """The recipe with a model; that of the pretraining function, where several differ."""
-    found = [(name, recipe) for name, recipe in recipes if recipe.models]
-    found = [(name, recipe) for name, recipe in found if PRETRAINING in name] or found
-    if not found:
+    with_model = [(name, recipe) for name, recipe in recipes if recipe.models]
+    candidates = [(name, recipe) for name, recipe in with_model if PRETRAINING in name] or with_model
+    if not candidates:
         raise UserError(
             "the recipe builds no model whose sizes are known here, such as Llama3ModelProvider8B()",
             f"name the model itself with {option('config')} or {option('preset')}, or use the run_config.yaml that "
             "Megatron-Bridge writes beside a checkpoint",
         )
-    classes = {recipe.hub_id or recipe.models[-1][0]: None for _, recipe in found}
+    classes = {recipe.hub_id or recipe.models[-1][0]: None for _, recipe in candidates}
     if len(classes) > 1:
         raise UserError(
             f"the recipe builds several models: {', '.join(list(classes)[:6])}", "give a file that builds one of them"
         )
-    return found[0][1]
+    return candidates[0][1]
 
 
 def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
@@ -106,12 +106,12 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
     depths = settings.get("mtp_num_layers")
     if type(depths) is not int or depths < 1:
         return source
-    findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
+    findings = tuple(item for item in source.findings if item.code != "prediction-layers-not-included")
     return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
 
 
 def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
-    """What each function says, and the module itself, under an empty name."""
+    """The settings of each function by name, and of the module itself under an empty name."""
     if len(text) > LONGEST_RECIPE:
         raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_RECIPE} characters")
     try:
@@ -119,18 +119,18 @@ def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
         module = BridgeRecipe()
         _collect(tree.body, module, in_branch=False)
         functions = {node.name: node for node in tree.body if isinstance(node, Function)}
-        found = [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
+        recipes = [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
     except SyntaxError as error:
         raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
     except (ValueError, MemoryError, RecursionError):
         raise UserError(
             "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
         ) from None
-    return found
+    return recipes
 
 
 def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
-    """What a function says, with what the file's functions that it calls say before it."""
+    """The settings of a function, on top of those of the functions that it calls in the same file."""
     recipe = BridgeRecipe(names=dict(module.names), classes=module.classes)
     recipe.names |= _defaults(node, recipe)
     for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
@@ -220,7 +220,7 @@ def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branc
 
 
 def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
-    """Remember the models and configurations that an expression builds. The section of the expression itself, or nothing."""
+    """Remember the models and configurations that an expression builds. Returns its own section, or an empty string."""
     for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
         name = _name_of(call.func)
         arguments = {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}

@@ -22,7 +22,7 @@ def from_hyperparameters(
     name: str = "",
     source: str = "",
 ) -> ModelSpec:
-    """A uniform decoder of these sizes.
+    """A uniform decoder with these sizes.
 
     >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
     '3 dense'

@@ -26,7 +26,7 @@ _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def recognises(text: str) -> bool:
-    """A JSON object. (Megatron and YAML files may begin with a brace too, but do not parse as JSON.)"""
+    """Whether the text is a JSON object. (Megatron and YAML files may begin with a brace too, but do not parse as JSON.)"""
     return text.lstrip("\ufeff \t\r\n").startswith("{")
 
 
@@ -41,7 +41,7 @@ def read(text: str, origin: str) -> ModelSource:
 
 
 def _is_deep(config: Mapping[str, Any]) -> bool:
-    """Whether it is nested so deeply that walking through it could end at Python's limit of recursion."""
+    """Whether it is nested too deeply for a recursive walk."""
     level: list[Any] = [config]
     for _ in range(DEEPEST):
         inside = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in level)
@@ -76,7 +76,7 @@ def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     facts = family_facts(model_type)
     own = config.get("per_layer_config")
     known = set(facts.get("per_layer_keys", ()))
-    if isinstance(own, Mapping) and not all(isinstance(each, Mapping) and each.keys() <= known for each in own.values()):
+    if isinstance(own, Mapping) and not all(isinstance(layer, Mapping) and layer.keys() <= known for layer in own.values()):
         return True
     if "layers_by" in facts:  # its layers are read where they are built
         return False

@@ -1,4 +1,4 @@
-"""Limits of sizes, and how a size that is not possible is refused."""
+"""Limits of sizes, and checks that reject invalid sizes."""
 
 from gemmscope.errors import UserError, shown
 
@@ -19,7 +19,7 @@ LARGEST = {
 
 
 def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
-    """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
+    """Return `value` if it is a whole number from 1 to `LARGEST[limit]`; else raise a `UserError` that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
     if value < 1:

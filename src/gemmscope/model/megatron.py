@@ -21,7 +21,7 @@ from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_branches import LONG, SHORT, Branches
 from gemmscope.model.megatron_functions import in_order
 from gemmscope.model.megatron_hybrid import HYBRID
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, words_of
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, shell_words
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -202,7 +202,7 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
     """Walk through the words: assignments, flags and the value that follows a flag."""
     has_branches = LONG.search(text) is not None or SHORT.search(text) is not None
     branches, waiting, switch, printing = Branches(shell), "", "", ""
-    for word in words_of(text):
+    for word in shell_words(text):
         if has_branches and (branches.consumes(word) or branches.skipped):
             continue
         inside, piece = in_branch or branches.open, word.text

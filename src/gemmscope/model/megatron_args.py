@@ -73,7 +73,8 @@ def model_source(
 
 
 def other_model(evidence: str, what: str) -> UserError:
-    """The error for a model that has a GPT's settings but is none. `evidence`: what shows it, as in "pretrain_t5.py trains"."""
+    """The error for a model that has the settings of a GPT but is not one. `evidence`: what shows it, as in "pretrain_t5.py
+    trains"."""
     return UserError(
         f"{evidence} {what}; only GPT models and hybrids can be read from Megatron settings",
         f"trace it with {option('module', 'FILE.py:FUNCTION')}, or give its Hugging Face config.json with {option('config')}",

@@ -1,4 +1,4 @@
-"""Follows the conditions of a launch script: which branch of an `if` or `case` runs, where the script itself decides it.
+"""Follows the conditions of a launch script: which branch of an `if` or `case` runs, if the script itself determines it.
 
 `case $SIZE in 8B) ... ;; esac` runs one branch if the script sets SIZE. Where it does not, every branch may run, and what they
 set depends on the condition. `[ $MOE = 1 ] && ARGS+=(...)` is a condition too, which ends with its command. Nothing is executed
@@ -15,9 +15,9 @@ from typing import Literal
 from gemmscope.model.megatron_shell import Shell, Word
 
 State = Literal["taken", "skipped", "open"]
-"""Of a branch: it runs, it does not run, nobody knows."""
+"""The state of a branch: it runs, it does not run, or that is not known."""
 OTHERWISE: dict[State, State] = {"taken": "skipped", "skipped": "taken", "open": "open"}
-"""Of what follows `||`."""
+"""The state of the command after `||`, by that of the command before."""
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
@@ -36,8 +36,8 @@ class Condition:
     kind: Literal["if", "case", "and"]
     state: State = "open"
     before: list[State] = field(default_factory=list)  # the branches so far
-    reading: Literal["test", "subject", "pattern", "operator", ""] = ""  # what the next words belong to
-    words: list[Word] = field(default_factory=list)
+    reading: Literal["test", "subject", "pattern", "operator", ""] = ""  # the part that the next words belong to
+    collected: list[Word] = field(default_factory=list)  # the words of that part so far
     subject: str | None = None
     brackets: int = 0  # that its command has opened: an array may go on in the next line
 
@@ -48,7 +48,7 @@ class Condition:
         else:
             self.state = "taken" if holds and set(self.before) <= {"skipped"} else "open"
         self.before.append(self.state)
-        self.reading, self.words = "", []
+        self.reading, self.collected = "", []
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Branches:
         if not word.opens or word.quoted:
             return False
         if word.text in ("[", "[["):
-            self.stack.append(Condition("and", reading="test", words=[word]))
+            self.stack.append(Condition("and", reading="test", collected=[word]))
             return True
         if word.text in ("if", "case"):
             self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
@@ -102,9 +102,9 @@ class Branches:
             if "&&" not in word.before and "||" not in word.before:
                 return True
             if top.reading == "operator":
-                holds = self._holds(top.words)
+                holds = self._holds(top.collected)
                 top.enter(holds if holds is None or "&&" in word.before else not holds)
-            elif "||" in word.before:  # what runs where the command before did not
+            elif "||" in word.before:  # runs if the command before did not
                 top.state = OTHERWISE[top.state]
         if not word.quoted:
             top.brackets += (word.text == "{") - (word.text == "}") + word.text.count("(") - word.text.count(")")
@@ -112,34 +112,34 @@ class Branches:
 
     def _read(self, top: Condition, word: Word) -> bool:
         if top.kind == "and":
-            top.words.append(word)
+            top.collected.append(word)
             top.reading = "operator" if word.text in ("]", "]]") else top.reading
         elif top.reading == "test":
             if word.opens and word.text == "then":
-                top.enter(self._holds(top.words))
+                top.enter(self._holds(top.collected))
             else:
-                top.words.append(word)
+                top.collected.append(word)
         elif top.reading == "subject":
-            if word.text == "in" and top.words:
-                subject = self.shell.fill_in(top.words[0].text)
+            if word.text == "in" and top.collected:
+                subject = self.shell.fill_in(top.collected[0].text)
                 top.subject = subject if "$" not in subject and "`" not in subject else None
-                top.reading, top.words = "pattern", []
+                top.reading, top.collected = "pattern", []
             else:
-                top.words.append(word)
+                top.collected.append(word)
         else:
-            top.words.append(word)
+            top.collected.append(word)
             if word.text.endswith(")"):
-                patterns = [part.text.strip("()") for part in top.words]
+                patterns = [part.text.strip("()") for part in top.collected]
                 top.enter(None if top.subject is None else any(fnmatchcase(top.subject, pattern) for pattern in patterns))
         return True
 
-    def _holds(self, words: list[Word]) -> bool | None:
+    def _holds(self, test: list[Word]) -> bool | None:
         """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`, `(( N > 2 ))`; None where that is not known."""
-        if words and words[0].text.startswith("((") and words[-1].text.endswith("))"):
-            return self._arithmetic_holds("".join(self.shell.fill_in(word.text) for word in words[:LONGEST_TEST])[2:-2])
-        if not 3 < len(words) <= LONGEST_TEST or words[0].text not in ("[", "[[") or any(word.opens for word in words[1:]):
+        if test and test[0].text.startswith("((") and test[-1].text.endswith("))"):
+            return self._arithmetic_holds("".join(self.shell.fill_in(word.text) for word in test[:LONGEST_TEST])[2:-2])
+        if not 3 < len(test) <= LONGEST_TEST or test[0].text not in ("[", "[[") or any(word.opens for word in test[1:]):
             return None
-        operands = [self.shell.fill_in(word.text) for word in words[1:-1]]
+        operands = [self.shell.fill_in(word.text) for word in test[1:-1]]
         if any("$" in operand or "`" in operand for operand in operands):
             return None
         if len(operands) == 2 and operands[0] in ("-z", "-n"):
@@ -148,7 +148,7 @@ class Branches:
             return None
         left, comparison, right = operands
         if comparison in ("=", "==", "!="):
-            equal = fnmatchcase(left, right) if words[0].text == "[[" else left == right
+            equal = fnmatchcase(left, right) if test[0].text == "[[" else left == right
             return equal == (comparison != "!=")
         if comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
             return COMPARISONS[comparison](int(left), int(right))

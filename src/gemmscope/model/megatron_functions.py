@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gemmscope.model.megatron_shell import words_of
+from gemmscope.model.megatron_shell import shell_words
 
 DEFINITION = re.compile(
     r"(?P<indent>[ \t]*)(?:function[ \t]+(?P<named>\w+)(?:[ \t]*\(\))?|(?P<name>[A-Za-z_]\w*)[ \t]*\(\))[ \t]*(?P<rest>\{.*)?$"
@@ -45,7 +45,7 @@ def in_order(text: str) -> str:
     calls = _Calls(functions)
     defined = {number for function in functions.values() for number in function.lines}
     in_place = [part for number, line in enumerate(lines) if number not in defined for part in calls.lines_for(line)]
-    # What nobody calls stays: another script may.
+    # Functions without a call stay: another script may call them.
     uncalled = [number for name, function in functions.items() if name not in calls.seen for number in function.lines]
     return "\n".join([*(lines[number] for number in uncalled), *in_place])
 
@@ -114,12 +114,12 @@ class _Calls:
     def lines_for(self, line: str, depth: int = 0) -> Iterator[str]:
         """The line, after the bodies of the functions whose output it uses; or the body of the function that it calls."""
         command = self._command.match(line)
-        found = [command] if command else list(self._substitution.finditer(line))
-        for call in found:
+        calls = [command] if command else list(self._substitution.finditer(line))
+        for call in calls:
             if self._left < 0 or depth == DEEPEST:
                 continue
             self.seen.add(call[1])
-            body = _with_arguments(self._functions[call[1]].body, [word.text for word in words_of(call[2])])
+            body = _with_arguments(self._functions[call[1]].body, [word.text for word in shell_words(call[2])])
             self._left -= len(body) + len(line)
             for inner in body.split("\n"):
                 yield from self.lines_for(inner, depth + 1)
@@ -128,7 +128,7 @@ class _Calls:
 
 
 def _with_arguments(body: str, arguments: list[str]) -> str:
-    """The body with `$1` and `${1:-default}` replaced, as far as the call has so many arguments."""
+    """The body with `$1` and `${1:-default}` replaced, as far as the call has these arguments."""
 
     def replacement(match: re.Match[str]) -> str:
         number = int(match[1] or match[2])

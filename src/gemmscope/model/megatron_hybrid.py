@@ -61,7 +61,7 @@ def hybrid_pattern(settings: MegatronSettings) -> HybridPattern | None:
         return None
     if sum(shares) > 1:
         raise UserError(
-            f"{settings.spell(ATTENTION_SHARE)} and {settings.spell(MLP_SHARE)} must not be more than 1 together",
+            f"{settings.spell(ATTENTION_SHARE)} and {settings.spell(MLP_SHARE)} must not add up to more than 1",
             "they are shares of all layers; the others are Mamba layers",
         )
     layers = spread(settings.size("num_layers", "layers", 0), *shares)

@@ -28,8 +28,8 @@ NAMES |= {OFFLOADING, OFFLOADED_LAYERS}
 
 
 def layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `RunSpec` beyond one replica, as far as the file says them. `run`: those that were read before."""
-    found: dict[str, Any] = {
+    """The fields of `RunSpec` beyond one replica that the file sets. `run`: the fields that were read before."""
+    fields: dict[str, Any] = {
         "dp": data_parallel(settings, run),
         "zero": _zero(settings),
         "zero_ranks": None,
@@ -42,13 +42,13 @@ def layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]
         "quantized_weights": _any(settings, *QUANTIZED_WEIGHTS),
         "offloaded_layers": _offloaded_layers(settings),
     }
-    if found["tp_overlap"] and not run.get("sequence_parallel"):
-        found["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
+    if fields["tp_overlap"] and not run.get("sequence_parallel"):
+        fields["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
     groups = settings.maybe_size(INSTANCES, "parallel") or 1
-    if found["zero"] and found["dp"] and groups > 1:
-        sharing, rest = divmod(found["dp"] * run.get("cp", 1), groups)
-        found["zero_ranks"] = sharing if not rest else None
-    return {name: value for name, value in found.items() if value is not None}
+    if fields["zero"] and fields["dp"] and groups > 1:
+        sharing, rest = divmod(fields["dp"] * run.get("cp", 1), groups)
+        fields["zero_ranks"] = sharing if not rest else None
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def data_parallel(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:

@@ -36,10 +36,10 @@ class Word:
     before: str = ""
 
 
-def words_of(text: str) -> Iterator[Word]:
+def shell_words(text: str) -> Iterator[Word]:
     """The words of a shell script without its comments.
 
-    >>> [word.text for word in words_of("A=( --x 'a b' ) # no")]
+    >>> [word.text for word in shell_words("A=( --x 'a b' ) # no")]
     ['A=(', '--x', 'a b', ')']
     """
     parts: list[str] = []

@@ -185,7 +185,7 @@ class ModelSpec:
 
     @cached_property
     def _groups(self) -> dict[tuple[int, int], tuple[tuple[LayerSpec, int], ...]]:
-        """What `layer_groups` found: sweeps ask for the same again and again."""
+        """Cache of `layer_groups`, because sweeps ask for the same groups many times."""
         return {}
 
     def pattern(self) -> str:
@@ -267,8 +267,10 @@ class RunSpec:
     # What only memory depends on.
     gradient_precision: OptimizerState | None = None  # of the gradients that are kept and reduced; None: not known
     quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
-    partly_recomputed: bool = False  # backward also computes norms, activations or some GEMMs again, which times do not count
-    offloaded_layers: int = 0  # whose activations wait in the memory of the CPU
+    partly_recomputed: bool = (
+        False  # backward also computes norms, activations or some GEMMs again, which is not counted in times
+    )
+    offloaded_layers: int = 0  # layers whose activations are offloaded to CPU memory
     # Sizes of the inputs of a module that brings its own ("8 x 3 x 224 x 224"). A sequence is then one sample, of length 1.
     inputs: str | None = None
 

@@ -62,7 +62,7 @@ class CompressedSpec:
             check_size("compress_rates", self.rate, "sequence_length")
 
     def check_heads(self, width: int) -> None:
-        """A `UserError` if the heads, `width` wide together, cannot be split into the groups of the output projection."""
+        """Raise a `UserError` if `width`, that of all heads, cannot be split into the groups of the output projection."""
         if width % self.out_groups:
             raise UserError(
                 f"the attention's output, {width} wide, cannot be split into o_groups = {self.out_groups}",

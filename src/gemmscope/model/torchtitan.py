@@ -73,8 +73,8 @@ def read(text: str, origin: str) -> ModelSource:
     return read_tables(_parse(text), origin)
 
 
-def read_tables(tables: Tables, origin: str, found: Sequence[Finding] = ()) -> ModelSource:
-    """The model and the run settings of the tables of a job config. `found`: what is known about them already."""
+def read_tables(tables: Tables, origin: str, findings: Sequence[Finding] = ()) -> ModelSource:
+    """The model and the run settings of the tables of a job config. `findings`: those of the reader."""
     model = _table(tables, "model")
     family, name = model_and_flavor(model)
     flavor = load_flavor(family, name)
@@ -89,12 +89,12 @@ def read_tables(tables: Tables, origin: str, found: Sequence[Finding] = ()) -> M
         ({"separate_projections": True, "sequence_parallel_linears": False}, model_findings(model, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    findings = (*found, *(item for _, of_part in parts for item in of_part))
+    findings = (*findings, *(item for _, of_part in parts for item in of_part))
     return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
 
 
 def _parse(text: str) -> Tables:
-    """The tables of a text. Rejects keys with so many parts that the parser would use all memory."""
+    """Parse the text into tables. Rejects keys with so many parts that the parser would use all memory."""
     dots = [line.count(".") for line in text.split("\n")]
     if sum(count * count for count in dots) > MOST_DOTS * MOST_DOTS:
         raise UserError(f"too many dots: a line has {max(dots)}", "write each setting on its own line")

@@ -12,7 +12,7 @@ from gemmscope.errors import UserError, closest
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
 from gemmscope.model.megatron_branches import Branches
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, shell_words
 from gemmscope.model.megatron_values import Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.torchtitan_model import families
@@ -62,7 +62,7 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
         else:
             tables.setdefault(section, {})[name] = value
 
-    for word in words_of(text):
+    for word in shell_words(text):
         if branches.consumes(word) or branches.skipped:
             continue
         shell.assign_defaults(word.text, in_branch=branches.open)
@@ -115,5 +115,5 @@ def _model_of(named: dict[str, object]) -> dict[str, object]:
 
 
 def _letters(name: str) -> str:
-    """A name without what its spellings differ in: 30B-A3B and 30b_a3b are the same."""
+    """The letters and digits of a name, in lower case, so that 30B-A3B and 30b_a3b compare equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -205,12 +205,12 @@ def _mlp(size: int, *, bias: bool = False, fused: bool = False) -> MlpSpec:
 def _experts(flavor: Flavor) -> MoeSpec:
     visited = flavor.top_k + flavor.num_shared_experts
     size = flavor.moe_inter_dim or swiglu_size(flavor.dim, flavor.ffn_dim_multiplier, flavor.multiple_of, visited)
-    together = size * flavor.num_shared_experts  # shared experts are one wide block
+    shared_size = size * flavor.num_shared_experts  # shared experts are one wide block
     return MoeSpec(
         experts=flavor.num_experts,
         top_k=flavor.top_k,
         expert=_mlp(size, bias=flavor.bias, fused=flavor.fused_experts),
-        shared=_mlp(together) if together else None,
+        shared=_mlp(shared_size) if shared_size else None,
         shared_gate=flavor.shared_expert_gate,
         router_bias=flavor.bias,
     )

@@ -1,4 +1,4 @@
-"""Other sizes of a model, for questions about architectures: one size is set, and what belongs to it is scaled along."""
+"""Vary the sizes of a model, to compare architectures: one size is set, and the sizes that belong to it are scaled with it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +16,11 @@ SIZES = {
     "experts": "experts",
 }
 """What can be varied, and the limit that applies to it."""
-MULTIPLE = 128  # of widths that are scaled along: what all recipes and tensor parallelism divide
+MULTIPLE = 128  # scaled widths are multiples of this, so that all recipes and tensor parallelism can use them
 
 
 def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
-    """The model with these sizes. A size that is given is not scaled along.
+    """The model with these sizes. Sizes that are given are not scaled.
 
     With `hidden`, MLPs, heads (of mixers too) and latent ranks keep their ratio to it (rounded to multiples of 128); the size of
     a head stays. Key/value heads stay too if they divide the heads. With `layers`, the kinds of layers keep their shares.
@@ -110,11 +110,11 @@ def _mlp(mlp: MlpSpec | MoeSpec, ratio: float, values: Mapping[str, int]) -> Mlp
 
 
 def _scaled(size: int, ratio: float) -> int:
-    """In the same ratio, as a multiple of 128; as it is where nothing is scaled."""
+    """The width scaled by the ratio, as a multiple of 128; unchanged if the ratio is 1."""
     return size if ratio == 1 else min(max(round(size * ratio / MULTIPLE), 1) * MULTIPLE, LARGEST["intermediate_size"])
 
 
 def check_varied(model: ModelSpec, names: Mapping[str, object]) -> None:
-    """A `UserError` for a size that this model does not have."""
+    """Raise a `UserError` for a size that this model does not have."""
     if "experts" in names and not any(layer.is_moe for layer in model.layers):
         raise UserError(f"experts cannot vary: {model.name} has none", "vary hidden, layers, intermediate, heads or sequence")

@@ -41,7 +41,7 @@ class LinearPlace:
 
 @dataclass
 class Taken:
-    """What is known of a linear in the running step."""
+    """The tensors and facts of a linear in the current step."""
 
     place: LinearPlace
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class StepCapture:
         """Bytes for the samples of each linear; None where only maxima are recorded."""
         self.seed = seed
         self.histories: Mapping[str, Sequence[StepFacts]] = {}
-        """Of every linear, the largest maxima of the steps before."""
+        """The largest maxima of the steps before, for every linear."""
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
 
@@ -92,9 +92,9 @@ class StepCapture:
         hold: bool = False,
     ) -> None:
         """After the module ran: `x` [M, K]; of `output`, `rows` belong to this linear. `passes`: those that run.
-        `hold`: X will not come again.
+        `hold`: X will not be recomputed.
 
-        A later call takes the place of one that has no gradient yet: it may never get one.
+        A later call replaces an earlier one without a gradient, which may never get one.
         """
         if self.is_done(place) or not output.requires_grad or not len(x) or _recomputes() or captures_graph():
             return
@@ -135,7 +135,7 @@ class StepCapture:
         taken.x, taken.version = x.detach(), x._version
 
     def _complete(self, taken: Taken) -> None:
-        """Draw the sample, and let go of the tensors."""
+        """Draw the sample, and release the tensors."""
         x, dy, key = taken.x, taken.dy, taken.place.key
         taken.x = taken.dy = None
         if x is not None and x._version != taken.version:
@@ -152,17 +152,17 @@ class StepCapture:
 
     @contextmanager
     def _one_linear(self, place: LinearPlace) -> Iterator[None]:
-        """What fails with one linear is said in the file, and the others are recorded."""
+        """Note an error of one linear in the file, and go on with the others."""
         try:
             yield
         except Exception as error:
             self.problems[place.key] = in_a_line(error)
 
     def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
-        """What was recorded of every linear. Where no gradient arrived, what is known without it."""
+        """The recorded facts and tensors of every linear; without a gradient, those that need none."""
         maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
         values = iter(_numbers(maxima))
-        found = {}
+        recorded = {}
         for key, taken in self.linears.items():
             if self.budgets is None:
                 tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
@@ -170,8 +170,8 @@ class StepCapture:
             elif taken.facts is None and taken.x is not None:
                 self._complete(taken)
             if taken.facts is not None:
-                found[key] = (taken.facts, taken.kept)
-        return found
+                recorded[key] = (taken.facts, taken.kept)
+        return recorded
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def captures_graph() -> bool:
-    """Whether a CUDA graph is being captured: nothing may wait for the GPU then."""
+    """Whether a CUDA graph is being captured, which allows no synchronization."""
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
@@ -215,9 +215,9 @@ def running_passes(*, dgrad: bool, wgrad: bool) -> tuple[Pass, ...]:
 
 
 def unchanged(output: Tensor) -> Tensor:
-    """Where the gradient of an output arrives even if it is changed in place, as by an activation.
+    """The tensor that receives the gradient of an output even if the output is changed in place, for example by an activation.
 
-    That is the tensor that it is a view of, if it shows all of it.
+    That is the base of the output, if the output is a view of all of it.
     """
     base = output._base
     whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
@@ -246,7 +246,7 @@ def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> t
 
 
 def _saving_hook() -> str:
-    """The name of what packs the tensors that autograd saves; empty where they are saved as they are."""
+    """The name of the hook that packs the tensors that autograd saves; empty if there is none."""
     try:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(*(True,))
     except (AttributeError, TypeError):  # an older torch
@@ -264,7 +264,7 @@ def _recomputes() -> bool:
 
 
 def _numbers(maxima: Sequence[Tensor]) -> list[float]:
-    """All at once: the GPU is waited for once per device."""
+    """The values of all tensors, with one synchronization per device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, one in enumerate(maxima):
         by_device.setdefault(one.device, []).append(index)

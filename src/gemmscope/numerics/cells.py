@@ -39,7 +39,7 @@ class Cells:
 
     @property
     def recipes(self) -> list[str]:
-        """The smallest error first."""
+        """The recipes, the smallest error first."""
         return sorted(self.squares, key=lambda name: (self.error(name), name != BASELINE))
 
     @property
@@ -53,7 +53,7 @@ class Cells:
 
 
 def cells_of(linears: Sequence[LinearError]) -> Cells | None:
-    """The table of all linears; None if there is not one number in it."""
+    """The table of all linears; None if it would have no numbers."""
     known: dict[tuple[int, str], dict[str, list[float]]] = {}
     sizes: dict[tuple[int, str], int] = {}
     ops: dict[str, str] = {}

@@ -199,7 +199,7 @@ def _oriented(weights: dict[str, StoredWeight]) -> dict[str, StoredWeight]:
 
 
 def check_model(checkpoint: str, weights: Mapping[str, StoredWeight], names: Mapping[str, LinearName], model: ModelSpec) -> None:
-    """A `UserError` if layers or sizes are those of another model. What has no known op is not compared."""
+    """Raise a `UserError` if layers or sizes are those of another model. Linears without a known op are not compared."""
     layers = {name.layer for name in names.values() if name.layer is not None}
     other = f"{checkpoint} is a checkpoint of another model"
     hint = "give the config of this checkpoint, or none"

@@ -35,7 +35,7 @@ COPIES = 3  # of the weights in float32: the model's own, and what the largest l
 
 @dataclass(frozen=True)
 class DepthReport:
-    """The errors of every recipe, the layers they belong to in the order they run, and what the reader must know."""
+    """The errors of every recipe, the layers they belong to in the order they run, and notes for the reader."""
 
     depth: tuple[DepthError, ...]
     layers: tuple[str, ...]
@@ -78,7 +78,7 @@ def depth_of_factory(
     with _one_message():
         built = load_factory(reference, micro_batch, sequence, device)
         report = _compared(built, recipes, backend, None, 0)
-    notes = ("weights as the factory makes them", *(() if built.own_inputs else ("the inputs are random token ids",)))
+    notes = ("the weights are those of the factory", *(() if built.own_inputs else ("the inputs are random token ids",)))
     return replace(report, notes=(*notes, *report.notes))
 
 
@@ -117,7 +117,7 @@ def depth_message(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None:
-    """A UserError where a model does not fit, or would take too long on a CPU."""
+    """Raise a `UserError` if a model does not fit, or would take too long on a CPU."""
     name, needed = f"the model has {parameters_text(parameters)} parameters", COPIES * 4 * parameters
     fewer = f"reduce {option('layers')}, or pass a smaller config"
     if device != "cpu":
@@ -132,7 +132,7 @@ def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None
 
 
 def _free_memory() -> int:
-    """Bytes that this machine can still give; unknown systems are taken to have enough."""
+    """Free memory of this machine in bytes; unlimited on unknown systems."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
             facts = dict(line.split(":", 1) for line in lines)
@@ -143,7 +143,7 @@ def _free_memory() -> int:
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Turn whatever a module raises into one message."""
+    """Turn any exception of the module into a `UserError`."""
     try:
         yield
     except UserError:
@@ -165,7 +165,7 @@ def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | N
     emulations = {name: _emulation(built.module, name, backend, keep, seed, layers) for name in recipes}
     with _restored_buffers(built.module):
         reference = _run(built, layers)
-        found, notes = [], []
+        errors, notes = [], []
         for name, emulation in emulations.items():
             with emulation:
                 if emulation.delayed:  # the scales come from an earlier step: here from the same batch
@@ -175,7 +175,7 @@ def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | N
                 run = _run(built, layers)
             error = _error(name, run, reference)
             if all(map(isfinite, (*error.forward, *error.backward, error.loss or 0.0))):
-                found.append(error)
+                errors.append(error)
             else:
                 notes.append(f"{name}: not finite")
     kept = {path: reason for emulation in emulations.values() for path, reason in emulation.kept.items()}
@@ -183,7 +183,7 @@ def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | N
         notes.append(f"{len(kept)} of {len(kept) + len(next(iter(emulations.values())).linears)} linears are not emulated")
     if expert_weights(built.module):
         notes.append("the weights of experts that are not nn.Linear are not emulated")
-    return DepthReport(tuple(found), reference.layers, max(len(one.linears) for one in emulations.values()), tuple(notes))
+    return DepthReport(tuple(errors), reference.layers, max(len(one.linears) for one in emulations.values()), tuple(notes))
 
 
 def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, seed: int, layers: Sequence[str]) -> Emulation:
@@ -203,7 +203,7 @@ def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, 
 
 @dataclass(frozen=True)
 class _Run:
-    """One forward and backward pass: what left every layer, what gradient reached its input, and the loss."""
+    """One forward and backward pass: the output of every layer, the gradient of its input, and the loss."""
 
     layers: tuple[str, ...]
     outputs: list[torch.Tensor]
@@ -256,8 +256,8 @@ def _run(built: Built, layers: Sequence[str]) -> _Run:
     finally:
         for handle in handles:
             handle.remove()
-    found = zip(gradients, inputs, strict=True)
-    kept = [_kept(torch.zeros_like(tensor) if gradient is None else gradient) for gradient, tensor in found]
+    pairs = zip(gradients, inputs, strict=True)
+    kept = [_kept(torch.zeros_like(tensor) if gradient is None else gradient) for gradient, tensor in pairs]
     return _Run(tuple(paths), outputs, kept, None if loss is None else float(loss.detach()))
 
 
@@ -266,24 +266,24 @@ def _is_float(value: Any) -> bool:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory of the CPU: that of the GPU may be full."""
+    """A copy in CPU memory, because GPU memory may be full."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _start(target: torch.Tensor) -> torch.Tensor:
-    """Where a gradient starts if there is no loss: random values, always the same."""
+    """The gradient to start from if there is no loss: random values, always the same."""
     values = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
     return values.to(device=target.device, dtype=target.dtype)
 
 
 def _devices(device: torch.device | str) -> list[torch.device]:
-    """What `fork_rng` must remember besides the CPU's random state."""
+    """The devices whose random state `fork_rng` must save besides the CPU's."""
     return [torch.device(device)] if torch.device(device).type == "cuda" else []
 
 
 @contextmanager
 def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Running statistics, caches: what a forward pass writes to buffers is undone."""
+    """Restore the buffers (running statistics, caches) that a forward pass writes to."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Linears of a live module that compute as a recipe does, on any device: an emulation for formats that it does not have.
+"""Linears of a live module that compute as a recipe does, on any device: it emulates formats that the device lacks.
 
     with emulate(model, "NVFP4", keep=["lm_head"]):
         loss = model(batch)
@@ -80,12 +80,12 @@ class Emulation:
         self.kept: dict[str, str] = {}
         generators, quantize = (None, compiled_factors()) if compiled else (_Generators(seed), quantized_factors)
         self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
-        found = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
-        if not found:
+        linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+        if not linears:
             name = type(module).__name__
             raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
-        is_kept = _keeper(keep, found)
-        for path, linear in found.items():
+        is_kept = _keeper(keep, linears)
+        for path, linear in linears.items():
             reason = "kept" if is_kept(path) else _why_not(linear, multiple)
             if reason:
                 self.kept[path] = reason
@@ -103,7 +103,7 @@ class Emulation:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Inside, nothing is quantized, and histories of delayed scaling are filled."""
+        """A context in which nothing is quantized and the histories of delayed scaling are filled."""
         for _, emulated in self._linears.values():
             emulated.observing = True
         try:
@@ -126,7 +126,7 @@ class Emulation:
 
 
 def _passes(recipe: str | Passes, backend: str) -> tuple[Passes, int]:
-    """The operands of every pass, and what features must be a multiple of."""
+    """The operands of every pass, and the number that features must be a multiple of."""
     if not isinstance(recipe, str):
         return recipe, 1
     known = find_recipe(recipe)
@@ -148,14 +148,15 @@ def _is_emulated(linear: nn.Linear) -> bool:
     return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
 
 
-def _keeper(keep: Keep, found: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
+def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
+    """A function that tells whether the linear of a path is kept; a `UserError` if a name matches no linear."""
     if callable(keep):
         return keep
     names = [keep] if isinstance(keep, str) else list(keep)
     for name in names:
-        if not isinstance(name, str) or not any(_matches(path, name) for path in found):
-            similar = closest(str(name), {end for path in found for end in (path, path.rpartition(".")[2])})
-            hint = f"did you mean {' or '.join(similar)}?" if similar else f"linears: {', '.join(list(found)[:8])}"
+        if not isinstance(name, str) or not any(_matches(path, name) for path in linears):
+            similar = closest(str(name), {end for path in linears for end in (path, path.rpartition(".")[2])})
+            hint = f"did you mean {' or '.join(similar)}?" if similar else f"linears: {', '.join(list(linears)[:8])}"
             raise UserError(f"keep: no linear is called {shown(name)}", hint)
     return lambda path: any(_matches(path, name) for name in names)
 
@@ -192,13 +193,13 @@ class EmulatedLinear:
         self.observing = False
 
     def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """What `nn.Linear.forward` does, with quantized operands."""
+        """`nn.Linear.forward` with quantized operands."""
         weight, bias, device = linear.weight, linear.bias, x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         elif x.dtype != weight.dtype:
-            return functional.linear(x, weight, bias)  # its error is the one that people know
+            return functional.linear(x, weight, bias)  # raises PyTorch's own error
         output: torch.Tensor = _EmulatedGemms.apply(x, weight, bias, self)
         return output
 

@@ -83,7 +83,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class OperandNoise:
-    """What the quantization of one operand does to the GEMM."""
+    """The error that the quantization of one operand causes in the GEMM."""
 
     parallel: Ratio
     """α: the part of the output's error that is parallel to the output."""
@@ -155,7 +155,7 @@ def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: Operand
 def operand_error(
     sample: OperandSample, operand: GemmOperand, quantized: SampledQuantization, columns: Tensor, octaves: float | None
 ) -> OperandError:
-    """The operand by itself: its relative error, and which values are lost."""
+    """The error of the operand itself: its relative error, and the values that are lost."""
     weights = sample.weights.float()
 
     def total(values: Tensor) -> float:
@@ -201,8 +201,8 @@ class GemmNoise:
 
 
 def gemm_noise(first: OperandNoise, second: OperandNoise, gain: float, correlation: tuple[float, ...]) -> GemmNoise:
-    """Both operands together; `correlation` is that of their parts, with its standard deviation, and what the product of their
-    errors adds, where that was measured."""
+    """The noise of a GEMM from that of both operands; `correlation` is that of their parts, with its standard deviation, and what
+    the product of their errors adds, where that was measured."""
     alpha, beta = first.parallel.value, second.parallel.value
     change = (1 + alpha) * (1 + beta) - 1
     from_first, from_second = (1 + beta) ** 2 * first.rest.value, (1 + alpha) ** 2 * second.rest.value

@@ -12,7 +12,7 @@ EXPERTS = 2  # of each layer
 
 
 def few_experts(names: Mapping[str, LinearName], seed: int) -> dict[str, int]:
-    """The linears to sample: path → the number of experts that it stands for, 1 where it is no expert.
+    """The linears to sample: path → the number of experts that it stands for, 1 where it is not an expert.
 
     >>> from gemmscope.numerics.names import name_linears
     >>> paths = [f"layers.0.experts.{number}.up_proj" for number in range(8)] + ["layers.0.o_proj"]

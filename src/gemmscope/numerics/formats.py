@@ -26,7 +26,7 @@ class NumberFormat:
 
     @property
     def max_exponent(self) -> int:
-        """Of the largest power of two."""
+        """The exponent of the largest power of two."""
         return frexp(self.max)[1] - 1
 
     @property

@@ -23,18 +23,18 @@ class LinearErrors:
         self._gemms: dict[tuple[int, Pass], SampledGemm] = {}
 
     def of(self, recipe: str, backend: str = "") -> LinearError:
-        """Its errors in a recipe, or why there are none."""
+        """The errors of the linear in a recipe, or why there are none."""
         facts = self.linear.facts
-        found = recipe_named(recipe)
+        known = recipe_named(recipe)
         about = LinearError(
             name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
-            recipe=found.name,
+            recipe=known.name,
         )  # fmt: skip
-        if failure := self._failure(found, backend):
+        if failure := self._failure(known, backend):
             return about.model_copy(update={"failure": failure})
         if not self._has_gemms():
-            return about.model_copy(update={"weight": self._weight(operands(found.name, "fprop", backend)[0])})
-        passes = tuple(self._pass(name, operands(found.name, name, backend)) for name in self._measurable())
+            return about.model_copy(update={"weight": self._weight(operands(known.name, "fprop", backend)[0])})
+        passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in self._measurable())
         if not passes:
             return about.model_copy(update={"failure": "the exact outputs of its GEMMs are zero, so there is no relative error"})
         return about.model_copy(update={"passes": passes})

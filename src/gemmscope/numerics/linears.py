@@ -22,7 +22,7 @@ PACKAGES = ("transformer_engine", "megatron", "transformers")
 
 
 def kind_of(module: nn.Module) -> str:
-    """The linear that a module is, by the first of its classes that is known; empty if it is none."""
+    """The linear that a module is, by the first of its classes that is known; empty if it is not one."""
     for base in type(module).__mro__:
         if base is nn.Linear:
             return "Linear"
@@ -52,7 +52,7 @@ def places_of(path: str, module: nn.Module, experts: tuple[int, ...] | None = No
 
 
 def expert_count(module: nn.Module) -> int:
-    """How many experts a grouped linear has; 0 if it is none."""
+    """How many experts a grouped linear has; 0 if it is not one."""
     return int(module.num_gemms) if kind_of(module) == GROUPED else 0
 
 

@@ -30,6 +30,6 @@ def measure_linear(
     given = (tensor.to(dtype) if tensor is not None else None for tensor in (x, w, dy))
     try:
         probes = measure_probes(*given, random=random, history=scale_maxima(history, facts), passes=passes)
-    except torch.OutOfMemoryError:  # they need more memory than the sample, most of all for large vocabularies
+    except torch.OutOfMemoryError:  # probes need more memory than the sample, especially for large vocabularies
         return facts, kept
     return facts.model_copy(update={"probes": probes}), kept

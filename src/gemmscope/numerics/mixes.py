@@ -1,12 +1,13 @@
 """Which linears and which first or last layers to keep in a higher precision, so that the error stays below a bound.
 
-A mix is a recipe for most cells (a cell is one linear of one layer) and a second one, with a smaller error, for what is kept
-higher: all linears of the first and the last layers, and some linears in every layer. Frameworks can be told this; they cannot be
-told single cells.
+A mix is a recipe for most cells (a cell is one linear of one layer) and a second recipe with a smaller error for the rest: all
+linears of the first and the last layers, and some linears in every layer. Frameworks can be configured this way, but not cell by
+cell.
 
 The error of a mix is the root mean square over its cells; its time is a sum over them (`speeds.py`). Its cost is its time, and
 half a percent of the time in BF16 for every part that must be configured: a linear, the first layers, the last layers, a second
-recipe. Without that, the best mix would keep a dozen things higher for a thousandth of the time, which no speedup resolves.
+recipe. Without that cost, the best mix would keep a dozen parts in higher precision for a thousandth of the time, less than any
+speedup can resolve.
 
 All of this follows from sums over rows and columns of a table, so that all mixes are tried: every pair of recipes, `MOST_ENDS`
 first and as many last layers, every set of linears. With more than `MOST_LISTED` linears the sets are not listed. They are built
@@ -29,7 +30,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
 from gemmscope.results.numerics import Mix, MixedPrecision
 
-MOST_ENDS = 16  # first layers, and last layers: who keeps more of them keeps a linear
+MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
 MOST_LISTED = 12  # linears whose sets are all listed: 4096 of them
 MOST_SETS = 20_000  # that are kept while they are built up; see `_thinned`
 MOST_SHOWN = 20  # mixes of the frontier
@@ -50,11 +51,11 @@ class MixPlan:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether anything is kept higher."""
+        """Whether anything is kept in higher precision."""
         return self.first > 0 or self.last > 0 or any(self.kept)
 
     def mask(self, cells: Cells) -> Values:
-        """1 for the cells that are kept higher, else 0."""
+        """1 for the cells that are kept in higher precision, else 0."""
         kept = np.zeros(cells.flops.shape)
         kept[:, np.array(self.kept or (False,) * len(cells.linears), dtype=bool)] = 1.0
         kept[: self.first] = 1.0
@@ -110,7 +111,7 @@ def _parts(plan: MixPlan, kept: Values) -> dict[str, Values]:
 
 
 def _near(value: float) -> float:
-    """Equal for two sums of the same numbers."""
+    """A rounded value that is equal for two sums of the same numbers."""
     return float(f"{value:.9e}")
 
 
@@ -152,7 +153,7 @@ def _all_plans(cells: Cells, speeds: Speeds) -> Iterator[ScoredPlans]:
 
 def _pair(cells: Cells, speeds: Speeds, recipe: str, higher: str) -> ScoredPlans:
     """All mixes of two recipes that no other one of them beats."""
-    gains = cells.squares[recipe] - cells.squares[higher]  # of squared error, if a cell is kept higher
+    gains = cells.squares[recipe] - cells.squares[higher]  # of squared error, if a cell is kept in higher precision
     saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
     costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
     layers, linears = gains.shape
@@ -188,7 +189,7 @@ def _ends(layers: int) -> Iterator[tuple[int, int]]:
 
 
 def _listed(linears: int) -> Sets:
-    """Every set of linears but all of them, the smallest first."""
+    """Every set of linears except the full one, the smallest first."""
     sets = (np.arange(2**linears - 1)[:, None] >> np.arange(linears)) & 1
     return (sets[np.argsort(sets.sum(axis=1), kind="stable")]).astype(bool)
 
@@ -206,7 +207,7 @@ def _built(gains: Values, costs: Values) -> Sets:
 
 
 def _thinned(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
-    """The front; with very many points, one in every 20,000th of its range of errors: the cheapest there."""
+    """The front, thinned to `MOST_SETS` points: the cheapest one in each interval of errors."""
     front = _front(squares, costs)
     if len(front) <= MOST_SETS:
         return front
@@ -216,7 +217,7 @@ def _thinned(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
 
 
 def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
-    """The places of the points that no other one beats in both, by cost; of equal points the first one."""
+    """The indices of the points that no other point beats in both error and cost, by cost; of equal points, the first."""
     squares, costs = (np.round(values / max(np.abs(values).max(), 1e-300), DIGITS) for values in (squares, costs))
     order = np.lexsort((squares, costs))
     least = np.minimum.accumulate(np.concatenate([[np.inf], squares[order][:-1]]))

@@ -109,7 +109,7 @@ def _op(rest: str, *, routed: bool) -> str:
 
 
 def _with_gates(names: Mapping[str, LinearName], sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
-    """`Up` instead of `Gate+Up` where an MLP has no gate: its first linears are together as wide as the input of its last one."""
+    """`Up` instead of `Gate+Up` where an MLP has no gate: its first linears add up to the input width of its last one."""
     wide: Counter[tuple[int | None, int | None, str]] = Counter()
     narrow: dict[tuple[int | None, int | None, str], int] = {}
     for path, name in names.items():
@@ -118,13 +118,13 @@ def _with_gates(names: Mapping[str, LinearName], sizes: Mapping[str, tuple[int, 
             wide[block] += sizes[path][1]
         elif name.op.endswith(" Down"):
             narrow[block] = max(narrow.get(block, 0), sizes[path][0])
-    found = dict(names)
+    renamed = dict(names)
     for path, name in names.items():
         block = (name.layer, name.expert, name.op.rpartition(" ")[0])
         gated = "gate" in name.linear.rpartition(".")[2]
         if name.op.endswith(" Gate+Up") and not gated and wide[block] == narrow.get(block):
-            found[path] = replace(name, op=name.op.replace("Gate+Up", "Up"))
-    return found
+            renamed[path] = replace(name, op=name.op.replace("Gate+Up", "Up"))
+    return renamed
 
 
 def _latent_queries(names: Mapping[str, LinearName]) -> dict[str, LinearName]:

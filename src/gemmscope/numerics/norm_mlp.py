@@ -24,7 +24,7 @@ GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", 
 
 
 def norm_mlp_places(path: str, module: Any) -> list[LinearPlace]:
-    """Its two linears; none where this module cannot stand in for it."""
+    """The two linears of a LayerNormMLP; none if `NormMlp` does not support it."""
     if module.activation not in {*ACTIVATIONS, *GATED} or getattr(module, "tp_size", 1) > 1:
         return []
     names = (("fc1", module.fc1_weight.shape), ("fc2", module.fc2_weight.shape))
@@ -32,7 +32,7 @@ def norm_mlp_places(path: str, module: Any) -> list[LinearPlace]:
 
 
 class NormMlp(nn.Module):  # type: ignore[misc]
-    """The same computation, in the type of its input, with each linear as a module of its own."""
+    """The computation of a LayerNormMLP, in the type of its input, with each linear as a module of its own."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

@@ -64,8 +64,8 @@ def operands(recipe: str, pass_name: str, backend: str = "") -> tuple[GemmOperan
     """
     if pass_name not in TENSORS:
         raise UserError(f"unknown pass {shown(pass_name)}", f"one of: {', '.join(TENSORS)}")
-    found = recipe_named(recipe)
-    names = _table()["recipes"][found.name][library_of(found, backend)][pass_name]
+    known = recipe_named(recipe)
+    names = _table()["recipes"][known.name][library_of(known, backend)][pass_name]
     first, second = (
         GemmOperand(tensor, (pass_name, tensor) in COLUMNWISE, quantizer_named(name))
         for tensor, name in zip(TENSORS[pass_name], names, strict=True)

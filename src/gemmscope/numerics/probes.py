@@ -5,7 +5,7 @@ Mostly they are. They are not where values repeat: equal tokens have equal round
 the error in the first layer of a language model. The outputs of a few rows and a few columns are too few to show it. So the
 recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
 
-There is one probe for every way of rounding: recipes that round alike have alike errors, whatever the sizes of their blocks.
+There is one probe for every way of rounding: recipes that round alike have similar errors, whatever their block sizes.
 errors.py takes the difference between a recipe and its probe from the sample.
 
 What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
@@ -45,7 +45,7 @@ Probes = Mapping[str, tuple[float, ...]]
 
 
 def rounding_of(quantizer: Quantizer) -> str:
-    """What makes errors alike: the format, whether scales are powers of two, and what randomizes rounding.
+    """The way of rounding, which errors depend on: the format, whether scales are powers of two, and what randomizes it.
 
     >>> rounding_of(Quantizer("e4m3", "mx_te", 32)), rounding_of(Quantizer("e2m1", "nvfp4_te", 16, stochastic=True))
     ('e4m3-power-of-two', 'e2m1-stochastic')
@@ -68,11 +68,11 @@ def pair_key(pass_name: Pass, first: Quantizer, second: Quantizer) -> str:
 @cache
 def reference_quantizers(pass_name: Pass, tensor: TensorName) -> Mapping[str, Quantizer]:
     """One quantizer for every way of rounding that a recipe uses for this operand, by the name of its probe."""
-    found: dict[str, Quantizer] = {}
+    quantizers: dict[str, Quantizer] = {}
     for first, second in _pairs(pass_name):
         quantizer = first if OPERANDS[pass_name][0] == tensor else second
-        found.setdefault(probe_key(pass_name, tensor, quantizer), quantizer)
-    return found
+        quantizers.setdefault(probe_key(pass_name, tensor, quantizer), quantizer)
+    return quantizers
 
 
 @cache
@@ -183,7 +183,7 @@ def _side(
 
 def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     exact, squares, across = _rotated(rows, signs), 0.0, 0.0
-    for error in (_rotated(each, signs) for each in drawn):
+    for error in (_rotated(values, signs) for values in drawn):
         squares = squares + weights @ error.square()
         across = across + weights @ (error * exact)
     return squares / len(drawn), across / len(drawn)
@@ -251,10 +251,12 @@ def _measure_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dic
         if key not in measured and names[0] in first.errors and names[1] in second.errors:
             alpha, beta = measured[names[0]][2], measured[names[1]][2]
             errors = (first.errors[names[0]] - alpha * first.rows, second.errors[names[1]] - beta * second.rows)
-            found = _correlation(errors[0] @ second.rows.T, first.rows @ errors[1].T, first.weights, second.weights)
+            correlation, standard_error = _correlation(
+                errors[0] @ second.rows.T, first.rows @ errors[1].T, first.weights, second.weights
+            )
             share = _share_of_mean(first, names[0], measured) * _share_of_mean(second, names[1], measured)
-            measured[key] = (found[0] * share, found[1] * share)
-            if not (one.delayed or other.delayed):  # there, values that saturate make the product of errors add up, too
+            measured[key] = (correlation * share, standard_error * share)
+            if not (one.delayed or other.delayed):  # with delayed scaling, values saturate and the products of errors add up too
                 measured[key] += (_second_order(first, names[0], second, names[1]),)
     return measured
 
@@ -268,7 +270,7 @@ def _second_order(first: ProbedRows, key: str, second: ProbedRows, other: str) -
 
 
 def _share_of_mean(side: ProbedRows, key: str, measured: Probes) -> float:
-    """Of the error's norm: all of it, except for stochastic rounding, only whose mean is correlated with anything."""
+    """The share of the error's norm that can be correlated: 1, except with stochastic rounding, where only the mean is."""
     rest, parallel = measured[key][0], measured[key][2]
     squares, across = side.means[key]
     of_mean, _ = weighted_ratio(squares - 2 * parallel * across + parallel**2 * side.exact, side.exact, side.weights)
@@ -276,7 +278,7 @@ def _share_of_mean(side: ProbedRows, key: str, measured: Probes) -> float:
 
 
 def _correlation(one: Tensor, other: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
-    """Of two errors of the same outputs, each [s, t], with its standard error from both draws."""
+    """The correlation of two errors of the same outputs, each [s, t], with its standard error from both draws."""
     product = one * other
     scale = sqrt(float(rows @ one.square() @ columns) * float(rows @ other.square() @ columns))
     variance = 0.0

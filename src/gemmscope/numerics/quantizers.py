@@ -68,7 +68,7 @@ class Quantizer:
 
     @property
     def two_levels(self) -> bool:
-        """Blocks are scaled, and the whole tensor too."""
+        """Whether both the blocks and the whole tensor are scaled."""
         return self.rule.startswith("nvfp4")
 
     def __call__(

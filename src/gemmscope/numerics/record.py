@@ -142,7 +142,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
             say(f"gemmscope: wrote {self.path}; now: gemmscope numerics {self.path}")
 
     def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:
-        """Run it; if it fails, say so, give up recording, and let the training go on."""
+        """Run a function; if it fails, report it, stop recording, and let the training go on."""
 
         def safe(*args: Any, **kwargs: Any) -> None:
             if self._failed:

@@ -24,7 +24,7 @@ from gemmscope.numerics.sample import random_for
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
 FACTS_BYTES = 4_500
 MAXIMA_BYTES = 260  # of a step without samples
-SMALLEST_SHARE = 16_000  # bytes for the samples of a linear, below which they say nothing
+SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class ModelRecorder:
                 del self._kept[step]
 
     def remove(self) -> None:
-        """The hooks."""
+        """Remove the hooks."""
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
 
     def write(self, path: Path) -> str:
-        """The file; instead, why there is none."""
+        """Write the file. Returns an empty string, or why there is nothing to write."""
         linears = tuple(self._linear_facts(key) for key in self._plan.keys)
         if not any(linear.steps for linear in linears):
             return next(iter(self._problems.values()), "") or _nothing(self._plan)
@@ -134,9 +134,9 @@ def _class_name(model: nn.Module) -> str:
 
 def _nothing(plan: RecordingPlan) -> str:
     if not plan.keys:
-        return "the model has no linears that are known"
-    hint = "; if it is compiled, give what torch.compile returned; CUDA graphs cannot be recorded" if not plan.regions else ""
-    return f"none of the model's {len(plan.keys)} linears ran and got a gradient{hint}"
+        return "the model has no known linears"
+    compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
+    return f"none of the model's {len(plan.keys)} linears ran and got a gradient{'' if plan.regions else compiled}"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -152,11 +152,11 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
 
 def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> RecordingPlan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
-    found = list(_found(model))
+    modules = list(_modules_with_linears(model))
     sizes: dict[str, tuple[int, int]] = {}
     kinds: dict[str, str] = {}
     experts: dict[str, int] = {}
-    for path, module, _ in found:
+    for path, module, _ in modules:
         for place in _all_places(path, module, seed):
             sizes[place.key], kinds[place.key] = (place.inputs, place.outputs), type(module).__name__
             experts[place.key] = expert_count(module) or _parameter_experts(module, place.key)
@@ -168,12 +168,12 @@ def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> Recor
     names, notes = _fitting(names, settings)
     notes += tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
-        for path, module, _ in found
+        for path, module, _ in modules
         if kind_of(module) and not _all_places(path, module, seed)
     )
     plain: list[tuple[nn.Module, list[LinearPlace]]] = []
     inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]] = {}
-    for path, module, region in found:
+    for path, module, region in modules:
         places = [place for place in _all_places(path, module, seed) if place.key in names]
         stacked = [] if kind_of(module) else _stacked(path, module, names)
         if region is None and not stacked and kind_of(module) != NORM_MLP:
@@ -188,7 +188,7 @@ def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> Recor
 
 
 def _named(sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
-    """Each part of a pipeline stage by itself: their layers have the same numbers."""
+    """Name the linears of each part of a pipeline stage separately, because their layers have the same numbers."""
     parts: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for key, size in sizes.items():
         parts[key.partition(".")[0] if key.startswith(CHUNK) else ""][key] = size
@@ -196,7 +196,7 @@ def _named(sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
 
 
 def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
-    """With pipeline parallelism, modules are counted from 0 on every rank. Megatron's layers know their number, from 1."""
+    """The name with its layer's number in the whole model. Pipeline ranks count from 0; Megatron's layers have their number."""
     module, numbers = model, list[int]()
     for part in key.split("."):
         module = getattr(module, part, None)
@@ -208,11 +208,13 @@ def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
 def linear_sizes_of(model: nn.Module, seed: int) -> dict[str, tuple[int, int]]:
     """Path → inputs and outputs of every linear; of experts that share a module, of some."""
     return {
-        place.key: (place.inputs, place.outputs) for path, module, _ in _found(model) for place in _all_places(path, module, seed)
+        place.key: (place.inputs, place.outputs)
+        for path, module, _ in _modules_with_linears(model)
+        for place in _all_places(path, module, seed)
     }
 
 
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+def _modules_with_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
     """Path, module and the outermost compiled module around it, of every module that has linears."""
     compiled: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
@@ -261,13 +263,13 @@ def _stacked(path: str, module: nn.Module, names: Mapping[str, LinearName]) -> l
 
 
 def _chosen(count: int, seed: int, path: str) -> tuple[int, ...]:
-    """The same experts for all linears of a layer."""
+    """The experts to record: the same ones for all linears of a layer."""
     random = random_for(seed, unwrapped(path).rpartition(".")[0])
     return tuple(sorted(int(number) for number in random.choice(count, min(EXPERTS, count), replace=False)))
 
 
 def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
-    """Paths that differ only in their wrappers keep them."""
+    """Make names unique: paths that differ only in their wrappers keep the wrappers."""
     seen: set[str] = set()
     unique = {}
     for key, name in names.items():
@@ -277,7 +279,7 @@ def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
 
 
 def _fitting(names: dict[str, LinearName], settings: Mapping[str, Any]) -> tuple[dict[str, LinearName], tuple[str, ...]]:
-    """All linears, or those of layers at equal distances, so that each has a share of the file that suffices."""
+    """All linears, or those of layers at equal distances, so that each has a large enough share of the file."""
     layers = sorted({name.layer for name in names.values() if name.layer is not None})
     few, count = names, len(layers)
     while few and share_of([name.path for name in few.values()], settings) < SMALLEST_SHARE:

@@ -112,7 +112,7 @@ class LinearFacts(Part):
 
 
 class RecordingFacts(Part):
-    """All that a recording says of itself."""
+    """The metadata of a recording."""
 
     version: int = VERSION
     source: Source
@@ -256,7 +256,7 @@ class TensorRecording:
         return len({linear.facts.layer for linear in self.linears if linear.facts.layer is not None})
 
     def write(self, path: str | Path) -> None:
-        """All of it to one file."""
+        """Write the recording to one file."""
         tensors = {
             tensor_key(linear.name, step.facts.step, name): step.load(name)
             for linear in self.linears
@@ -267,7 +267,7 @@ class TensorRecording:
 
 
 def earlier_maxima(steps: Iterable[StepFacts], step: int) -> dict[TensorName, float]:
-    """The largest maximum of every tensor in the recorded steps before this one. Without any, nothing."""
+    """The largest maximum of every tensor in the recorded steps before this one. Empty if there are none."""
     history: dict[TensorName, float] = {}
     for one in steps:
         if step - HISTORY <= one.step < step:
@@ -369,7 +369,7 @@ def _facts(file: TensorFile, path: str | Path) -> RecordingFacts:
 
 
 def _problems(facts: RecordingFacts, file: TensorFile) -> Iterator[str]:
-    """What would fail later: names that occur twice, tensors that are missing or of another shape."""
+    """Problems that would fail later: duplicate names, missing tensors, wrong shapes."""
     names = [linear.name for linear in facts.linears]
     if len(set(names)) < len(names):
         yield "a linear occurs twice"

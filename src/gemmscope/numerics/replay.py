@@ -41,7 +41,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of a module, for a second one like it."""
+    """One call of a module, recorded to repeat it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -75,7 +75,7 @@ class ReplayedRegion:
             self._gradients.remove()
 
     def _intercept(self) -> Callable[[], None]:
-        """See every call from outside, whatever is compiled inside."""
+        """Watch every call of the module from outside, even if it is compiled. Returns a function that undoes this."""
         module: Any = self._module
         before, after = self._capture.guarded(self._before), self._capture.guarded(self._after)
         outside = is_wrapper(module) or _has_compiled_forward(module)
@@ -149,7 +149,7 @@ class ReplayedRegion:
 
 @dataclass(frozen=True, eq=False)
 class WatchedCall:
-    """A compiled call, and what is called before and after it."""
+    """A compiled call, and the functions to call before and after it."""
 
     call: Callable[..., Any]
     watchers: list[tuple[Callable[..., None], Callable[..., None]]] = field(default_factory=list)
@@ -179,21 +179,21 @@ class OutputGradients:
                 nodes.append(tensor.grad_fn)
             self._places.append((nodes.index(tensor.grad_fn), tensor.output_nr))
         self._nodes, self._action = nodes, action
-        self._found: dict[int, tuple[Tensor | None, ...]] = {}
+        self._received: dict[int, tuple[Tensor | None, ...]] = {}
         self._handles = [node.register_prehook(partial(self._arrived, number)) for number, node in enumerate(nodes)]
 
     def remove(self) -> None:
-        """Also the references to the graph, which would keep each other alive."""
+        """Remove the hooks, and the references to the graph, which would keep each other alive."""
         _remove_all(self._handles)
-        self._handles, self._nodes, self._found = [], [], {}
+        self._handles, self._nodes, self._received = [], [], {}
 
     def _arrived(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        self._found[number] = tuple(gradients)
+        self._received[number] = tuple(gradients)
         runs = torch._C._will_engine_execute_node
-        if all(other in self._found or not runs(node) for other, node in enumerate(self._nodes)):
-            found = self._found
+        if all(other in self._received or not runs(node) for other, node in enumerate(self._nodes)):
+            received = self._received
             self.remove()
-            self._action([found[node][output] if node in found else None for node, output in self._places])
+            self._action([received[node][output] if node in received else None for node, output in self._places])
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -202,12 +202,12 @@ def _remove_all(handles: list[Any]) -> None:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """What `torch.compile(module)` returns."""
+    """Whether a module is the wrapper that `torch.compile(module)` returns."""
     return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Compiled as a wrapper, in place by `module.compile()`, or by `module.forward = torch.compile(module.forward)`."""
+    """Whether a module is compiled: by a wrapper, `module.compile()`, or `module.forward = torch.compile(module.forward)`."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return is_wrapper(module) or in_place or _has_compiled_forward(module)
 
@@ -217,7 +217,7 @@ def _has_compiled_forward(module: nn.Module) -> bool:
 
 
 def original_module(module: nn.Module) -> nn.Module:
-    """Without the wrappers of `torch.compile` and of data parallelism."""
+    """The module inside the wrappers of `torch.compile` and of data parallelism."""
     while is_wrapper(module) or type(module).__name__ == "DistributedDataParallel":
         module = module._orig_mod if is_wrapper(module) else module.module
     return module
@@ -260,14 +260,14 @@ def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 @contextmanager
 def _everything_eager() -> Iterator[None]:
-    """Nothing compiled runs as such, so that nothing compiles again."""
+    """Run compiled modules eagerly, so that nothing is compiled again."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def _state_kept(module: nn.Module) -> Iterator[None]:
-    """The module on aliases of its parameters and copies of its buffers; its attributes are as before when it ends."""
+    """Run the module on aliases of its parameters and copies of its buffers, and restore its attributes afterwards."""
     aliases: dict[int, Tensor] = {}
 
     def alias(tensor: Tensor, *, copied: bool) -> Tensor:
@@ -307,7 +307,7 @@ def _collecting(module: nn.Module, ends: list[GradientEdge]) -> Any:
 
 
 class _ExpertCalls(TorchFunctionMode):  # type: ignore[misc]
-    """Sees every matrix product with the weights of an expert."""
+    """Sees every GEMM with the weights of an expert."""
 
     def __init__(self, experts: list[ExpertWeights], capture: StepCapture, ends: list[GradientEdge]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Reads and writes safetensors files: a length, a header in JSON, then the tensors' bytes. The header is read without torch.
 
-Everything in a header is checked before it is used, so that a damaged or hostile file is a `UserError` and nothing else.
+Everything in a header is checked before it is used, so that a damaged or hostile file always ends in a `UserError`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _TensorShapes(Mapping[str, tuple[int, ...]]):
 
 
 def read_header(path: str | Path, hint: str = "") -> TensorFile:
-    """The header of a safetensors file. A `UserError` if it is none, truncated or damaged."""
+    """The header of a safetensors file. A `UserError` if it is not one, truncated or damaged."""
     name = called(path)
     with open_input(path, hint) as stream:
         start = stream.read(8)
@@ -134,7 +134,7 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
 
 
 def _file_size(path: str | Path, name: str) -> int:
-    """Of a regular file: tensors are loaded from their places in it, which a pipe does not have."""
+    """The size of a regular file; a `UserError` for a pipe, because tensors are not read in order."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError):  # standard input
@@ -157,7 +157,7 @@ def _stored(key: str, value: Any, offset: int, name: str, hint: str) -> StoredTe
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """All tensors in one file, which takes the place of an old one as a whole. A `UserError` if that fails."""
+    """Write all tensors to one file, which replaces an old one atomically. A `UserError` if that fails."""
     names = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # as the safetensors library does: wide types first, so that every tensor is aligned

@@ -86,7 +86,7 @@ def draw(importance: np.ndarray, count: int, random: Random) -> tuple[np.ndarray
 
 
 def _probabilities(importance: np.ndarray, count: int) -> np.ndarray:
-    """Of being drawn: none above 1, their sum is `count`."""
+    """The probabilities of being drawn: none is above 1, and their sum is `count`."""
     size = len(importance)
     total = importance.sum()
     usable = isfinite(total) and total > 0
@@ -130,12 +130,12 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
         squares = _squares(values, scale)
         rows.append(squares.sum(1))
         columns += squares.sum(0)
-    found: dict[int, Tensor] = {}
+    block_maxima: dict[int, Tensor] = {}
     if blocks:
         small = torch.cat(maxima)
-        found = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
+        block_maxima = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
     counts, zeros = exponents.float(), tensor.numel() - int(nonzero)
-    return TensorSummary(amax, scale, zeros, int(exponents[-1]), counts, torch.cat(rows), columns, found)
+    return TensorSummary(amax, scale, zeros, int(exponents[-1]), counts, torch.cat(rows), columns, block_maxima)
 
 
 def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
@@ -148,13 +148,13 @@ def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def amax_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest magnitude, on the tensor's device: nothing waits for it."""
+    """The largest magnitude, on the tensor's device, without synchronization."""
     low, high = torch.aminmax(tensor)
     return torch.maximum(low.abs(), high.abs()).to(dtype).float()
 
 
 def _squares(values: Tensor, scale: float) -> Tensor:
-    """Of the finite values, in units of `scale`²: neither huge nor tiny values leave the range of float32."""
+    """The squares of the finite values, in units of `scale`² so that they stay in the range of float32."""
     return torch.nan_to_num(values / scale, 0.0, 0.0, 0.0).square_()
 
 

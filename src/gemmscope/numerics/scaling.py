@@ -29,7 +29,7 @@ TORCHAO_EPS = 1e-12  # the smallest maximum, in torchao's float8
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of the shape of the maxima they come from."""
+    """Scales, in the shape of the maxima they come from."""
 
     encode: Tensor
     """What values are multiplied by before the cast."""
@@ -181,7 +181,7 @@ class AmaxHistory:
         self.amax = torch.full((), target.max, device=device)
 
     def push(self, amax: Tensor) -> None:
-        """The maximum of a finished step; the oldest one is forgotten."""
+        """Add the maximum of a finished step, and drop the oldest one."""
         latest = amax.float().reshape(1)
         entered = torch.cat([self.maxima[1:], torch.where(latest.isnan(), 0.0, latest)])
         self.maxima = torch.where(latest != 0, entered, self.maxima)

@@ -1,11 +1,11 @@
-"""What each linear saves in each recipe: a part of the time of the step, or of all linears, in BF16.
+"""The time that each linear saves in each recipe, as a share of the BF16 time of the step or of all linears.
 
-What a recipe saves in total comes from its measured or forecast speedup. It is divided among the linears as their own times say,
-where those are known op by op (`bench`, `forecast`); otherwise by their FLOPs (`step`). The time of a mix is then a sum over
-linears: 1 in BF16, less what every linear saves in its own recipe.
+The total savings of a recipe come from its measured or forecast speedup. They are divided among the linears by the times of each
+op where these are known (`bench`, `forecast`), otherwise by FLOPs (`step`). The time of a mix, relative to BF16, is 1 minus the
+savings of every linear in the recipe that it runs in.
 
-Without speeds, bits stand for time: tensor cores run FP8 at twice the rate of BF16, and FP4 at twice the rate of FP8. That is
-enough to prefer one mix to another, and no speedup is claimed for it.
+Without speeds, the number of bits stands for the time: tensor cores run FP8 at twice the rate of BF16, and FP4 at twice the rate
+of FP8. That is enough to prefer one mix to another, but no speedup is reported.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from gemmscope.results.step import StepResult, StepTimes
 from gemmscope.results.winner import too_close
 
 SpeedResult = BenchResult | StepResult | ForecastResult
-MOST_SAVED = 0.9  # of the time in BF16, by the linears that gain
+MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save; more is implausible
 BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Of one recipe in all linears: `total`, the share of the time in BF16 that it saves, and each cell's share of that.
+    """The savings of one recipe in all linears: `total` is the share of the BF16 time, `shares` is each cell's share of the
+    total.
 
     `low`, `high`: the ends of the total's interval.
     """
@@ -47,7 +48,7 @@ class Savings:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Every recipe whose speed is known. Without a speed file (`of` None), times are bits and there are no speedups."""
+    """Every recipe whose speed is known. Without a speed file (`of` is None), bits stand for times, and there are no speedups."""
 
     savings: Mapping[str, Savings]
     speedups: Mapping[str, Interval] = field(default_factory=dict)
@@ -59,13 +60,13 @@ class Speeds:
     findings: tuple[Finding, ...] = ()
 
     def time(self, parts: Mapping[str, Values]) -> float:
-        """Of a mix: recipe → 1 for the cells that run in it, else 0. BF16 in all cells is 1."""
+        """The time of a mix relative to BF16. `parts`: recipe → 1 for the cells that run in it, else 0."""
         return 1 - sum(
             self.savings[name].total * float((self.savings[name].shares * cells).sum()) for name, cells in parts.items()
         )
 
     def speedup(self, parts: Mapping[str, Values]) -> Interval | None:
-        """Of a mix over BF16. The errors of the recipes' speedups go together: the ends belong to both ends of each."""
+        """The speedup of a mix over BF16. Its interval assumes that the errors of the recipes' speedups are fully correlated."""
         if self.of is None:
             return None
         value = low = high = 1.0
@@ -78,17 +79,17 @@ class Speeds:
 
 
 def nominal_speeds(cells: Cells) -> Speeds:
-    """By bits, for every recipe of the table."""
+    """Nominal speeds for every recipe of the table, by the bits of its operands."""
     savings = {}
     for name in cells.squares:
         passes = recipe(name).operands.values()
-        saved = 1 - sum(max(BITS[each] for each in formats) for formats in passes) / 16 / len(passes)
+        saved = 1 - sum(max(BITS[operand] for operand in formats) for formats in passes) / 16 / len(passes)
         savings[name] = Savings(saved, saved, saved, cells.flops * (1 - cells.skipped.get(name, 0.0)))
     return Speeds(savings)
 
 
 def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
-    """The speeds of a measured or forecast result, for the recipes that it shares with the table. `gpu`: of a forecast."""
+    """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
     linears: Linears | None = None
     step: StepTimes | None = None
     if isinstance(result, ForecastResult):
@@ -126,7 +127,7 @@ def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
 
 def gpu_of(result: ForecastResult, gpu: str = "") -> GpuForecast:
     """The GPU of this name, or the first one."""
-    return next((each for each in result.gpus if each.gpu == gpu), result.gpus[0])
+    return next((forecast for forecast in result.gpus if forecast.gpu == gpu), result.gpus[0])
 
 
 def _step_speedups(step: StepTimes) -> dict[str, Interval]:
@@ -157,23 +158,23 @@ def _linears_speedups(linears: Linears | None) -> dict[str, Interval]:
     if linears is None:
         return {}
     mode = _mode(linears)
-    found = {name: linears.speedup(name, mode) for name in linears.recipes if not linears.falls_back(name, mode)}
-    return {name: speedup for name, speedup in found.items() if speedup is not None and speedup.value > 0}
+    speedups = {name: linears.speedup(name, mode) for name in linears.recipes if not linears.falls_back(name, mode)}
+    return {name: speedup for name, speedup in speedups.items() if speedup is not None and speedup.value > 0}
 
 
 def _shares(linears: Linears, cells: Cells, name: str, total: float) -> Values | None:
-    """What each cell contributes to the recipe's savings, `total`, from the times of its op; None where they cannot tell."""
+    """The share of each cell in the recipe's savings (`total`), from the times of its op; None if they do not determine it."""
     mode, columns = _mode(linears), []
     for place, op in enumerate(cells.ops):
         low, high = linears.op_time(op, name, mode), linears.op_time(op, BASELINE, mode)
         if not op or low is None or high is None:
             return None
-        together = sum(cells.flops[:, other].sum() for other, own in enumerate(cells.ops) if own == op)  # one fused GEMM
-        part = cells.flops[:, place].sum() / together
+        fused_flops = sum(cells.flops[:, other].sum() for other, own in enumerate(cells.ops) if own == op)  # of one fused GEMM
+        part = cells.flops[:, place].sum() / fused_flops
         present = (cells.flops[:, place] > 0).astype(float)
         columns.append((high.total_ms.value - low.total_ms.value) * part * present)
     saved = np.stack(columns, axis=1)
     whole, gained = float(saved.sum()), float(saved[saved > 0].sum())
-    if whole * total <= 0 or total * gained / whole > MOST_SAVED:  # the linears say otherwise, or nearly cancel: shares are noise
+    if whole * total <= 0 or total * gained / whole > MOST_SAVED:  # the linears contradict the total or cancel: noise
         return None
     return saved / whole

@@ -21,12 +21,12 @@ from gemmscope.results.numerics import DepthError, LinearError, StaleScale
 from gemmscope.signals import Held, blocked, held
 
 WORKER = "gemmscope.numerics.worker"
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 @dataclass
 class ComputedErrors:
-    """What the worker has sent."""
+    """The messages of the worker so far, as one result."""
 
     about: dict[str, Any] = field(default_factory=dict)
     count: int = 0
@@ -45,7 +45,7 @@ class ComputedErrors:
 
 
 def compute_errors(request: Mapping[str, Any], progress: Callable[[int, int], None]) -> ComputedErrors:
-    """Ask a worker; `progress` is called with the linears that are done, and how many there are.
+    """Compute errors in a worker. `progress` is called with the number of linears that are done, and of all linears.
 
     An interruption, or a worker that dies, ends it early: the result then holds what was computed, if anything was.
     """
@@ -100,7 +100,7 @@ def _messages(request: str, signals: Held, result: ComputedErrors) -> Iterator[d
         try:
             pending = b""
             while signals.first is None:
-                ready, _, _ = select.select([reading, signals.fileno()], [], [], LOOK_S)
+                ready, _, _ = select.select([reading, signals.fileno()], [], [], POLL_S)
                 if reading not in ready:
                     continue
                 piece = os.read(reading, 1 << 20)

@@ -1,4 +1,5 @@
-"""Synthetic tensors for the linears of a model: something to compare recipes on before there is a training run. Always marked so.
+"""Synthetic tensors for the linears of a model: to compare recipes before there is a training run. Results always say that they
+are synthetic.
 
 Real activations and gradients are neither normal nor independent: synthetic tensors show how recipes react to a kind of
 distribution, not what they do to a model.
@@ -20,7 +21,7 @@ from gemmscope.workload.derive import HEAD, Workload
 from gemmscope.workload.ops import Linear
 
 TOKENS = 1024
-LARGEST = 2048  # features: sizes are scaled down together until the largest fits
+LARGEST = 2048  # features: all sizes are scaled down by one factor until the largest fits
 FREEDOM = 4  # degrees of freedom of Student's t
 OUTLIER_SHARE, OUTLIER_RANGE = 0.005, (20.0, 100.0)  # of channels, and how much larger they are: as in trained language models
 GRADIENT_SCALE = 1e-4
@@ -129,7 +130,7 @@ def linear_sizes(workload: Workload) -> dict[str, tuple[int, int]]:
 
 
 def scaled(sizes: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """All sizes smaller by one factor, in multiples of 128 where they were.
+    """All sizes divided by one factor; multiples of 128 stay multiples of 128.
 
     >>> scaled({"QKV Proj": (4096, 6144), "MLP Down": (14336, 4096)})
     {'QKV Proj': (640, 896), 'MLP Down': (2048, 640)}

@@ -1,4 +1,4 @@
-"""Errors beside speeds: the table of recipes, and the mix to use."""
+"""Combines errors and speeds: the table of recipes, and the recommended mix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gemmscope.results.numerics import LinearError, MixedPrecision, RecipeError
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a `NumericsResult` says of all linears together."""
+    """The part of a `NumericsResult` that is about all linears."""
 
     recipes: tuple[RecipeError, ...] = ()
     mixed: MixedPrecision | None = None
@@ -27,7 +27,7 @@ class Weighed:
 
 
 def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = "") -> Weighed:
-    """The recipes, the smallest error first, and what to keep higher. `speed`: a result with times; `gpu`: which one of it."""
+    """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
     cells = cells_of(linears)
     if cells is None:
         return Weighed()
@@ -44,7 +44,7 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
         mixed = mixed.model_copy(
             update={
                 "settings": mix_to_paste(
-                    mixed.chosen, cells.linears, len(cells.layers), in_layers=any(each.layer is not None for each in linears)
+                    mixed.chosen, cells.linears, len(cells.layers), in_layers=any(linear.layer is not None for linear in linears)
                 )
             }
         )

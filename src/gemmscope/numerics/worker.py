@@ -1,4 +1,5 @@
-"""The process that computes errors: reads a request, then sends one line of JSON for every linear, so that nothing is lost.
+"""The process that computes errors: reads a request, then sends one line of JSON per linear, so that finished linears are not
+lost.
 
 `python -m gemmscope.numerics.worker REQUEST DESCRIPTOR`: the request is a JSON file, messages go to the descriptor.
 """
@@ -38,16 +39,16 @@ def main() -> None:
 
 
 def send(out: IO[str], **message: Any) -> None:
-    """One message, at once."""
+    """Send one message immediately."""
     out.write(json.dumps(message) + "\n")
     out.flush()
 
 
 def compute(request: Mapping[str, Any], out: IO[str]) -> None:
-    """All linears in all recipes; first what the recording says of itself."""
+    """Send the facts of the recording, then the errors of every linear in every recipe."""
     device, threads = request["device"], torch.get_num_threads()
     if "recording" in request:
-        torch.set_num_threads(1)  # its tensors are small: more threads only wait for each other
+        torch.set_num_threads(1)  # the tensors are small: more threads would not be faster
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {device} is not available: PyTorch sees no GPU", "use the CPU, which is fast enough")
     recording = opened(request)
@@ -60,7 +61,7 @@ def compute(request: Mapping[str, Any], out: IO[str]) -> None:
             stale=[one.model_dump(mode="json") for one in stale],
         )
     if request.get("depth"):
-        from gemmscope.numerics.depth import depth_message  # it needs more than the errors do
+        from gemmscope.numerics.depth import depth_message  # imports more than the errors need
 
         torch.set_num_threads(threads)
         send(out, **depth_message(request))
@@ -97,7 +98,7 @@ def about(recording: TensorRecording, device: str) -> dict[str, Any]:
 
 
 def errors_of(linear: RecordedLinear, request: Mapping[str, Any], device: str) -> tuple[list[LinearError], list[StaleScale]]:
-    """One linear in every recipe, and its stale scales. What goes wrong in it costs nothing else."""
+    """One linear in every recipe, and its stale scales. An error in it does not affect other linears."""
     recipes: list[str] = request["recipes"]
     try:
         errors = LinearErrors(linear, device, request["seed"])

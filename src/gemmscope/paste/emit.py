@@ -53,7 +53,7 @@ def megatron_text(
 ) -> str:
     """Options of Megatron-LM, and the file that keeps modules of these patterns in `higher`. `first`, `last`: layers in BF16.
 
-    Delayed scaling takes neither of them: then a comment says so.
+    Delayed scaling supports neither: then a comment says so.
     """
     flags, known = recipe_named(recipe).settings["megatron"]["flags"], modules()["megatron_recipes"]
     mixed = bool(first or last or patterns)
@@ -99,7 +99,7 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
 
 @cache
 def templates() -> Environment:
-    """The texts, with their facts to be filled in."""
+    """The templates of `texts/`."""
     return Environment(
         loader=PackageLoader("gemmscope.paste", "texts"), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )

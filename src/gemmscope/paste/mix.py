@@ -1,4 +1,4 @@
-"""A mix of precisions ready to paste: what is kept higher, as each framework can be told it.
+"""A mix of precisions ready to paste: what is kept in higher precision, in the settings of each framework.
 
 `modules.toml` has the names of the frameworks, with their sources. Transformer Engine and torchao work on the user's own modules
 and take the names as they were recorded. Where a framework cannot express a mix, a comment says what its settings do instead.
@@ -17,7 +17,7 @@ PER_LAYER = "layers are numbered within their pipeline stage: with pipeline para
 
 
 def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bool = True) -> dict[str, str]:
-    """Framework → text. `linears`, `layers`: all of the model; `in_layers`: False for a model that has no layers.
+    """The mix for every framework: framework → text. `linears`, `layers`: those of the model; `in_layers`: False without layers.
 
     >>> keep = Mix(recipe="MXFP8", higher="BF16", last_layers=2, error=0.03)
     >>> mix_to_paste(keep, ["mlp.down_proj"], 32)["Megatron-LM"].partition("mxfp8 ")[2]
@@ -25,7 +25,7 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
     """
     if not mix.is_mixed:
         return ready_to_paste(mix.recipe)
-    if any(_op(name) in modules()["ops"] for name in linears):  # there were no modules: their usual names
+    if any(_op(name) in modules()["ops"] for name in linears):  # without recorded modules, use their usual names
         mix, linears, in_layers = mix.model_copy(update={"linears": tuple(_of_ops(mix.linears))}), _of_ops(linears), True
     settings, higher = recipe(mix.recipe).settings, recipe(mix.higher).settings
     common = {
@@ -53,7 +53,7 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
 
 
 def _of_ops(names: Sequence[str]) -> list[str]:
-    """Ops as the linears that they consist of."""
+    """The linears that these ops consist of."""
     return list(dict.fromkeys(linear for name in names for linear in modules()["ops"].get(_op(name), [name])))
 
 
@@ -67,12 +67,12 @@ def _rendered(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _as_recorded(name: str) -> str:
-    """The end of a module's name once numbers are left out: experts are counted."""
+    """A module's name without numbers, such as those of experts."""
     return ".".join(part for part in name.split(".") if not part.isdigit() and part != "*")
 
 
 def _torchtitan(mix: Mix, layers: int, titan: Mapping[str, Any]) -> str:
-    """Names to leave out; they stay in BF16 whatever the mix says."""
+    """The converter and the names to leave out, which stay in BF16 whatever the mix says."""
     ends = [f"layers.{layer}." for layer in (*range(mix.first_layers), *range(layers - mix.last_layers, layers))]
     names = [_name_in("torchtitan", name) or _as_recorded(name) for name in mix.linears]
     notes = [] if mix.higher == BASELINE else [f"torchtitan keeps these in {BASELINE}: one converter has one recipe"]
@@ -86,7 +86,7 @@ def _megatron(mix: Mix, linears: Sequence[str], layers: int) -> str:
     """Flags for the first and last layers, a file for linears; delayed scaling takes neither."""
     patterns, notes = list[str](), list[str]()
     first, last = mix.first_layers, mix.last_layers
-    if (first or last) and mix.higher != BASELINE:  # the flags know BF16 alone
+    if (first or last) and mix.higher != BASELINE:  # the flags support only BF16
         first = last = 0
         places = (*range(mix.first_layers), *range(layers - mix.last_layers, layers))
         patterns += [f"*layers.{layer}.*" for layer in places]
@@ -96,7 +96,7 @@ def _megatron(mix: Mix, linears: Sequence[str], layers: int) -> str:
         patterns.append(f"*.{known_as or _as_recorded(linear)}")
         if known_as is None:
             notes.append(f"{linear} is the recorded name: use its name in your Megatron-LM model")
-        elif others := [each for each in linears if _name_in("megatron", each) == known_as and each not in mix.linears]:
+        elif others := [other for other in linears if _name_in("megatron", other) == known_as and other not in mix.linears]:
             notes.append(
                 f"{known_as} of Megatron-LM also holds {' and '.join(others)}, which stay in the higher precision with {linear}"
             )

@@ -1,7 +1,7 @@
-"""What a recipe leaves in a higher precision: the first and last layers, and ops in every layer.
+"""Mixes: a recipe with the first and last layers, or some ops in every layer, in a higher precision.
 
-A mix is a recipe of its own, whose name says all of it: `FP8Current (in BF16: first 1, last 2, MLP Down)`. So it is a row beside
-other recipes wherever these are rows, and a run file needs no more than the name.
+A mix is a recipe of its own, and its name describes it completely: `FP8Current (in BF16: first 1, last 2, MLP Down)`. Tables can
+therefore list it like any other recipe, and a run file stores only the name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeptHigher:
 
 
 def mixed_name(recipe: str, kept: KeptHigher) -> str:
-    """The name of a recipe that keeps something higher; the recipe's own where it keeps nothing.
+    """The name of a mix; the name of the recipe itself if nothing is kept in higher precision.
 
     >>> mixed_name("FP8Current", KeptHigher("BF16", 1, 2, ("MLP Down",)))
     'FP8Current (in BF16: first 1, last 2, MLP Down)'
@@ -47,18 +47,18 @@ def mixed_name(recipe: str, kept: KeptHigher) -> str:
 
 
 def split_name(name: str) -> tuple[str, KeptHigher] | None:
-    """The recipe of a mix and what it keeps; None if this is not the name of one.
+    """The recipe of a mix and what it keeps; None if this is not the name of a mix.
 
     >>> split_name("FP8Current (in BF16: first 1, MLP Down)")
     ('FP8Current', KeptHigher(recipe='BF16', first_layers=1, last_layers=0, ops=('MLP Down',)))
     """
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
     layers, ops = {"first": 0, "last": 0}, []
-    for part in found["what"].split(", "):
+    for part in match["what"].split(", "):
         if (counted := _LAYERS.fullmatch(part)) is not None:
             layers[counted[1]] = int(counted[2])
         else:
             ops.append(part)
-    return found["recipe"], KeptHigher(found["higher"], layers["first"], layers["last"], tuple(ops))
+    return match["recipe"], KeptHigher(match["higher"], layers["first"], layers["last"], tuple(ops))

@@ -50,7 +50,7 @@ class Recipe:
         return (self.scales, *self.also_scaled.get(pass_name, ()))
 
     def multiple_in(self, backend: str) -> int:
-        """What this backend wants sizes to be a multiple of, where that is more than the hardware does.
+        """The number that sizes must be a multiple of with this backend, which may need more than the hardware.
 
         >>> recipe("MXFP8").multiple_in("transformer_engine"), recipe("FP8Current").multiple_in("")
         (32, 16)
@@ -107,8 +107,8 @@ def recipe(name: str) -> Recipe:
 
 @cache
 def _mixed(name: str, kept: KeptHigher) -> Recipe:
-    """A recipe that keeps something higher."""
+    """The mix of a recipe and what is kept in higher precision."""
     base, higher = recipe(name), recipe(kept.recipe)
     kept = replace(kept, recipe=higher.name)
-    title = f"{base.name}, and {higher.name} for what is kept higher"
+    title = f"{base.name}, with some layers or linears in {higher.name}"
     return replace(base, name=mixed_name(base.name, kept), title=title, kept=kept, base=base.name)

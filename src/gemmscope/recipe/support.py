@@ -1,4 +1,4 @@
-"""Which GPU runs which recipe, from a table. Frameworks may know better; this needs none."""
+"""Which GPU runs which recipe, from a table. This needs no framework; where one is installed, its own answer counts."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -20,7 +20,7 @@ from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass
 Mode = Literal["autocast", "pre-quantized"]
 MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
 
-LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # with less, the cache would be measured
+LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # with less, the times would be those of the cache
 
 
 @dataclass(frozen=True)

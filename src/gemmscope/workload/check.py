@@ -52,7 +52,7 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
 
 
 def as_live(model: ModelSpec) -> ModelSpec:
-    """The model as transformers' class runs it: without prediction layers, and where it runs every expert on every token, so."""
+    """The model as transformers' class runs it: without prediction layers, and with every expert on every token if it does so."""
 
     def dense(layer: LayerSpec) -> LayerSpec:
         moe = layer.mlp

@@ -62,10 +62,10 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
 def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec, width: int) -> Iterator[Op]:
     """Values and their weights of every position; each entry is the weighted mean of its positions, normed."""
     wide = width * (2 if part.overlaps else 1)
-    linears = ("KV Proj", "Gate") if run.separate_projections else ("KV+Gate",)
-    for each in linears:
-        op = _kept_precise(linear(f"{name} {each}", run, model.hidden_size, 2 * wide // len(linears)), run)
-        # A sequence shorter than an entry has none, and nothing depends on these.
+    projections = ("KV Proj", "Gate") if run.separate_projections else ("KV+Gate",)
+    for projection in projections:
+        op = _kept_precise(linear(f"{name} {projection}", run, model.hidden_size, 2 * wide // len(projections)), run)
+        # A sequence shorter than one entry has no entries, so nothing depends on these projections.
         yield op if part.entries(run.sequence_length) else _forward_only(op)
     yield Elementwise(  # also adds a bias for each position of an entry
         name=f"{name} Mean", rows=run.tokens, width=wide, forward_tensors=2, backward_tensors=4, forward_flops=6,

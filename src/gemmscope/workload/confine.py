@@ -45,7 +45,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """A MemoryError where something enormous is built. Linux only."""
+    """Limit the memory of this process, so that building an enormous model raises a MemoryError. Linux only."""
     before = _limit_memory(MOST_MEMORY)
     try:
         yield
@@ -55,7 +55,7 @@ def limited_memory() -> Iterator[None]:
 
 
 def _limit_memory(most: int) -> int | None:
-    """The limit that there was; None where there are no limits."""
+    """Set the limit and return the one before; None where limits are not supported."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -125,7 +125,7 @@ def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerS
     """The kinds of layers among these, each with a name that distinguishes it from the others, and how many there are."""
     groups = list(model.layer_groups(first, last))
     layers = [layer for layer, _ in groups]
-    if len(layers) == 1:  # of most models, in sweeps again and again
+    if len(layers) == 1:  # the case of most models, and frequent in sweeps
         return [("layer" if layers[0].is_plain else f"{layers[0].kind} layer", *groups[0])]
     return [(_section(layers, layer), layer, count) for layer, count in groups]
 
@@ -390,7 +390,9 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     vocab = sharding.padded_vocab(model.vocab_size, run)
     head = linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
-    needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings  # and so does what embeds again
+    needs_table = (
+        model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings
+    )  # and so do prediction layers, which embed tokens again
     copies = int(needs_table) - int(is_tied)
     parameters = head.parameters + copies * model.embedding_width * (vocab // run.tp)
     yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)

@@ -1,4 +1,4 @@
-"""Loads a module of the user's: `file.py:factory`, with its inputs and its loss.
+"""Loads the user's module: `file.py:factory`, with its inputs and its loss.
 
 Only worker processes import this file, because it imports torch. The trace (`trace_worker.py`) and the measured step both call
 `load_factory`, so a factory means the same to both.
@@ -44,7 +44,7 @@ _RELATIVE = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Built:
-    """What a factory built, on the device that was asked for. Call it as `module(*args, **kwargs)`.
+    """What a factory built, on the requested device. Call it as `module(*args, **kwargs)`.
 
     `own_inputs`: the factory brought its inputs; else they are token ids. `taken`: which of `SIZES` were given and accepted.
     """
@@ -63,7 +63,7 @@ class Built:
 
     @property
     def samples(self) -> int | None:
-        """The first size of the first input: what a batch has of them. None without a tensor that has sizes."""
+        """Samples of a batch: the first size of the first input. None without a tensor that has sizes."""
         return next((value.shape[0] for _, value in self.inputs if value.dim()), None)
 
     def described_inputs(self) -> str:

@@ -1,4 +1,4 @@
-"""What went wrong in a module of the user's: one line that says where, and what to do. Imports torch: for workers only."""
+"""Errors of the user's module: one line that says where it failed, and what to do. Imports torch: for workers only."""
 
 import contextlib
 import traceback
@@ -36,7 +36,7 @@ def naming(what: str, folder: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-# What to do about an error of a module that runs without values: words of its text, and the advice.
+# Phrases in the error messages of modules that run without values; `advice` says what to do about each.
 _NEEDS_VALUES = (
     "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
     "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
@@ -56,9 +56,9 @@ def advice(error: BaseException) -> str:
         return "import what is above the folder of the file by its full name, and add where it is to PYTHONPATH"
     if isinstance(error, ImportError) or "pip install" in text or "not installed" in text:
         return "install what it needs in gemmscope's environment, or build the module without it"
-    if any(words in text for words in _NEEDS_CUDA):
+    if any(phrase in text for phrase in _NEEDS_CUDA):
         return "build the module without naming a device: it is moved to the one that it runs on"
-    if any(words in text for words in _NO_META_KERNEL):
+    if any(phrase in text for phrase in _NO_META_KERNEL):
         return (
             "the module is traced on the meta device, where this operator cannot run: register a fake implementation "
             "(torch.library.register_fake), or call another operator of the same sizes where `tensor.is_meta`"
@@ -73,7 +73,7 @@ def advice(error: BaseException) -> str:
 
 def fails_on_meta(error: BaseException) -> bool:
     """Whether an operator failed because tensors on the meta device have no values, or because it has no kernel for them."""
-    return any(words in str(error) for words in (*_NEEDS_VALUES, *_NO_META_KERNEL))
+    return any(phrase in str(error) for phrase in (*_NEEDS_VALUES, *_NO_META_KERNEL))
 
 
 def _needed_network(error: BaseException | None) -> bool:
@@ -116,7 +116,7 @@ def _is_in(path: Path, folder: Path) -> bool:
 def reason(error: BaseException) -> str:
     """The first line of an exception's text, and the next one where the first ends in a colon; never too long."""
     message = str(error.msg if isinstance(error, SyntaxError) else error)
-    if "torch.nonzero()" in message:  # whose text is about settings of PyTorch
+    if "torch.nonzero()" in message:  # PyTorch's message is about its settings
         return "nonzero needs the values of a tensor"
     if "no fake impl" in message:  # what follows is about torch.compile
         message = message.partition(". ")[0]

@@ -29,7 +29,7 @@ DELTA_CHUNK = 64  # of flash-linear-attention's kernels
 
 
 class KernelCalls(NamedTuple):
-    """What happens when a kernel is called."""
+    """The callbacks for a call of a kernel."""
 
     record: Callable[[Scan | CausalConv], None]
     barrier: Callable[[list[torch.Tensor], list[torch.Tensor]], None]  # inputs and outputs: what no compiler fuses across

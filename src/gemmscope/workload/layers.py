@@ -33,7 +33,7 @@ def _repeats(container: nn.Module) -> bool:
 
 
 def output_head(module: nn.Module, last_calls: Mapping[str, int], layers: Sequence[str]) -> str | None:
-    """The path of the linear that makes the outputs: what a Hugging Face model calls so, else the last one outside the layers.
+    """The path of the output head: as a Hugging Face model names it, else the last linear outside the layers.
 
     `last_calls`: every linear that was called, with the place of its last call among all calls.
     """
@@ -55,7 +55,7 @@ def why_not_converted(linear: nn.Linear) -> str:
 
 
 def expert_weights(module: nn.Module) -> int:
-    """Parameters in three dimensions: the weights of experts side by side, which are no `nn.Linear`."""
+    """Parameters in three dimensions: the weights of experts side by side, which are not `nn.Linear`."""
     others = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, ParametrizationList)
     inside = [part for part in module.modules() if not isinstance(part, others)]
     weights = [parameter for part in inside for parameter in part.parameters(recurse=False)]

@@ -28,7 +28,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[Named]:
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with every tensor changed; what has no tensors to look for stays as it is."""
+    """The same value with every tensor changed; values without tensors stay as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -35,13 +35,13 @@ FREE, SEPARATE = frozenset(aten()["free"]["names"]), frozenset(aten()["separate"
 
 def tensors(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results, including those in lists."""
-    found = []
+    collected = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            collected.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors(value)
-    return found
+            collected += tensors(value)
+    return collected
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -70,7 +70,7 @@ class Operand:
 
 
 def is_free(name: str, operator: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an operator moves nothing: it reserves memory, or looks at a tensor in another way."""
+    """Whether an operator moves nothing: it reserves memory, or creates a view of a tensor."""
     if name in FREE or not outputs:
         return True
     if operator._schema.is_mutable:
@@ -99,7 +99,7 @@ def operands(
 
 
 def is_fusible(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: tuple[Any, ...]) -> bool:
-    """Whether a compiler would make it part of a kernel with its neighbors: not if it reduces columns or all of a tensor."""
+    """Whether a compiler would fuse it with its neighbors: not if it reduces columns or a whole tensor."""
     if name in SEPARATE:
         return False
     if name not in REDUCTIONS or not inputs or not outputs or outputs[0].numel() >= inputs[0].numel():

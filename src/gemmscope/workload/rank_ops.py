@@ -39,7 +39,7 @@ def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "
 
 
 def residual(model: ModelSpec, run: RunSpec) -> Elementwise:
-    """The output of a block is added to its input."""
+    """The residual add: the output of a block is added to its input."""
     rows, copies = shard_rows(run)
     return Elementwise(
         name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
@@ -59,8 +59,8 @@ def visible_pairs(sequence: int, *, causal: bool, window: int | None, chunk: int
     """
     if chunk is not None and chunk < sequence:
         whole, rest = divmod(sequence, chunk)
-        each, last = (visible_pairs(size, causal=causal, window=window) for size in (chunk, rest))
-        return whole * each + last
+        per_chunk, in_rest = (visible_pairs(size, causal=causal, window=window) for size in (chunk, rest))
+        return whole * per_chunk + in_rest
     if causal:
         reach = min(window or sequence, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach

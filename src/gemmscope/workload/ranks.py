@@ -3,8 +3,8 @@
     GPUs         = tp x cp x pp x dp
     global batch = micro-batch x accumulation x dp        (sequences)
 
-Experts are folded over the ranks of a pipeline stage, as in Megatron: ep x etp divides tp x cp x dp. What is given decides the
-rest; what contradicts itself is a `UserError` that names the nearest sizes that work.
+Experts are folded over the ranks of a pipeline stage, as in Megatron: ep x etp divides tp x cp x dp. The given sizes decide
+the rest; contradictory sizes are a `UserError` that names the nearest sizes that work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemmscope.model.spec import RunSpec
 
 @dataclass(frozen=True)
 class Given:
-    """What was said about the ranks; None: nothing. `fsdp`: how many share weights, gradients and optimizer."""
+    """The sizes that the user gave; None: not given. `fsdp`: the number of ranks that shard weights, gradients and optimizer."""
 
     gpus: int | None = None
     dp: int | None = None
@@ -30,7 +30,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What follows from it; None: it stays open, and the fewest ranks and one micro-batch are meant."""
+    """The sizes that follow; None: not determined, which means the fewest ranks and one micro-batch."""
 
     dp: int | None
     gradient_accumulation: int | None
@@ -53,7 +53,7 @@ def dp_step(run: RunSpec, fsdp: int | None = None) -> int:
 
 
 def solve(run: RunSpec, given: Given) -> Ranks:
-    """dp and accumulation of a run with these sizes, as far as they are decided.
+    """dp and accumulation of a run with these sizes, as far as they are determined.
 
     >>> solve(RunSpec(2, 512, tp=4), Given(gpus=32, global_batch=128))
     Ranks(dp=8, gradient_accumulation=8)
@@ -106,7 +106,7 @@ def _dp_of_batch(run: RunSpec, given: Given, batch: int, accumulation: int) -> i
 
 
 def _check_dp(run: RunSpec, given: Given, dp: int) -> None:
-    """Whether the experts, and `fsdp` ranks, fit into that many replicas."""
+    """Raise a `UserError` if the experts or the `fsdp` ranks do not fit into that many replicas."""
     name, per_replica = ("gpus", model_ranks(run)) if given.dp is None and given.gpus is not None else ("dp", 1)
     if (run.tp * run.cp * dp) % (run.ep * run.expert_tp):
         message = (
@@ -131,8 +131,8 @@ def _accumulation(run: RunSpec, given: Given, dp: int) -> int | None:
             f"{option('gradient_accumulation', accumulation)} x {dp} data-parallel ranks = {micro * accumulation * dp}"
         )
         raise UserError(message, f"use {option('global_batch', micro * accumulation * dp)}, or remove one of them")
-    found, rest = divmod(batch, micro * dp)
-    if rest or not 0 < found <= LARGEST["parallel"]:
+    micro_batches, rest = divmod(batch, micro * dp)
+    if rest or not 0 < micro_batches <= LARGEST["parallel"]:
         message = f"{option('global_batch', batch)} does not split into micro-batches of {micro} on {dp} data-parallel ranks"
         hint = _or("global_batch", _multiples(batch, micro * dp, micro * dp * LARGEST["parallel"]))
         others = [near for near in _nearest(run, given, dp) if near != dp]
@@ -140,7 +140,7 @@ def _accumulation(run: RunSpec, given: Given, dp: int) -> int | None:
             name, per_replica = ("gpus", model_ranks(run)) if given.gpus is not None else ("dp", 1)
             hint += f"; or {_or(name, [near * per_replica for near in others], 'use ')}"
         raise UserError(message, hint)
-    return found
+    return micro_batches
 
 
 def _nearest(run: RunSpec, given: Given, dp: int, above: int | None = None) -> list[int]:

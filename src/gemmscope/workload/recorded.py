@@ -62,7 +62,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class OtherWork:
-    """What one module runs between its GEMMs, all its layers together."""
+    """The operators that one module runs between its GEMMs, summed over all its layers."""
 
     path: str
     kind: str
@@ -72,18 +72,18 @@ class OtherWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Between(Op):
-    """Operators between GEMMs: memory-bound. Bytes are those of operators launched one by one; `fused` are a compiler's."""
+    """Memory-bound operators between GEMMs. Bytes are those of operators launched one by one."""
 
     kind: ClassVar[str] = "elementwise"
     moved: OtherWork
 
     def forward(self) -> Work:
-        return self._each(self.moved.forward)
+        return self._per_run(self.moved.forward)
 
     def backward(self) -> Work:
-        return self._each(self.moved.backward)
+        return self._per_run(self.moved.backward)
 
-    def _each(self, moved: Moved) -> Work:
+    def _per_run(self, moved: Moved) -> Work:
         return Work(moved.flops / self.count, moved.bytes_moved / self.count)
 
     @property
@@ -104,43 +104,44 @@ class Between(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenNorm(Between):
-    """What a normalization runs between GEMMs."""
+    """The operators of a normalization between GEMMs."""
 
     kind: ClassVar[str] = "norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenActivation(Between):
-    """What an activation function runs between GEMMs."""
+    """The operators of an activation function between GEMMs."""
 
     kind: ClassVar[str] = "activation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSoftmax(Between):
-    """What a softmax outside a fused attention runs between GEMMs."""
+    """The operators of a softmax outside fused attention between GEMMs."""
 
     kind: ClassVar[str] = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenEmbedding(Between):
-    """What an embedding runs between GEMMs."""
+    """The operators of an embedding between GEMMs."""
 
     kind: ClassVar[str] = "embedding"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenLoss(Between):
-    """What the loss runs between GEMMs."""
+    """The operators of the loss between GEMMs."""
 
     kind: ClassVar[str] = "loss"
 
 
-_KINDS = {each.kind: each for each in (Between, BetweenNorm, BetweenActivation, BetweenSoftmax, BetweenEmbedding, BetweenLoss)}
+_OP_CLASSES = (Between, BetweenNorm, BetweenActivation, BetweenSoftmax, BetweenEmbedding, BetweenLoss)
+_KINDS = {op_class.kind: op_class for op_class in _OP_CLASSES}
 
 
 def between(work: OtherWork) -> Between:
-    """The operation of what was recorded. Its count is how often its operators ran forward, or backward if they only did so."""
+    """The op for the recorded work. Its count is how often its operators ran forward, or backward if they ran only there."""
     count = work.forward.launches or work.backward.launches or 1
     return _KINDS.get(work.kind, Between)(name=work.path, moved=work, count=count)

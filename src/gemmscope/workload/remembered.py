@@ -15,11 +15,11 @@ _HASHABLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, 
 
 
 class _UnknownError(Exception):
-    """What cannot be remembered."""
+    """The outputs of this call cannot be remembered."""
 
 
 class RememberedShapes:
-    """`run(operator, args, kwargs)` has the outputs of `operator(*args, **kwargs)`, whose values nobody looks at."""
+    """`run(operator, args, kwargs)` returns outputs like those of `operator(*args, **kwargs)`, without values."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -33,10 +33,10 @@ class RememberedShapes:
         except _UnknownError:
             return operator(*args, **kwargs)
         if key in self._known:
-            return _made(self._known[key])
+            return _rebuilt(self._known[key])
         output = operator(*args, **kwargs)
         try:
-            described = _described(output, {each.untyped_storage()._cdata for each in inputs})
+            described = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
         except _UnknownError:
             return output
         self._known[key] = described
@@ -44,7 +44,7 @@ class RememberedShapes:
 
 
 def _key(values: tuple[Any, ...] | list[Any], inputs: list[Tensor]) -> tuple[Any, ...]:
-    """What the outputs depend on."""
+    """Everything that the shapes of the outputs depend on."""
     key: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -62,9 +62,9 @@ def _key(values: tuple[Any, ...] | list[Any], inputs: list[Tensor]) -> tuple[Any
 
 
 def _described(output: Any, storages: set[int]) -> Any:
-    """Sizes and type of each tensor. A view of an input must stay one, whatever its operator says."""
+    """Sizes and type of each tensor. Views of inputs are not remembered: they must stay views."""
     if isinstance(output, (list, tuple)):
-        return type(output), [_described(each, storages) for each in output]
+        return type(output), [_described(item, storages) for item in output]
     if output is None:
         return None
     plain = type(output) is Tensor and output.device.type == "meta" and output.layout == torch.strided and not output.is_complex()
@@ -73,10 +73,11 @@ def _described(output: Any, storages: set[int]) -> Any:
     return output.shape, output.stride(), output.dtype
 
 
-def _made(described: Any) -> Any:
+def _rebuilt(described: Any) -> Any:
+    """New meta tensors with the described sizes and types."""
     if described is None:
         return None
     if isinstance(described[0], type):
-        return described[0](map(_made, described[1]))
+        return described[0](map(_rebuilt, described[1]))
     shape, stride, dtype = described
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -68,11 +68,11 @@ class Scan(Op):
             return Work(self.tokens * flops, self.tokens * moved)
         c, k, v = self.length, self.key_dim, self.value_dim
         lightning = 2 * c * (k + v) + 4 * k * v
-        each = self.heads * (9 * k * v if self.rule == "selective scan" else lightning)
-        return Work(self.tokens * each, self._inputs() + self._outputs() + 2 * self._states())
+        flops_per_token = self.heads * (9 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * flops_per_token, self._inputs() + self._outputs() + 2 * self._states())
 
     def backward(self) -> Work:
-        """Two products for each of forward, and those that are computed again. Reads inputs and dO, writes gradients."""
+        """Two GEMMs for each forward GEMM, plus those that are recomputed. Reads inputs and dO, writes gradients."""
         if self.rule in DELTA_RULES:
             flops, elements = delta_rules.backward_flops(self._delta()), delta_rules.backward_elements(self._delta())
             return Work(self.tokens * flops, self.tokens * elements * ELEMENT_BYTES)
@@ -81,8 +81,8 @@ class Scan(Op):
             return Work(self.tokens * flops, self.tokens * moved)
         c, k, v = self.length, self.key_dim, self.value_dim
         lightning = c * (6 * k + 4 * v) + 10 * k * v
-        each = self.heads * (27 * k * v if self.rule == "selective scan" else lightning)
-        return Work(self.tokens * each, 2 * (self._inputs() + self._outputs()) + 5 * self._states())
+        flops_per_token = self.heads * (27 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * flops_per_token, 2 * (self._inputs() + self._outputs()) + 5 * self._states())
 
     def _delta(self) -> DeltaSizes:
         return DeltaSizes(self.rule, self.length, self.key_dim, self.value_dim, self.heads, self.groups)

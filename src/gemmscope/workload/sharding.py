@@ -161,8 +161,11 @@ def check_schedule(run: RunSpec) -> None:
         below = run.gradient_accumulation // run.pp * run.pp
         counts = [count for count in (below, below + run.pp) if count]
         accumulation, batch = (
-            " or ".join(option(name, each * count) for count in counts)
-            for name, each in (("gradient_accumulation", 1), ("global_batch", run.global_batch // run.gradient_accumulation))
+            " or ".join(option(name, per_micro_batch * count) for count in counts)
+            for name, per_micro_batch in (
+                ("gradient_accumulation", 1),
+                ("global_batch", run.global_batch // run.gradient_accumulation),
+            )
         )
         nearest = "the nearest that work" if len(counts) > 1 else "the nearest that works"
         raise UserError(

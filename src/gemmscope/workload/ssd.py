@@ -48,14 +48,14 @@ class SsdSizes:
         return (self.chunk + min(BLOCK, self.chunk)) / 2
 
     def products(self, with_states: int, with_values: int, of_keys: int) -> float:
-        """FLOPs of so many products with states, of positions with values, and of keys with keys."""
+        """FLOPs, given how many products there are with states, of positions with values, and of keys with keys."""
         states = with_states * self.key_dim * self.value_dim
         return 2 * (
             self.heads * (states + with_values * self.seen * self.value_dim) + of_keys * self.groups * self.chunk * self.key_dim
         )
 
     def traffic(self, values: float, keys: float, gates: float, inner: float, states: float) -> float:
-        """Bytes of so many reads and writes of values, keys, gates, C·Bᵀ and of states in FP32."""
+        """Bytes, given the number of reads and writes of values, keys, gates, C·Bᵀ and of states in FP32."""
         per_chunk = self.heads * self.key_dim * self.value_dim / self.chunk
         return (
             values * self.heads * self.value_dim * ELEMENT_BYTES

@@ -103,6 +103,6 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
             weights = (ups + 1) * width * expert.intermediate_size
             biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
             idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
-    if model.layer_inputs is not None:  # a token reads one row of this table, and never multiplies by it
+    if model.layer_inputs is not None:  # a token only reads one row of this table: it is not the weight of a GEMM
         idle += (model.layer_inputs.vocab_size - 1) * model.layer_inputs.width * len(model.layers)
     return whole.parameters, whole.parameters - idle

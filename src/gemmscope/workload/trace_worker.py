@@ -99,10 +99,10 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
 
 
 def _others(sums: Mapping[WorkGroup, TrafficSum]) -> Iterator[OtherWork]:
-    """What was recorded between GEMMs, both directions together."""
+    """The recorded work between GEMMs, with both directions of a module in one item."""
     both: dict[tuple[str, str], dict[str, Moved]] = {}
-    for group, each in sums.items():
-        moved = Moved(each.flops, each.bytes_moved, each.launches, each.fused_bytes, each.kernels)
+    for group, traffic in sums.items():
+        moved = Moved(traffic.flops, traffic.bytes_moved, traffic.launches, traffic.fused_bytes, traffic.kernels)
         both.setdefault((group.path, group.kind), {})[group.direction] = moved
     for (path, kind), directions in both.items():
         yield OtherWork(path, kind, **directions)
@@ -135,7 +135,7 @@ def _trace_config(request: dict[str, Any]) -> ModuleTrace:
 
 
 def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
-    """The first way to run the model that works; if none does, the error of the last one, which asks least of it."""
+    """Trace the model in the first way that works. If none does, raise the error of the last one, the least demanding."""
     ways = built_huggingface(request["config"], request["micro_batch"], request["sequence"])
     failure: TraceError | None = None
     while True:
@@ -166,7 +166,7 @@ def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
 
 
 def _trace_with_values(request: dict[str, Any], folder: Path, without: TraceError) -> ModuleTrace:
-    """Runs a module that reads values on the CPU, where its inputs have some. If that fails too, the first error stands."""
+    """Runs a module that reads values on the CPU, where its inputs have some. If that fails too, the first error is raised."""
     torch.manual_seed(0)
     try:
         with limited_memory(), naming("running the model on the CPU", folder):
@@ -195,4 +195,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # whatever threads the user's module has started
+    os._exit(0)  # even if the user's module has started threads

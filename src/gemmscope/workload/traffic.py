@@ -1,7 +1,7 @@
 """The memory traffic of the operators between GEMMs: one by one as they are launched, and fused as a compiler fuses them.
 
-Launched one by one (eager), every operator is a kernel that reads its inputs and writes its outputs. A compiler makes one kernel
-of a chain of them, and only what enters and leaves the chain is moved. The rule here, close to that of TorchInductor:
+Launched one by one (eager), every operator is a kernel that reads its inputs and writes its outputs. A compiler fuses a
+chain of them into one kernel, which moves only what enters and leaves the chain. The rule here, close to that of TorchInductor:
 
 * Elementwise operators and reductions of rows are fused with those whose outputs they read. A GEMM, an attention, a convolution
   and the operators of `aten.toml` that are `separate` end a chain: an operator after one of these is never fused with one before
@@ -84,7 +84,7 @@ class _Operator:
 
 @dataclass
 class _Chain:
-    """Operators that are one kernel: what enters it and what it leaves."""
+    """Operators that are fused into one kernel: what it reads and what it writes."""
 
     members: list[int] = field(default_factory=list)
     reads: dict[Region, int] = field(default_factory=dict)  # with the operator that wrote it
@@ -134,7 +134,7 @@ class Traffic:
             self._written[region.storage] = _Written(number, level if fusible else level + 1, backward)
 
     def _settle(self, number: int, level: int) -> None:
-        """What could run at any time runs with the operator that reads it."""
+        """Give operators that could run at any time the level of the operator that reads their results."""
         waiting = [number]
         while waiting:
             for _, writer in self._operators[waiting.pop()].reads:
@@ -208,7 +208,7 @@ class Traffic:
         return writer.fusible and writer.level == reader.level and writer.group.direction == reader.group.direction
 
     def _recompute(self, chains: dict[int, _Chain], readers: dict[tuple[int, int], set[int]]) -> None:
-        """Where it moves less, backward computes again what forward would write for it alone."""
+        """Let backward recompute what forward would write only for it, where that moves fewer bytes."""
         for number, chain in chains.items():
             if self._operators[chain.members[0]].group.direction != "forward":
                 continue
@@ -233,7 +233,7 @@ class Traffic:
                 } | sources
 
     def _sources(self, wanted: Iterable[tuple[int, int]], chain: _Chain) -> dict[Region, int]:
-        """What these results of a chain can be computed from, of all that is in memory anyway."""
+        """The regions in memory that these results of a chain can be recomputed from."""
         wanted, members = set(wanted), set(chain.members)
         sources: dict[Region, int] = {}
         waiting, seen = [number for _, number in wanted], set[int]()

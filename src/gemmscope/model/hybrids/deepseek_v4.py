@@ -52,7 +52,7 @@ def _layer(family: FamilyConfig, kind: str) -> LayerSpec:
 def _kinds(family: FamilyConfig, count: int) -> list[str]:
     listed, ratios = family.value("layer_types"), family.value("compress_ratios")
     if listed is None and ratios is not None:
-        if not isinstance(ratios, list) or not set(KINDS).issuperset(each for each in ratios if isinstance(each, int)):
+        if not isinstance(ratios, list) or not set(KINDS).issuperset(ratio for ratio in ratios if isinstance(ratio, int)):
             raise UserError(f"compress_ratios must be a list of {', '.join(map(str, KINDS))}, not {shown(ratios)}")
         listed = [KINDS.get(ratio, shown(ratio)) for ratio in ratios]
     if listed is None:

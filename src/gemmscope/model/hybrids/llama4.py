@@ -66,7 +66,7 @@ def _rotary(family: FamilyConfig, count: int) -> list[bool]:
             f"no_rope_layers must be a list with one entry per layer, not {shown(listed)}",
             f"give it {count} entries: 1 for layers with rotary positions, 0 for layers without",
         )
-    return [bool(each) for each in listed[:count]]
+    return [bool(rotates) for rotates in listed[:count]]
 
 
 def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:

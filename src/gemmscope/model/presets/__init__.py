@@ -45,7 +45,7 @@ def load(name: str) -> ModelSource:
     if "hyperparameters" in data:
         model = from_hyperparameters(**data["hyperparameters"], name=name, source=data["source"])
         return ModelSource(origin=origin, model=model)
-    nulls = dict.fromkeys(data.get("null", []))  # TOML has no null, and in a config.json null has a meaning
+    nulls = dict.fromkeys(data.get("null", []))  # TOML has no null, but null has a meaning in a config.json
     source = hf.from_config({**data["config"], **nulls}, origin)
     assert source.model is not None, f"{name} needs a closed form"
     return replace(source, origin=origin, model=replace(source.model, name=name, source=data["source"]))
