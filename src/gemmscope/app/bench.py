@@ -22,7 +22,7 @@ from gemmscope.gpu.environment import Environment, environment
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 Shape = tuple[int, int, int]
@@ -124,7 +124,7 @@ def run_bench(
     """
     quoted = read_fleet(fleet, "bench") if fleet is not None else None
     prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
-    with prepared as bench, held() as signals:
+    with prepared as bench, defer_signals() as signals:
         campaign = bench.campaign
         beside = [*bench.linears.findings, *bench.choice.findings]
         beside += [finding("dgrad-always-measured")] if verify_dgrad else []

@@ -32,7 +32,7 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetGpu, FleetResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.units import slug
 
 SUMMARY = "gemmscope.fleet.gather:summary"
@@ -145,7 +145,7 @@ def run_fleet(
     with (
         closing(open_journal()) as journal,
         journal.recording(mark, command, resume=resume) as recording,
-        held() as signals,
+        defer_signals() as signals,
     ):
         if resume and (found := not_resumed(recording)) is not None:
             reporter.say(found.text)

@@ -234,7 +234,7 @@ def sweep(
     by_gpu = choose_recipes(chips, choices)
     check_axes(axes, SWEEP_SIZES, model)
     sweeps: list[GpuSweep] = []
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         possible, impossible = _configurations(model, run, axes, held)
         points, wanted = 0, len(possible) * len(chips)
         with reporter.counting("points", wanted) as show:
@@ -388,7 +388,7 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
 
 
 def _configurations(
-    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], held: signals.Held
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], held: signals.DeferredSignals
 ) -> tuple[list[Configuration], list[SweepPoint]]:
     """Every combination that is possible, and the others with the reason; only a model with a closed form can be varied."""
 

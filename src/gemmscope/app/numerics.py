@@ -21,7 +21,7 @@ from gemmscope.numerics.weigh import weigh
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, damage_reported
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.workload.derive import HEAD
 
 PathLike = str | Path
@@ -67,7 +67,7 @@ def run_numerics(
     }
     _check(bound, device)
     speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
-    with held():  # after Ctrl-C, what was computed is delivered before the command ends
+    with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, reporter)
         with damage_reported(*([speeds] if speeds is not None else [])):
             weighed = weigh(computed.linears, speeds, bound, speed_gpu)

@@ -91,7 +91,7 @@ def plan(
     sizes = _axes(vary, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
         tasks, impossible = _tasks(source.model, sizes, task)
         searches = [Search(task, space) for _, task in tasks]

@@ -23,7 +23,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.step.breakeven import break_even_finding
 from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
@@ -98,7 +98,7 @@ def run_step(
         closing(open_journal()) as journal,
         journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,
         LocalWorkers() as workers,
-        held() as signals,
+        defer_signals() as signals,
     ):
         if resume and (found := not_resumed(recording)) is not None:
             reporter.say(found.text)

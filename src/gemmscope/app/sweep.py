@@ -31,7 +31,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import Compile, Optimizer
 from gemmscope.results.sweep import SweepResult
-from gemmscope.signals import Held, held
+from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.step.plan import plan_step
 from gemmscope.units import counted
 from gemmscope.workload.derive import derive
@@ -121,7 +121,7 @@ def gemm_sweep(
     if timing.cache_weights:
         raise UserError(f"{option('cache_weights')} applies only to the linears of a model", f"remove {option('cache_weights')}")
 
-    def points(_: Held) -> tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]:
+    def points(_: DeferredSignals) -> tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]:
         possible, impossible = [], []
         for values in combinations(axes):
             m, k, n = (values.get(name, size) for name, size in zip(GEMM_SIZES, shape, strict=True))
@@ -196,7 +196,7 @@ def _plain(job: ModelRun) -> ModelRun:
     return ModelRun(job.source, job.run, job.findings, job.settled)
 
 
-Points = Callable[[Held], tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]]
+Points = Callable[[DeferredSignals], tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _Sweep:
         """Measure all points that the journal does not have yet."""
         self._check_choices(cache_weights=cache_weights)
         pool = self._pool()
-        with held() as signals:
+        with defer_signals() as signals:
             possible, impossible = points(signals)
             if signals.first is not None:
                 raise signals.interruption()

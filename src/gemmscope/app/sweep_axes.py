@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gemmscope.app.model import SIZES, ModelRun, load_model, model_run
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.results.sweep import SweepPoint
-from gemmscope.signals import Held
+from gemmscope.signals import DeferredSignals
 
 MEASURED_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "gradient_accumulation", "tp", "cp", "pp", "ep", "etp")
 """Sizes that change what one GPU runs."""
@@ -53,7 +53,7 @@ def combinations(axes: Axes) -> Iterable[dict[str, int]]:
 
 
 def configurations(
-    model: Mapping[str, Any], run: Mapping[str, Any], axes: Axes, describe: Callable[[ModelRun], Point], held: Held
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Axes, describe: Callable[[ModelRun], Point], held: DeferredSignals
 ) -> tuple[list[tuple[dict[str, int], Point]], list[tuple[dict[str, int], str]]]:
     """Every combination that is possible, as `describe` makes it; and the others with the reason. If none is possible, that is
     the error. A signal ends it. `model` and `run` are the arguments of `load_model` and `model_run`.

@@ -21,7 +21,7 @@ from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.engine.store import ResultStore, identity
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.signals import Held, held
+from gemmscope.signals import DeferredSignals, defer_signals
 
 Results = TypeVar("Results", bound=ResultStore[Any])
 OnMessage = Callable[[Message, Any], None]
@@ -92,7 +92,7 @@ class Campaign(ABC, Generic[Results]):
     def run(self) -> Results:
         """Measure what the journal does not have yet, until the rule is met. A signal ends it early (`interrupted`)."""
         earlier = self.recording.messages(self.part)
-        with held() as signals:
+        with defer_signals() as signals:
             for attempt in self.attempts():
                 self.rule.restart(self.results.complete_rounds)
                 self._clock_runs = False
@@ -128,7 +128,7 @@ class Campaign(ABC, Generic[Results]):
             raise misfit from error
         return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
 
-    def _measure(self, attempt: Attempt, signals: Held) -> None:
+    def _measure(self, attempt: Attempt, signals: DeferredSignals) -> None:
         """One worker after another, until one ends normally: each that dies costs the task it died at."""
         while left := self.results.left(attempt.tasks):
             link = self.workers.start(self.worker)
@@ -141,7 +141,7 @@ class Campaign(ABC, Generic[Results]):
             if ended:
                 return
 
-    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: Held) -> bool:
+    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: DeferredSignals) -> bool:
         """Take in one worker's messages until there is enough. True: the attempt is over."""
         self._at, self._greeted = "", False
         enough, sent = False, list[Group]()

@@ -21,7 +21,7 @@ from gemmscope.engine.messages import Message, parse
 from gemmscope.engine.pipes import PipeWriter, last_line, read_now
 from gemmscope.errors import shown
 from gemmscope.process import worker_command, worker_environment
-from gemmscope.signals import Held, blocked
+from gemmscope.signals import DeferredSignals, blocked
 
 LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a child of it may keep the pipe open
 
@@ -46,7 +46,7 @@ class Link(Protocol):
     def tell_to_stop(self) -> None:
         """Let it end what it is doing."""
 
-    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+    def messages(self, silence_s: float, held: DeferredSignals) -> Iterator[Message]:
         """Its messages as they arrive, until a signal is held; those that have arrived by then included.
 
         A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends what is no message."""
@@ -118,7 +118,7 @@ class LocalLink:
         self._stopping = True
         self._write()
 
-    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+    def messages(self, silence_s: float, held: DeferredSignals) -> Iterator[Message]:
         pending, heard = b"", time.monotonic()
         while True:
             over = self._process.poll() is not None

@@ -90,7 +90,7 @@ def run_searches(
     searches: Sequence[Search],
     recipes: Sequence[str],
     network: Network,
-    held: signals.Held,
+    held: signals.DeferredSignals,
     on_layouts: Callable[[int], None],
 ) -> bool:
     """Fill in the candidates of every search. Whether all were computed: a signal ends it early.

@@ -21,7 +21,9 @@ MOST_DEATHS = 3  # then this process computes the rest itself
 AT_HAND = 2  # items of one process: it begins the second while the first is on its way back
 
 
-def computed(function: Callable[[Item], Output], items: Sequence[Item], processes: int, held: signals.Held) -> Iterator[Output]:
+def computed(
+    function: Callable[[Item], Output], items: Sequence[Item], processes: int, held: signals.DeferredSignals
+) -> Iterator[Output]:
     """The outputs, in any order; no more of them after a signal. Without other processes, this one computes them."""
     pool = _Pool(function, items, processes)
     try:

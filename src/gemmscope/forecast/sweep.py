@@ -42,7 +42,7 @@ def forecast_sweep(
     the number of points that were computed since the last time.
     """
     points: list[SweepPoint] = []
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         for some in _in_shares(forecaster, possible, recipes, network, held):
             points += some
             on_points(len(some))
@@ -63,7 +63,11 @@ def forecast_sweep(
 
 
 def _in_shares(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, held: signals.Held
+    forecaster: Forecaster,
+    wanted: Sequence[Configuration],
+    recipes: Sequence[str],
+    network: Network | None,
+    held: signals.DeferredSignals,
 ) -> Iterator[list[SweepPoint]]:
     """Some hundreds at a time; thousands are shared among the machine's cores. Ends after a signal."""
     cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1

@@ -22,7 +22,7 @@ from gemmscope.engine.pool.units import Event, PlaceFound, PlaceLost, PlaceRefus
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.process import worker_command
-from gemmscope.signals import Interrupted, blocked, held
+from gemmscope.signals import Interrupted, blocked, defer_signals
 
 ANSWER_S = 15.0  # an address at which nothing answers by then
 CONNECT_S = 90.0  # a Ray that answers, and does not connect by then: the machine may be busy
@@ -143,7 +143,7 @@ class RayPool:
         until = time.monotonic() + (LOCAL_S if self.address == "local" else ANSWER_S)
         answered = False
         while (left := until - time.monotonic()) > 0:
-            with held() as signals:
+            with defer_signals() as signals:
                 if signals.first is not None:
                     raise signals.interruption()
             try:

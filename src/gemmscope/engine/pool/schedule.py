@@ -40,7 +40,7 @@ from gemmscope.engine.pool.units import (
 )
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 
 __all__ = ["Limits", "Outcomes", "Schedule", "UnitFailure", "UnitOutcome"]
 
@@ -113,7 +113,7 @@ class Schedule:
     def run(self) -> Outcomes:
         """Until every unit is finished, or a signal arrives. The pool must have been entered."""
         outcomes = self._outcomes
-        with held() as signals:
+        with defer_signals() as signals:
             if self._reporter is None:
                 self._loop(lambda: signals.first is not None, lambda _: None)
             else:
