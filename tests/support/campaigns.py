@@ -68,10 +68,10 @@ class Scripted:
 
     def tell_to_stop(self) -> None: ...
 
-    def messages(self, silence_s: float, held: DeferredSignals) -> Iterator[Message]:
+    def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         for message in self.script(self.requests[-1]):
             yield message
-            if held.first is not None:
+            if signals.first is not None:
                 return
         if self.death:
             raise WorkerEndedError("crash", "the measuring process died", self.death)
