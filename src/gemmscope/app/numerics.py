@@ -125,7 +125,7 @@ def _source(
             f"a recording of gemmscope.record_tensors, {option('checkpoint', 'FILE')} or {option('synthetic', 'normal')}",
         )
     if recording is not None:
-        read_recording(recording)  # a file that is none is rejected before a process is started
+        read_recording(recording)  # an invalid file is rejected before a process is started
     if synthetic is None:
         return {named[0]: str(given[named[0]])}
     if synthetic not in KINDS:
@@ -142,7 +142,7 @@ def _source(
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
-    """The model to run for errors along depth; None: none."""
+    """The model to run for errors along depth; None if none was requested."""
     source = job.source if job is not None else None
     if job is None or source is None or (source.module is None and source.config is None):
         if wanted:
@@ -169,7 +169,7 @@ def _check(bound: float | None, device: str) -> None:
 
 
 def _computed(request: Mapping[str, Any], reporter: Reporter) -> ComputedErrors:
-    """Ask the worker. How many linears there are is known once it has opened the file, so progress begins then."""
+    """Let the worker compute the errors. Progress begins once it has opened the file and knows how many linears there are."""
     state: list[Any] = []
 
     def progress(done: int, count: int) -> None:
