@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from gemmscope.signals import Interrupted, held, raised
+from gemmscope.signals import Interrupted, defer_signals, raised
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -17,8 +17,8 @@ def test_a_signal_that_was_swallowed_ends_the_command_later(number: int) -> None
     with raised():
         with suppress(BaseException):
             os.kill(os.getpid(), number)
-        with pytest.raises(Interrupted) as ended, held() as signals:
+        with pytest.raises(Interrupted) as ended, defer_signals() as signals:
             assert signals.first == number
         assert ended.value.number == number
-    with raised(), held() as signals:  # another command is none of its business
+    with raised(), defer_signals() as signals:  # another command is none of its business
         assert signals.first is None

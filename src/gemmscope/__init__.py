@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this: until then Ctrl-C would show a traceback
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this, and Ctrl-C meanwhile would show a traceback
 if TYPE_CHECKING:
     from typing import Any
 

@@ -390,7 +390,7 @@ def _names(given: Iterable[str | Iterable[str]]) -> list[str]:
     >>> _names(["b300, h200", ["a100"]])
     ['b300', 'h200', 'a100']
     """
-    names = [name for each in given for name in ([each] if isinstance(each, str) or not isinstance(each, Iterable) else each)]
+    names = [name for item in given for name in ([item] if isinstance(item, str) or not isinstance(item, Iterable) else item)]
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"{shown(wrong[0])} is not a name", "for example job.forecast('b300', 'h200', recipes=['mxfp8'])")
     return [part.strip() for name in names for part in name.split(",") if part.strip()]

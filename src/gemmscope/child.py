@@ -20,14 +20,14 @@ from gemmscope.process import worker_command, worker_environment
 
 MOST_OUTPUT = 64 * 2**20  # bytes of standard output that are kept, the first
 MOST_ERRORS = 2**16  # bytes of standard error that are kept, the last
-LOOK_S = 0.05  # between two looks at whether it has ended
-DRAIN_S = 1.0  # after it has ended: a process that left its group may write on
+POLL_S = 0.05  # between two checks whether it has ended
+DRAIN_S = 1.0  # how long to read on after it has ended: a process that left its group may still write
 CHUNK = 2**16
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended. `code` is None if it was ended at its time limit; `cut` if it wrote more than is kept."""
+    """How a worker ended. `code` is None if it was ended at its time limit; `cut`: it wrote more than is kept."""
 
     code: int | None
     output: str
@@ -82,7 +82,7 @@ def _collect(worker: subprocess.Popen[bytes], until: float) -> Ended:
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ)
         while time.monotonic() < until:
-            ready = selector.select(0 if ended else LOOK_S)
+            ready = selector.select(0 if ended else POLL_S)
             for key, _ in ready:
                 data = os.read(key.fd, CHUNK)
                 if not data:
@@ -95,7 +95,7 @@ def _collect(worker: subprocess.Popen[bytes], until: float) -> Ended:
             if ended and not ready:  # what it wrote before it ended has been read
                 break
             if not selector.get_map() and not ended:  # it closed its output
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             if not ended and worker.poll() is not None:
                 ended = True
                 _end_group(worker)

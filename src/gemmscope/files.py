@@ -1,4 +1,4 @@
-"""Files are replaced as a whole or not at all: written beside, brought to the disk, then renamed.
+"""Files are replaced as a whole or not at all: written to a temporary file beside the old one, flushed to disk, then renamed.
 
 Whatever happens on the way (a full disk, Ctrl-C, a crash), the old file stays as it was. A link stays a link: the file that it
 points to is replaced. Pipes, devices and open descriptors (`/dev/stdout`) cannot be replaced: they are written to.
@@ -49,14 +49,14 @@ def replacing(path: str | Path, hint: str = "") -> Iterator[IO[bytes]]:
 
 
 def write_text(path: str | Path, text: str, hint: str = "") -> None:
-    """The whole content of a file."""
+    """Write the whole content of a file."""
     with replacing(path, hint) as out:
         out.write(text.encode("utf-8", "replace"))
 
 
 @contextmanager
 def text_into(out: IO[bytes], *, packed: bool) -> Iterator[IO[str]]:
-    """Write text to it, gzipped if `packed`, that need not be in memory as a whole."""
+    """A text stream into `out`, gzipped if `packed`, for content that need not be in memory as a whole."""
     with gzip.GzipFile(fileobj=out, mode="wb", filename="") if packed else nullcontext(out) as raw:
         text = io.TextIOWrapper(cast(IO[bytes], raw), encoding="utf-8", errors="replace", write_through=True)
         try:
@@ -74,7 +74,7 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
         except OSError as error:
             if error.errno not in CANNOT_REPLACE or not target.exists():
                 raise
-            with tempfile.TemporaryFile() as out:  # the folder is not ours, but the file is
+            with tempfile.TemporaryFile() as out:  # only the file is writable, not its folder
                 yield out
                 _overwrite(target, out)
             return
@@ -91,14 +91,14 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def _take_over(old: os.stat_result, beside: Path) -> None:
-    """Owner and permissions of the old file."""
+    """Give the new file the owner and permissions of the old one."""
     with suppress(OSError):
         os.chown(beside, old.st_uid, old.st_gid)
     beside.chmod(stat.S_IMODE(old.st_mode))
 
 
 def _put(beside: Path, target: Path) -> None:
-    """Rename; where that is not possible, as on a file that is mounted into a container, copy."""
+    """Rename the new file to the target; copy it where renaming is not possible, as for a file mounted into a container."""
     try:
         beside.replace(target)
     except OSError as error:
@@ -116,7 +116,7 @@ def _put(beside: Path, target: Path) -> None:
 
 
 def _overwrite(target: Path, content: IO[bytes]) -> None:
-    """Write into the file as it is, once there is room for all of it."""
+    """Overwrite the file in place, after reserving disk space for all of it."""
     size = content.seek(0, os.SEEK_END)
     content.seek(0)
     with target.open("r+b") as out:
@@ -137,7 +137,7 @@ def _if_possible(call: Callable[..., object], *arguments: int) -> None:
 
 
 def _remove_lost(folder: Path) -> None:
-    """What processes that were killed left behind."""
+    """Remove temporary files that killed processes left behind."""
     with suppress(OSError):
         for path in folder.glob(TEMPORARY.format("*")):
             if time.time() - path.stat().st_mtime > LOST_S:
@@ -172,9 +172,9 @@ def is_special(path: str | Path) -> bool:
 
 
 def same_file(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one file, by links of either kind; `-` is standard output. Into /dev/null fits everything."""
+    """Whether two paths lead to the same file, also through links; `-` is standard output. Never true for /dev/null."""
     try:
         first, second = (os.path.realpath("/dev/stdout" if str(path) == "-" else path) for path in (one, other))
         return first != os.path.realpath(os.devnull) and (first == second or Path(first).samefile(second))
-    except (OSError, ValueError):  # one of them is not there
+    except (OSError, ValueError):  # one of them does not exist
         return False

@@ -1,4 +1,4 @@
-"""Findings: what there is to know beside the numbers, as values.
+"""Findings: statements that accompany the numbers of a result, as values.
 
 A finding has a code, a level and its facts. Stages make findings with `finding(code, ...)`; tests, exit codes and pages look at
 codes. `findings.toml` is the one file that turns them into sentences, and `sentence` is the one function that does so.
@@ -50,19 +50,19 @@ def finding(code: str, **facts: Fact) -> Finding:
     return Finding(code, catalog()[code]["level"], facts)
 
 
-def sentence(found: Finding) -> str:
-    """The finding in words.
+def sentence(entry: Finding) -> str:
+    """The finding as a sentence.
 
     >>> sentence(finding("too-close-to-call", recipe="FP8Block", over="BF16", what="the training step"))
     'Too close to call: FP8Block and BF16 for the training step.'
     """
-    return in_shell(_Sentence().format(catalog()[found.code]["text"], **found.facts))
+    return in_shell(_Sentence().format(catalog()[entry.code]["text"], **entry.facts))
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Each finding once, in their order: a measurement that was begun again repeats what it said."""
+    """Each finding once, in order: a measurement that was restarted repeats its findings."""
     result: list[Finding] = []
-    result.extend(found for found in findings if found not in result)
+    result.extend(entry for entry in findings if entry not in result)
     return result
 
 

@@ -16,10 +16,10 @@ from platformdirs import PlatformDirs
 
 try:
     import fcntl
-except ImportError:  # not on this system: nothing is locked, and nothing of others is removed
+except ImportError:  # not on this system: folders are not locked, and those of other processes are not removed
     fcntl = None  # type: ignore[assignment]
 
-TEMPORARY = "gemmscope-work-"  # and eight random characters: never the name of a folder that a person made
+TEMPORARY = "gemmscope-work-"  # followed by eight random characters: never the name of a user's own folder
 LONGEST_WAIT_S = 2.0
 _DIRS = PlatformDirs("gemmscope", appauthor=False)
 

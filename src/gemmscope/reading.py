@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, cast
 
 from gemmscope.errors import UserError, shown
 
-NO_WRITER_SECONDS = 5.0  # that a named pipe may have nobody who writes to it
-SILENT_SECONDS = 15.0  # that a pipe may send nothing
-MOST_PACKED = 3  # times that a file may be gzipped: copying it may have compressed it again
+NO_WRITER_SECONDS = 5.0  # how long a named pipe may have no writer
+SILENT_SECONDS = 15.0  # how long a pipe may send nothing
+MOST_PACKED = 3  # how many times a file may be gzipped: a copying tool may have compressed it again
 HARMLESS_UNPACKED = 16 << 20  # bytes: up to here, gzip data may unpack to any multiple of its size
 MOST_UNPACKED = 100  # times its size, beyond that: real traces unpack to 10 to 30 times, real run files to less
 LARGEST_KEPT = 4 << 30  # bytes of a pipe that is read more than once
@@ -85,7 +85,7 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_cont
 
 @contextmanager
 def enough_memory(name: object) -> Iterator[None]:
-    """Say so where the memory does not suffice to read and use a file."""
+    """Turn a lack of memory while a file is read and used into a `UserError`."""
     try:
         yield
     except MemoryError:
@@ -93,7 +93,7 @@ def enough_memory(name: object) -> Iterator[None]:
 
 
 def called(name: str | Path) -> str:
-    """How messages call a file; a strange name as Python would quote it.
+    """The name of a file in messages; unusual names are quoted as in Python.
 
     >>> called("-"), called("run.json"), called("/dev/fd/63"), called("a" + chr(0))
     ('standard input', 'run.json', 'pipe 63', "'a\\\\x00'")

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP, which Slurm and Kubernetes send before they kill: how they end a command.
 
-A signal raises `Interrupted`, except inside `held()`: where samples arrive and where files are written it is only noted, so that
-nothing is cut in half. Whoever holds signals looks at the note between two messages, and ends as planned.
+A signal raises `Interrupted`, except inside `defer_signals()`: where samples arrive and where files are written it is only
+recorded, so that nothing is cut in half. The code that defers signals checks for one between two messages, and ends as planned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-MOST_PATIENT = 3  # so many signals end even a process that holds them
+MOST_PATIENT = 3  # this many signals end even a process that defers them
 
 
 class Interrupted(BaseException):
@@ -30,18 +30,18 @@ class Interrupted(BaseException):
         return 128 + self.number
 
 
-class Held:
-    """The signals that arrived while they were held: `first` is the number of the first, None as long as there is none."""
+class DeferredSignals:
+    """The signals that arrived while they were deferred. `first`: the number of the first one; None if there is none."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self.answered = False  # whoever holds them returns what it has: in Python, nothing is raised
-        self.outcome = ""  # what the command line says beside "interrupted"
+        self.answered = False  # the caller returns what it has so far: in Python, nothing is raised
+        self.outcome = ""  # what the command line prints after "interrupted"
         self._count = 0
         self._reading, self._writing = os.pipe()
 
     def note(self, number: int) -> None:
-        """Called by the signal handler."""
+        """Record a signal. Called by the signal handler."""
         self._count += 1
         if self.first is None:
             self.first = number
@@ -54,7 +54,7 @@ class Held:
         return _interruption(self.first or signal.SIGINT, self.outcome)
 
     def fileno(self) -> int:
-        """Becomes readable when a signal arrives: `select` waits for it beside other things."""
+        """A descriptor that becomes readable when a signal arrives, for `select`."""
         return self._reading
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Held:
         os.close(self._writing)
 
 
-_held: Held | None = None
+_deferred: DeferredSignals | None = None
 _installed = False
 _raised: int | None = None
 """The signal that ends this command. The exception may be lost: extension modules, and code that they call, swallow some."""
@@ -74,15 +74,15 @@ def _interruption(number: int, outcome: str = "") -> BaseException:
 
 def _handle(number: int, _: FrameType | None) -> None:
     global _raised
-    if _held is None:
+    if _deferred is None:
         _raised = number
         raise _interruption(number)
-    _held.note(number)
+    _deferred.note(number)
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """For the command line: these signals raise `Interrupted`. What is ignored stays so (nohup, background jobs)."""
+    """For the command line: these signals raise `Interrupted`. Signals that are ignored stay ignored (nohup, background jobs)."""
     global _installed, _raised
     before = {number: signal.getsignal(number) for number in ENDING}
     _installed, _raised = True, None
@@ -105,7 +105,7 @@ def ignore() -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """While a process is started: it inherits that these signals wait, until it can handle them (`leave_to_parent`)."""
+    """Block these signals while a process is started: it inherits the mask, until it can handle them (`leave_to_parent`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -121,27 +121,26 @@ def leave_to_parent() -> None:
 
 
 @contextmanager
-def held() -> Iterator[Held]:
-    """Note signals instead of raising them. At the end they are raised: in the command line always, for its exit code; in Python
-    unless somebody has `answered`, where only Ctrl-C is held, and nothing outside of the main thread. Inside another `held` it is
-    the same one."""
-    global _held
-    if _held is not None:
-        yield _held
+def defer_signals() -> Iterator[DeferredSignals]:
+    """Record signals instead of raising them, and raise them at the end: always in the command line, for its exit code; in Python
+    unless `answered` is set. In Python only Ctrl-C is deferred, and only in the main thread. Nested calls share one object."""
+    global _deferred
+    if _deferred is not None:
+        yield _deferred
         return
     ours = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if ours else None
     replaced = before is signal.default_int_handler
-    mine = Held()
+    mine = DeferredSignals()
     if ours:
-        _held = mine
+        _deferred = mine
     if replaced:
         signal.signal(signal.SIGINT, _handle)
     if ours and _installed and _raised is not None:
         mine.note(_raised)
     try:
         yield mine
-    except OSError as error:  # a terminal that was closed sends SIGHUP, and cannot be written to any more
+    except OSError as error:  # a closed terminal sends SIGHUP and can no longer be written to
         if mine.first is None or not _installed:
             raise
         raise mine.interruption() from error
@@ -149,7 +148,7 @@ def held() -> Iterator[Held]:
         if replaced:
             signal.signal(signal.SIGINT, before)
         if ours:
-            _held = None
+            _deferred = None
         mine.close()
     if mine.first is not None and (_installed or not mine.answered):
         raise mine.interruption()

@@ -41,7 +41,7 @@ def token_count(text: str) -> float:
 
 
 def percentage(text: str) -> float:
-    """`3%` or `0.03`. A plain 3 is rejected: whoever means 3% would get 300%.
+    """`3%` or `0.03`. A plain 3 is rejected, because it would mean 300%.
 
     >>> percentage("3%"), percentage("0.01")
     (0.03, 0.01)

@@ -22,7 +22,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return UNUSUAL.sub(lambda found: found[0] if _is_visible(found[0]) or found[0] in keep else _escape(found[0]), text)
+    return UNUSUAL.sub(lambda match: match[0] if _is_visible(match[0]) or match[0] in keep else _escape(match[0]), text)
 
 
 def _is_visible(character: str) -> bool:
@@ -34,7 +34,7 @@ def _escape(character: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    """The text as a cell of a CSV file: a spreadsheet shows it and does not calculate it; numbers stay numbers.
+    """The text as a cell of a CSV file: a spreadsheet shows it and does not evaluate it; numbers stay numbers.
 
     >>> csv_cell("=1+1"), csv_cell("-1.5"), csv_cell("+3.2%"), csv_cell("-")
     ("'=1+1", '-1.5', '+3.2%', '-')
@@ -49,7 +49,7 @@ def visible_json(text: str) -> str:
     >>> visible_json('"\\x9b1m é"')
     '"\\\\u009b1m é"'
     """
-    return UNUSUAL.sub(lambda found: _json_character(found[0]), text)
+    return UNUSUAL.sub(lambda match: _json_character(match[0]), text)
 
 
 @lru_cache(4096)

@@ -1,4 +1,4 @@
-"""What the user's own training process says of itself, for files that are written from inside it: its rank and its packages."""
+"""Facts about the user's own training process, for files that are written from inside it: its rank and its packages."""
 
 import os
 from contextlib import suppress
@@ -25,7 +25,7 @@ def with_rank(path: Path, rank: int) -> Path:
 
 
 def why_not_writable(path: Path) -> str:
-    """Why a file could not be written there now; empty if it could."""
+    """Why this file cannot be written now; empty if it can."""
     if path.is_dir():
         return f"{path} is a folder, not a file"
     if not path.parent.is_dir():

@@ -42,19 +42,19 @@ def refuse(item: int) -> int:
 
 @pytest.mark.parametrize("processes", [0, 1, 3])
 def test_every_output_arrives_once(processes: int) -> None:
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         assert sorted(computed(square, ITEMS, processes, held)) == [item * item for item in ITEMS]
     assert multiprocessing.active_children() == []
 
 
 def test_the_items_of_a_killed_process_are_computed_again(tmp_path: Path) -> None:
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         assert sorted(computed(partial(killed_once, tmp_path / "marker"), ITEMS, 2, held)) == list(ITEMS)
     assert (tmp_path / "marker").exists()
 
 
 def test_where_processes_are_killed_again_and_again_this_one_computes() -> None:
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         assert sorted(computed(partial(killed_always, os.getpid()), ITEMS, 2, held)) == list(ITEMS)
     assert len(ITEMS) > MOST_DEATHS
 
@@ -64,13 +64,13 @@ def test_where_no_process_can_be_started_this_one_computes(monkeypatch: pytest.M
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(multiprocessing.Process, "start", fail)
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         assert list(computed(square, ITEMS, 2, held)) == [item * item for item in ITEMS]
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_an_error_is_raised_here(processes: int) -> None:
-    with signals.held() as held, pytest.raises(UserError, match="no"):
+    with signals.defer_signals() as held, pytest.raises(UserError, match="no"):
         list(computed(refuse, ITEMS, processes, held))
     assert multiprocessing.active_children() == []
 
@@ -78,7 +78,7 @@ def test_an_error_is_raised_here(processes: int) -> None:
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_signal_ends_it_with_what_was_computed(processes: int) -> None:
     outputs = []
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         for output in computed(square, range(10_000), processes, held):
             outputs.append(output)
             if len(outputs) == 5:
@@ -91,7 +91,7 @@ def test_a_signal_ends_it_with_what_was_computed(processes: int) -> None:
 def test_signals_that_reach_the_whole_group_do_not_end_the_processes() -> None:
     """Neither Ctrl-C nor SIGTERM: this process decides."""
     outputs = []
-    with signals.held() as held:
+    with signals.defer_signals() as held:
         for output in computed(square, range(200), 2, held):
             if not outputs:
                 [
@@ -108,7 +108,7 @@ def test_in_another_thread() -> None:
     outputs: list[int] = []
 
     def work() -> None:
-        with signals.held() as held:
+        with signals.defer_signals() as held:
             outputs.extend(computed(square, ITEMS, 2, held))
 
     thread = threading.Thread(target=work)

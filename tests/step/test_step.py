@@ -107,7 +107,7 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_presets_that_cannot_be_run(name: str) -> None:
-    with pytest.raises(UserError, match=r"a step of layers with .* is not yet supported") as caught:
+    with pytest.raises(UserError, match=r"step does not support layers with .* yet") as caught:
         two_layers(name)
     assert "hugging_face" in caught.value.hint
 
@@ -187,7 +187,7 @@ def test_activations_have_several_names(name: str, function: str) -> None:
 
 
 def test_a_pipeline_stage_without_layers() -> None:
-    with pytest.raises(UserError, match="pipeline stage 0 holds no layer"):
+    with pytest.raises(UserError, match="pipeline stage 0 has no layers"):
         plan("llama", pp=2, pp_layers=(0, 6), pp_stage=0)
 
 

@@ -16,7 +16,7 @@ from gemmscope.engine.link import LocalWorkers, WorkerEndedError
 from gemmscope.engine.messages import Message
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.results.bench import BenchSettings
-from gemmscope.signals import Held
+from gemmscope.signals import DeferredSignals
 from gemmscope.workload.cases import MODES, Case, tasks_of
 
 CASES = [Case("QKV Proj", 32, 32, 96, 2), Case("MLP Up", 32, 32, 128, 2)]
@@ -68,10 +68,10 @@ class Scripted:
 
     def tell_to_stop(self) -> None: ...
 
-    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+    def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         for message in self.script(self.requests[-1]):
             yield message
-            if held.first is not None:
+            if signals.first is not None:
                 return
         if self.death:
             raise WorkerEndedError("crash", "the measuring process died", self.death)

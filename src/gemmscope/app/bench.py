@@ -22,7 +22,7 @@ from gemmscope.gpu.environment import Environment, environment
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 Shape = tuple[int, int, int]
@@ -120,17 +120,17 @@ def run_bench(
     Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
     `verify_dgrad` has no effect: dgrad is always measured. `as_te_benchmark`: every GEMM as a forward call of its own, as
     Transformer Engine's GEMM benchmark script runs them. `fleet`: a fleet, or its run file; the result then says what another GPU
-    of that fleet would give. `deliver` writes the result: only then the measurement is finished.
+    of that fleet would give. `deliver` writes the result; the measurement is finished only after that.
     """
     quoted = read_fleet(fleet, "bench") if fleet is not None else None
     prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
-    with prepared as bench, held() as signals:
+    with prepared as bench, defer_signals() as signals:
         campaign = bench.campaign
         beside = [*bench.linears.findings, *bench.choice.findings]
         beside += [finding("dgrad-always-measured")] if verify_dgrad else []
-        if resume and (found := not_resumed(campaign.recording)) is not None:
-            beside.append(found)
-            reporter.say(found.text)
+        if resume and (warning := not_resumed(campaign.recording)) is not None:
+            beside.append(warning)
+            reporter.say(warning.text)
         ended = _measure(campaign, reporter)
         shown_recipes = bench.choice.recipes
         if choices.recipes is None:  # those that were named have their column, measured or not

@@ -1,6 +1,6 @@
 """What the GEMMs of a trace would take in a better recipe, from the GEMMs that the forecast was fitted on.
 
-It stands here because `explain` knows nothing of forecasts: it reads a trace, without numpy.
+It is in `app/` because `explain` does not import the forecast: it only reads a trace, without numpy.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from gemmscope.results.explain_tables import GemmShapeTotal
 FORMAT_OF = {"BF16": "bf16", "FP16": "bf16", "FP8": "fp8", "FP8 blocks": "fp8-block", "MXFP8": "mxfp8", "FP4": "nvfp4"}
 TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-block": "FP8 blocks", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 ORDER = ("FP32", "TF32", "BF16", "FP16", "FP8 blocks", "MXFP8", "FP8", "FP4")  # of falling precision
-MULTIPLE = 16  # of which sizes in low precision must be
-WORTH = 0.95  # of the time now: less is not named
+MULTIPLE = 16  # sizes in low precision must be multiples of this
+WORTH = 0.95  # a better recipe is named only if it takes at most this share of the current time
 
 
 def with_better_recipe(rows: Sequence[GemmShapeTotal], gpu_name: str) -> tuple[GemmShapeTotal, ...]:
-    """The rows with the recipe in which each GEMM takes least; as they are, where the GPU cannot be forecast."""
+    """The rows, with the recipe in which each GEMM would be fastest; unchanged if the GPU cannot be forecast."""
     spec = spec_of(gpu_name)
     chosen = [place for place, row in enumerate(rows) if _can_change(row)]
     if spec is None or not chosen:
@@ -52,7 +52,7 @@ def _layout(row: GemmShapeTotal) -> Layout:
 def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -> Times | None:
     try:
         return model().time(spec, fmt, shapes, layout=np.array(layouts))
-    except UserError:  # the GPU does not multiply it, or nothing like it was measured
+    except UserError:  # the GPU does not support it, or nothing like it was measured
         return None
 
 
@@ -69,8 +69,8 @@ def _better(row: GemmShapeTotal, times: dict[str, tuple[float, float]]) -> GemmS
     casts = own[1] if own is not None else 0.0
     rank = ORDER.index(row.precision)
     lower = {fmt for precision, fmt in FORMAT_OF.items() if ORDER.index(precision) > rank}
-    found = {fmt: slower * gemm + max(cast - casts, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
-    best = min(found, key=lambda fmt: found[fmt], default=None)
-    if best is None or found[best] > WORTH * now_ms:
+    better_ms = {fmt: slower * gemm + max(cast - casts, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
+    best = min(better_ms, key=lambda fmt: better_ms[fmt], default=None)
+    if best is None or better_ms[best] > WORTH * now_ms:
         return row
-    return row.model_copy(update={"better": TITLES[best], "better_ms": found[best] * row.count})
+    return row.model_copy(update={"better": TITLES[best], "better_ms": better_ms[best] * row.count})

@@ -28,7 +28,7 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.step.answer import profiled_step
 from gemmscope.step.campaign import StepCampaign
 from gemmscope.step.plan import plan_step
@@ -80,7 +80,7 @@ def calibrate(
         closing(open_journal()) as journal,
         journal.recording(mark, command, resume=resume) as recording,
         LocalWorkers() as workers,
-        held(),
+        defer_signals(),
     ):
         session = _CalibrationRun(choice, timing, chip, recording, workers, reporter)
         reporter.say("measuring linears at sustained clocks …")
@@ -141,7 +141,7 @@ class _CalibrationRun:
 
     def _run(self, campaign: LinearCampaign | StepCampaign) -> None:
         """Measure. A signal ends the calibration; `resume` continues it."""
-        with self.reporter.measuring(campaign) as on_message, held() as signals:
+        with self.reporter.measuring(campaign) as on_message, defer_signals() as signals:
             campaign.on_message = on_message
             campaign.run()
             if campaign.interrupted:

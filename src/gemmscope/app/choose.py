@@ -1,7 +1,7 @@
 """What to measure with: the backend, the recipes and the modes, decided before anything starts.
 
 Whatever cannot run here is rejected at once, with the reason and with what can run. The parent only reads the driver, the list of
-installed packages and the tables of recipes; the framework has the last word, in the worker.
+installed packages and the tables of recipes; the worker then asks the framework itself.
 """
 
 import importlib.util
@@ -124,18 +124,18 @@ def visible_gpu(machine: Environment) -> GpuFacts | None:
 
 
 def visible_gpus(machine: Environment) -> list[GpuFacts]:
-    """The GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; all without it. As CUDA does, it is read up to the first
-    entry that names none."""
+    """The GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; all without it. As in CUDA, the list ends at the first entry
+    that names no GPU."""
     if machine.visible_devices is None:
         return list(machine.gpus)
-    found: list[GpuFacts] = []
+    gpus: list[GpuFacts] = []
     for part in map(str.strip, machine.visible_devices.split(",")):
         gpu = _named_gpu(part, machine)
         if gpu is None:
             break
-        if gpu not in found:
-            found.append(gpu)
-    return found
+        if gpu not in gpus:
+            gpus.append(gpu)
+    return gpus
 
 
 def _named_gpu(name: str, machine: Environment) -> GpuFacts | None:
@@ -171,9 +171,9 @@ def usable_gpu(machine: Environment, *, share: bool) -> GpuFacts:
             f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
         )
     if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
-        processes = f"processes {', '.join(map(str, gpu.processes))}"
-        user = processes if gpu.processes else f"something that keeps it {gpu.utilization}% busy"
-        raise UserError(f"the GPU is in use by {user}, which would distort the times", f"wait, or add {option('share_gpu')}")
+        in_use = f"in use by processes {', '.join(map(str, gpu.processes))}"
+        state = in_use if gpu.processes else f"{gpu.utilization}% busy with other work"
+        raise UserError(f"the GPU is {state}, which would distort the times", f"wait, or add {option('share_gpu')}")
     return gpu
 
 

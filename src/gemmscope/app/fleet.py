@@ -32,7 +32,7 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetGpu, FleetResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.units import slug
 
 SUMMARY = "gemmscope.fleet.gather:summary"
@@ -91,8 +91,8 @@ class FleetUnit:
 
 @dataclass(frozen=True)
 class RunFile:
-    """Writes the run file of one GPU into a folder, from wherever it is measured. A folder that is not there costs no
-    measurement: whoever asked for it sees that the file is missing."""
+    """Writes the run file of one GPU into a folder, from wherever it is measured. If the folder does not exist, the measurement
+    is still used, and the missing file is reported."""
 
     folder: str
     name: str
@@ -128,7 +128,7 @@ def run_fleet(
 
     Each GPU is measured `repeat` times. Differences below `tolerance` are never called. `folder`: also write the run file of each
     GPU there. `at_once`: at most so many GPUs of one machine at the same time. Ctrl-C ends it early, with the GPUs measured until
-    then; `resume` measures the others. `deliver` writes the result: only then the measurement is finished.
+    then; `resume` measures the others. `deliver` writes the result; the measurement is finished only after that.
     """
     unit = FleetUnit(job, step, shapes, choices, timing, step_options)
     unit.check()
@@ -138,17 +138,17 @@ def run_fleet(
         raise UserError(
             f"{option('gpus')} names GPUs of this machine, but {option('ray')} uses those of a cluster", "use only one of them"
         )
-    into = _made(folder) if folder is not None else None
+    into = _create_folder(folder) if folder is not None else None
     chosen = named or ("all" if ray is None and not choices.on_cpu else None)
     pool = open_pool(gpus=chosen, ray=ray, on_cpu=choices.on_cpu, share_gpu=choices.share_gpu)
     mark = fingerprint("fleet", unit.mark(), repeat, named or "", ray or "")
     with (
         closing(open_journal()) as journal,
         journal.recording(mark, command, resume=resume) as recording,
-        held() as signals,
+        defer_signals() as signals,
     ):
-        if resume and (found := not_resumed(recording)) is not None:
-            reporter.say(found.text)
+        if resume and (warning := not_resumed(recording)) is not None:
+            reporter.say(warning.text)
         with pool:
             schedule = Schedule(
                 pool,
@@ -208,7 +208,7 @@ def run_own_gpu(
     that all of them share. Returns the result and the file; with `resume`, None for a GPU whose file is there already."""
     unit = FleetUnit(job, step, shapes, choices, timing, step_options)
     unit.check()
-    into = _made(folder)
+    into = _create_folder(folder)
     with gpu_of_rank(rank, on_cpu=choices.on_cpu) as gpu, local_state():
         uuid = gpu.uuid or "" if gpu is not None else ""
         file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=_cpu_rank(rank))
@@ -267,12 +267,12 @@ def file_name(node: str, gpu: int | None, uuid: str = "", *, repeat: int = 1, ra
 
 
 def _cpu_rank(rank: Launched) -> int:
-    """Several processes on the CPU of one machine do not overwrite each other's file."""
+    """The number that keeps the files of several processes on the CPU of one machine apart."""
     return rank.local_rank if rank.local_rank is not None else rank.rank
 
 
-def _made(folder: str | Path) -> Path:
-    """The folder, which is made if it is not there. A `UserError` if files cannot be written there."""
+def _create_folder(folder: str | Path) -> Path:
+    """The folder, created if it does not exist. A `UserError` if files cannot be written there."""
     path, given = Path(folder).absolute(), f"{option('folder')} {shown(str(folder))}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -341,10 +341,10 @@ def _gpu(place: Place, failure: str) -> FleetGpu:
 
 
 def _findings(outcomes: Outcomes, folder: Path | None) -> list[Finding]:
-    """How it was measured; places that refused are among the GPUs that were not measured, except those without a GPU."""
-    findings = [found for found in outcomes.findings if found.code != "pool-places-refused"]
+    """Findings about the measurement. Places that refused are listed as GPUs not measured, except those without a GPU."""
+    findings = [entry for entry in outcomes.findings if entry.code != "pool-places-refused"]
     findings += [
-        finding("pool-places-refused", places=[each.name], reason=each.why) for each in outcomes.refused if not each.gpus
+        finding("pool-places-refused", places=[place.name], reason=place.why) for place in outcomes.refused if not place.gpus
     ]
     measured, missing = {place.key for place, _ in outcomes.done.values()}, dict[str, list[str]]()
     for key, failure in outcomes.failed.items():
@@ -366,7 +366,7 @@ def _findings(outcomes: Outcomes, folder: Path | None) -> list[Finding]:
 def unhealthy(result: FleetResult) -> list[str]:
     """The GPUs and nodes that a job should not use: slow ones, and those that were not measured, or not as often as requested."""
     slow = [outlier.where for outlier in result.outliers if outlier.side == "slow"]
-    lists = [found.facts["places"] for found in result.findings if found.code == "fleet-repeats-missing"]
+    lists = [entry.facts["places"] for entry in result.findings if entry.code == "fleet-repeats-missing"]
     fewer = [place for places in lists if isinstance(places, list) for place in places]
     return [*slow, *(gpu.place for gpu in result.gpus if gpu.failure), *fewer]
 

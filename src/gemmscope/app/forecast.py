@@ -198,14 +198,14 @@ def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: boo
 
 
 class _StepFindings(NamedTuple):
-    """What else could be done with a step, the most important first and last in the list of findings."""
+    """Findings about other ways to run the step: those to list before the others, and those to list after them."""
 
     first: tuple[Finding, ...] = ()
     last: tuple[Finding, ...] = ()
 
     @classmethod
     def of(cls, forecast: StepForecast, step: StepTimes, layers: int) -> "_StepFindings":
-        """`layers`: of a traced module."""
+        """The findings of one forecast. `layers`: the number of layers of a traced module; 0 for other models."""
         graphs, repeated = graphs_finding(forecast, step), accumulation_finding(forecast, step)
         by_layer = layers_finding(forecast, step, layers) if layers else None
         return cls(tuple(filter(None, (graphs, by_layer, eager_finding(forecast)))), tuple(filter(None, (repeated,))))
@@ -234,8 +234,8 @@ def sweep(
     by_gpu = choose_recipes(chips, choices)
     check_axes(axes, SWEEP_SIZES, model)
     sweeps: list[GpuSweep] = []
-    with signals.held() as held:
-        possible, impossible = _configurations(model, run, axes, held)
+    with signals.defer_signals() as deferred:
+        possible, impossible = _configurations(model, run, axes, deferred)
         points, wanted = 0, len(possible) * len(chips)
         with reporter.counting("points", wanted) as show:
 
@@ -251,11 +251,11 @@ def sweep(
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
                     sweeps.append(swept.model_copy(update={"findings": findings}))
-        interrupted = held.first is not None
+        interrupted = deferred.first is not None
         if interrupted and not sweeps:
-            raise held.interruption()
+            raise deferred.interruption()
         if interrupted:
-            held.answered, held.outcome = True, f"{points} of {wanted} points were computed"
+            deferred.answered, deferred.outcome = True, f"{points} of {wanted} points were computed"
     about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
     reasons = by_reason(impossible)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
@@ -311,7 +311,7 @@ def _check_schedule(source: ModelSource, run: RunSpec) -> None:
 
 
 def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
-    """What the run's cost is asked for, by GPU; empty if it is not."""
+    """The budget of the run by GPU; empty if no cost was requested."""
     by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
     budget = Budget.asked(tokens, gpu_count, 0.0 if isinstance(price, Mapping) else price)
     if budget is None:
@@ -388,7 +388,7 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
 
 
 def _configurations(
-    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], held: signals.Held
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], deferred: signals.DeferredSignals
 ) -> tuple[list[Configuration], list[SweepPoint]]:
     """Every combination that is possible, and the others with the reason; only a model with a closed form can be varied."""
 
@@ -400,5 +400,5 @@ def _configurations(
         _check_schedule(source, run)
         return source.model, run
 
-    possible, impossible = configurations(model, run, axes, described, held)
+    possible, impossible = configurations(model, run, axes, described, deferred)
     return [(values, *pair) for values, pair in possible], [SweepPoint(values=values, why_not=why) for values, why in impossible]

@@ -33,7 +33,7 @@ def memory_of_recipe(subject: RankWorkload, name: str, chip: GpuSpec, forecast: 
     chosen = recipe(name)
     if chosen.kept is None:
         return memory_result(_rank_memory(subject, name, chip), name, chip)
-    low, high = (_rank_memory(subject, each, chip) for each in (chosen.base, chosen.kept.recipe))
+    low, high = (_rank_memory(subject, recipe_name, chip) for recipe_name in (chosen.base, chosen.kept.recipe))
     return memory_result(blended(low, high, forecast.kept_share(name)), name, chip)
 
 

@@ -67,12 +67,12 @@ class Launched:
 def launched(variables: Mapping[str, str] | None = None) -> Launched | None:
     """How this process was started; None if it was not started by a launcher, or as the only process."""
     given = os.environ if variables is None else variables
-    found = next(filter(None, (_launched_by(launcher, given) for launcher in LAUNCHERS)), None)
-    if found is None or found.world == 1:
+    process = next(filter(None, (_launched_by(launcher, given) for launcher in LAUNCHERS)), None)
+    if process is None or process.world == 1:
         return None
-    if found.world is not None and found.rank >= found.world:
-        raise UserError(f"{found.by} gives this process rank {found.rank} of {found.world}", "ranks count from 0")
-    return found
+    if process.world is not None and process.rank >= process.world:
+        raise UserError(f"{process.by} gives this process rank {process.rank} of {process.world}", "ranks count from 0")
+    return process
 
 
 def _launched_by(launcher: _Launcher, variables: Mapping[str, str]) -> Launched | None:

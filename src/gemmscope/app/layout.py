@@ -16,7 +16,7 @@ from gemmscope.model.spec import RUN_SETTINGS, RunSpec
 from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
 
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
-"""Arguments that decide fields of `RunSpec` and are none themselves, with their limits."""
+"""Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
 
 BATCH = ("micro_batch_size", "sequence_length")
 
@@ -70,7 +70,7 @@ def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
 
 
 def _reads_tokens(source: ModelSource) -> bool:
-    """Whether a config without closed form surely is of a language model. To others a sequence length may mean nothing."""
+    """Whether a config without closed form is certainly that of a language model. Other models may have no sequence length."""
     config = source.config or {}
     senses = any(key in config for key in ("image_size", "num_mel_bins", "num_channels", "patch_size", "conv_stride"))
     return not senses and any(key in config for key in ("vocab_size", "text_config"))
@@ -118,7 +118,8 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
 
 
 def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[int | None, list[Finding]]:
-    """The file's GPUs over those of one replica, unless dp was typed or follows from what was; a finding if it cannot be."""
+    """The file's GPUs divided by those of one replica, unless dp was given or follows from other arguments; a finding if they do
+    not divide."""
     said = source.run_settings.get("dp")
     if said is None or {"dp", "gpus"} & typed.keys() or {"global_batch", "gradient_accumulation"} <= typed.keys():
         return None, []
@@ -146,7 +147,7 @@ def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) 
 
 
 def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
-    """What data-parallel ranks share, and how many of them; a `UserError` for what contradicts itself."""
+    """What data-parallel ranks share, and how many ranks share it; a `UserError` for contradictory settings."""
     holders = run.data_parallel * run.cp
     if typed.get("tp_overlap") and run.tp > 1 and not run.sequence_parallel:
         problem = f"{option('tp_overlap')} overlaps the collectives of sequence parallelism, which is off"

@@ -11,8 +11,8 @@ from gemmscope.results.step import COMPILES, OPTIMIZERS, Compile, Optimizer, Ste
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 
 BYTES_PER_PARAMETER = 8  # the weight, its gradient and both moments, in BF16
-COMPILING_S = 1200.0  # without a message: a whole model takes minutes to compile, and so do kernels that are tuned first
-ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory: for all layers, the rest is activations'; some run at two depths, side by side
+COMPILING_S = 1200.0  # allowed time without a message: compiling a whole model takes minutes, and so does tuning kernels
+ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory, for the parameters of all layers; of some layers, at two depths
 
 
 def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool, cuda_graphs: bool) -> Choices:
@@ -29,7 +29,7 @@ def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool,
         (module and run.recompute != "none", "runs as it is, and cannot be recomputed", f"remove {option('recompute')}"),
         (module and break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
         (run.recompute == "selective", "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
-        (cuda_graphs, "runs steps that cannot be captured", f"remove {option('cuda_graphs')}"),
+        (cuda_graphs, "does not support CUDA graphs", f"remove {option('cuda_graphs')}"),
         (verify, "runs the real layers already: there is nothing to verify", f"remove {option('verify')}"),
         (split, "runs whole layers and cannot split them", f"remove {sizes}" + ("" if module else f", or {name}")),
     ):
@@ -41,7 +41,7 @@ def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool,
 
 
 def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimizer | None, *, live: bool) -> StepSettings:
-    """How to measure; what is left open is what frameworks do: torchao's layers are compiled, Transformer Engine's are not."""
+    """How to measure. Defaults are those of the frameworks: torchao's layers are compiled, Transformer Engine's are not."""
     for name, value, known in (("compile", compile_what, COMPILES), ("optimizer", optimizer, OPTIMIZERS)):
         if value is not None and value not in known:
             raise UserError(f"{option(name)} must be {', '.join(known[:-1])} or {known[-1]}, not {shown(value)}")
@@ -80,7 +80,7 @@ def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:
 
 
 def layers_that_fit(plan: ModulePlan, parameters: int, machine: Environment) -> int | None:
-    """How many layers to try first; None: all. Whether they fit with their activations, only running them tells."""
+    """How many layers to try first; None: all. Only running them shows whether they fit with their activations."""
     gpu = visible_gpu(machine)
     if gpu is None or gpu.memory_bytes is None or not plan.depth or not parameters:
         return None

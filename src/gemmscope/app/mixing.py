@@ -1,7 +1,7 @@
 """Which mixes to price: the one that a run of `gemmscope numerics` chose, or what the user keeps in BF16.
 
-Linears are named as modules are (mlp.down_proj), or as `gemmscope shapes` names their op (MLP Down). A mix then is a recipe like
-others: its name says what it keeps (`recipe/kept.py`).
+Linears are named as modules are (mlp.down_proj), or as `gemmscope shapes` names their op (MLP Down). A mix is then a recipe like
+any other: its name says what it keeps (`recipe/kept.py`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _parsed(text: str) -> MixRequest:
     given = option("keep_higher", text)
     counts, linears = {"first": 0, "last": 0}, list[str]()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        if (found := _COUNT.fullmatch(part)) is not None:
-            counts[found["end"]] = int(found["count"])
+        if (match := _COUNT.fullmatch(part)) is not None:
+            counts[match["end"]] = int(match["count"])
         elif "=" in part:
             raise UserError(
                 f"{option('keep_higher')} {shown(part)} is not known", f"for example {option('keep_higher', EXAMPLE)}"
@@ -146,7 +146,7 @@ def _ops(request: MixRequest, present: tuple[str, ...]) -> tuple[tuple[str, ...]
 
 
 def _modules_of(op: str) -> int:
-    """How many modules have a part in the GEMM of this op, where a framework stores them one by one.
+    """How many modules make up the GEMM of this op, where a framework stores them separately.
 
     >>> _modules_of("QKV Proj"), _modules_of("MLP Gate+Up"), _modules_of("MLP Down")
     (3, 2, 1)

@@ -1,4 +1,4 @@
-"""From what names a model to what one rank runs: every command that takes a model starts here."""
+"""From the name of a model to what one rank runs: every command that takes a model starts here."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
     if type(count) is not int or count < 0:
         message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
         raise UserError(message, f"for example {option('mtp_layers', 1)}")
-    findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
+    findings = tuple(entry for entry in source.findings if entry.code != "prediction-layers-not-included")
     return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
 
 
@@ -133,7 +133,8 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
 
 
 def with_own_inputs(run: RunSpec, inputs: str, samples: int | None) -> RunSpec:
-    """The run of a module that brought these inputs: a micro-batch is so many samples, and a sequence means nothing to it."""
+    """The run of a module that provides its own inputs: the micro-batch size is their number of samples, and there is no sequence
+    length."""
     return replace(run, micro_batch_size=samples or 1, sequence_length=1, inputs=inputs)
 
 
@@ -186,7 +187,7 @@ def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
     return RankWorkload(job.source, run, workload, findings, trace)
 
 
-# What a traced model can be run with: everything that changes nothing in what one rank computes.
+# Settings that a traced model can be run with: those that do not change what one rank computes.
 TRACED_SETTINGS = (
     "micro_batch_size", "sequence_length", "gradient_accumulation", "dp", "zero", "zero_ranks", "optimizer_state",
     "gradient_precision", "dp_overlap", "cuda_graphs", "separate_projections",

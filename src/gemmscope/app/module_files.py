@@ -27,7 +27,7 @@ def module_files(job: ModelRun | None) -> Mapping[str, bytes]:
 def _files(reference: str) -> Mapping[str, bytes]:
     path = Path(reference.rpartition(":")[0])
     if not path.is_file():
-        return {}  # whoever runs it says so
+        return {}  # reported when the module is run
     files, total = {path.name: path.read_bytes()}, 0
     for parent, folders, names in os.walk(path.parent):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]

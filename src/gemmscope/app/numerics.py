@@ -21,7 +21,7 @@ from gemmscope.numerics.weigh import weigh
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, damage_reported
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.workload.derive import HEAD
 
 PathLike = str | Path
@@ -67,7 +67,7 @@ def run_numerics(
     }
     _check(bound, device)
     speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
-    with held():  # after Ctrl-C, what was computed is delivered before the command ends
+    with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, reporter)
         with damage_reported(*([speeds] if speeds is not None else [])):
             weighed = weigh(computed.linears, speeds, bound, speed_gpu)
@@ -125,7 +125,7 @@ def _source(
             f"a recording of gemmscope.record_tensors, {option('checkpoint', 'FILE')} or {option('synthetic', 'normal')}",
         )
     if recording is not None:
-        read_recording(recording)  # a file that is none is rejected before a process is started
+        read_recording(recording)  # an invalid file is rejected before a process is started
     if synthetic is None:
         return {named[0]: str(given[named[0]])}
     if synthetic not in KINDS:
@@ -142,7 +142,7 @@ def _source(
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
-    """The model to run for errors along depth; None: none."""
+    """The model to run for errors along depth; None if none was requested."""
     source = job.source if job is not None else None
     if job is None or source is None or (source.module is None and source.config is None):
         if wanted:
@@ -169,7 +169,7 @@ def _check(bound: float | None, device: str) -> None:
 
 
 def _computed(request: Mapping[str, Any], reporter: Reporter) -> ComputedErrors:
-    """Ask the worker. How many linears there are is known once it has opened the file, so progress begins then."""
+    """Let the worker compute the errors. Progress begins once it has opened the file and knows how many linears there are."""
     state: list[Any] = []
 
     def progress(done: int, count: int) -> None:

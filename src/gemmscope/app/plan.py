@@ -48,9 +48,9 @@ KINDS = {"context": "keys and values (context parallelism)", "stages": "activati
 MOST_GPUS = 1 << 17
 MOST_DOUBLINGS = 10
 SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
-"""What all layouts of a plan have alike."""
+"""Settings that all layouts of a plan share."""
 OF_FILE = (*SETTINGS, "vocab_multiple", "separate_projections", "sequence_parallel_linears")
-"""What is taken from the model's file: all that is not a layout."""
+"""Settings taken from the model's file: those that are not part of a layout."""
 
 
 def plan(
@@ -87,11 +87,11 @@ def plan(
     length = _count("sequence_length", sequence_length or source.run_settings.get("sequence_length"), "the sequence length", 8192)
     budget = _budget(tokens, count, price)
     names, recipe_findings = _recipes(chip, choices, source.framework)
-    space = Space(_restricted(restrict), {"optimizer_state": "fp32", **_of_file(source), **settings})  # alike in all layouts
+    space = Space(_restricted(restrict), {"optimizer_state": "fp32", **_of_file(source), **settings})  # the same in all layouts
     sizes = _axes(vary, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
-    with signals.held() as held:
+    with signals.defer_signals() as deferred:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
         tasks, impossible = _tasks(source.model, sizes, task)
         searches = [Search(task, space) for _, task in tasks]
@@ -104,11 +104,11 @@ def plan(
                 done += more
                 show(done)
 
-            complete = run_searches(forecaster, searches, names, links, held, on_layouts)
+            complete = run_searches(forecaster, searches, names, links, deferred, on_layouts)
         if not complete:
             if not any(search.candidates for search in searches):
-                raise held.interruption()
-            held.answered, held.outcome = True, f"{done} of {wanted} layouts were computed"
+                raise deferred.interruption()
+            deferred.answered, deferred.outcome = True, f"{done} of {wanted} layouts were computed"
     most = MOST_LISTED // len(searches)
     points = [_point(values, search, forecaster, names, most) for (values, _), search in zip(tasks, searches, strict=True)]
     points += impossible
@@ -338,20 +338,20 @@ def _run_of(search: Search) -> RunSpec:
 
 
 def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -> list[Finding]:
-    found = []
+    findings = []
     best = points[0].best
     if best is not None and best.tight:
-        found.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=memory_bytes(chip) / 1e9))
+        findings.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=memory_bytes(chip) / 1e9))
     if best is not None and best.host_bound:
-        found.append(finding("plan-host-bound"))
+        findings.append(finding("plan-host-bound"))
     settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}
     if settings and best is not None and not points[0].values:
-        found.append(_file_layout(source.origin, settings, points[0]))
-    return found
+        findings.append(_file_layout(source.origin, settings, points[0]))
+    return findings
 
 
 def _priors(search: Search) -> list[Finding]:
-    """A finding where the best layout waits for something whose overlap no published run shows."""
+    """A finding if the best layout waits for communication whose overlap was not checked against any published run."""
     if not search.candidates:
         return []
     step = min(search.candidates, key=order).step

@@ -115,7 +115,7 @@ def _no_gpus(text: str) -> UserError:
 
 @contextmanager
 def one_gpu(text: str | None, *, on_cpu: bool = False) -> Iterator[None]:
-    """Measure on the one GPU that was named, within this process and those that it starts; None: as always."""
+    """Measure on the one GPU that was named, within this process and those that it starts; None: do not restrict GPUs."""
     if text is None:
         yield
         return

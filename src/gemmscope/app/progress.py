@@ -173,7 +173,7 @@ def _console() -> RichConsole:
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:
-    """How many rounds are missing: the interval shrinks with the root of their number. None if that cannot be told yet.
+    """How many rounds are missing: the interval shrinks with the root of their number. None if that is not known yet.
 
     >>> rounds_left(4, 0.02, 0.01, least=4), rounds_left(1, 0.01, 0.01, least=4), rounds_left(2, None, 0.01, least=4)
     (12.0, 3.0, None)
@@ -197,7 +197,7 @@ class TimeLeft:
             self._since, self._rounds_then = self._clock(), rounds
 
     def seconds(self, rounds: int, half_width: float | None) -> float | None:
-        """None if it cannot be told."""
+        """The seconds left; None if they are not known."""
         rule, rounds_in_all = self._campaign.rule, self._campaign.rounds
         seen = rounds - self._rounds_then
         if self._since is None or seen < 1:
@@ -213,7 +213,7 @@ class TimeLeft:
 
 
 class ProgressLine:
-    """What the live line says."""
+    """The text of the live line."""
 
     def __init__(self, campaign: LinearCampaign | StepCampaign) -> None:
         self._campaign, self._time_left = campaign, TimeLeft(campaign)

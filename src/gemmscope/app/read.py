@@ -13,7 +13,7 @@ def continues(result: SweepResult, path: Path) -> bool:
     """Whether the file holds an unfinished run of the same sweep, with no more points than this result."""
     try:
         old = read_result(path, ["sweep"])
-    except Exception:  # whatever that file holds, it is not ours
+    except Exception:  # not a run file of this sweep
         return False
     assert isinstance(old, SweepResult)
     return _subject(old) == _subject(result) and old.interrupted and old.sample_count <= result.sample_count

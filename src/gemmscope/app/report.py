@@ -12,7 +12,7 @@ from gemmscope.results.read import read_result
 
 
 def report(runs: Sequence[str | Path | Result]) -> tuple[list[Document], list[Message]]:
-    """The documents of run files or results, and what the reader must know of them together.
+    """The documents of run files or results, and findings about all of them.
 
     A `UserError` if a file cannot be read, or if the runs do not belong on one page.
     """

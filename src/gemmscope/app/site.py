@@ -44,7 +44,7 @@ PROGRESS_S = 1.0  # at most one line of progress in this time
 def main() -> None:
     """Serve until the input ends."""
     leave_to_parent()
-    out = os.dup(1)  # whatever prints meanwhile does not interfere
+    out = os.dup(1)  # so that prints of other code do not interfere
     os.dup2(2, 1)
     first = sys.stdin.readline()
     if not first:
@@ -97,7 +97,7 @@ class _Site(Reporter):
         self._reported = 0.0
 
     def serve(self, cores: int) -> None:
-        """Say what is here, then measure what is asked for."""
+        """Report what is available here, then measure the units that arrive."""
         living = threading.Thread(target=self._live, name="signs of life", daemon=True)
         living.start()
         try:
@@ -168,7 +168,7 @@ class _Site(Reporter):
 
     @contextmanager
     def _own_journal(self) -> Iterator[None]:
-        """The journal of a unit is of no use after it, and must not be on a disk that many nodes share."""
+        """A temporary journal for one unit, which must not be on a disk that many nodes share."""
         before = os.environ.get("XDG_STATE_HOME")
         with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
             os.environ["XDG_STATE_HOME"] = folder
@@ -179,7 +179,7 @@ class _Site(Reporter):
                 if before is not None:
                     os.environ["XDG_STATE_HOME"] = before
 
-    # --- what it says
+    # --- messages
 
     def say(self, text: str) -> None:
         self._send(type="progress", text=text)

@@ -30,7 +30,7 @@ def read_fleet(fleet: str | Path | Result, kind: str) -> FleetResult:
 
 
 def with_spread(result: Measured, fleet: FleetResult | None) -> Measured:
-    """The result, with what another GPU of the fleet would give; or why the fleet cannot say."""
+    """The result with the expected range of another GPU of the fleet, or with the reason why the fleet does not give one."""
     quoted: list[Finding] = _quoted(fleet, result) if fleet is not None else []
     return result.model_copy(update={"findings": (*result.findings, *quoted)})
 
@@ -38,5 +38,5 @@ def with_spread(result: Measured, fleet: FleetResult | None) -> Measured:
 def _quoted(fleet: FleetResult, result: BenchResult | StepResult) -> list[Finding]:
     try:
         return quoted_spread(fleet, result)
-    except UserError as error:  # the measurement is done: it is not thrown away
+    except UserError as error:  # the measurement is done and must not be lost
         return [finding("fleet-not-quoted", reason=error.message)]

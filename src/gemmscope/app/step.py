@@ -23,7 +23,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 from gemmscope.step.breakeven import break_even_finding
 from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
@@ -68,10 +68,10 @@ def run_step(
     graphs; `hugging_face` runs the model's own Hugging Face class. `compile` is what torch.compile is applied to, `optimizer`
     that of a module or a Hugging Face model. The mix that a run of numerics chose (`mix`), or every recipe with `keep_higher` in
     BF16, is measured beside the recipes. Measuring ends when every speedup is known to `precision`, or after `time_limit`
-    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `fleet`: a fleet,
-    or its run file; the result then says what another GPU of that fleet would give. With `try_mixed`, a recipe with some linears
-    in BF16 is run too, where that may be faster. `resume` continues the same measurement if it was cut short. `deliver` writes
-    the result: only then the measurement is finished.
+    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `fleet`: a fleet, or
+    its run file; the result then says what another GPU of that fleet would give. With `try_mixed`, a recipe with some linears in
+    BF16 is run too, where that may be faster. `resume` continues the same measurement if it was cut short. `deliver` writes the
+    result; the measurement is finished only after that.
     """
     check_limits(precision, time_limit)
     asked = requested_mix(mix, keep_higher)
@@ -98,10 +98,10 @@ def run_step(
         closing(open_journal()) as journal,
         journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,
         LocalWorkers() as workers,
-        held() as signals,
+        defer_signals() as signals,
     ):
-        if resume and (found := not_resumed(recording)) is not None:
-            reporter.say(found.text)
+        if resume and (warning := not_resumed(recording)) is not None:
+            reporter.say(warning.text)
         session = StepSession(plan, recipes, settings, precision, time_limit, recording, workers, reporter, most_layers)
         of = counted(plan.depth, "layer") if plan.depth else job.source.origin
         requests = {"verify": verify, "break_even": break_even, "cuda_graphs": cuda_graphs, "try_mixed": try_mixed}
@@ -185,7 +185,7 @@ def _with_cost(times: StepTimes, run: RunSpec, budget: Budget) -> StepTimes:
 
 
 def _findings(measured: MeasuredStep, session: StepSession, observed_speedup: float | None, *, graphs: bool) -> Iterator[Finding]:
-    """What was seen while the step ran, the most important first. `graphs`: no advice to capture the step."""
+    """Findings about how the step ran, the most important first. `graphs`: no advice to capture the step."""
     times, batches, results = measured.times, measured.batches, measured.variants
     yield from _ended(measured.predicted, interrupted=session.interrupted)
     if not times.recipes:
@@ -213,7 +213,7 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
 def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
     """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
     failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
-    failed = [result for result in failed if not result.variant.captured]  # which `step-not-captured` says
+    failed = [result for result in failed if not result.variant.captured]  # reported by `step-not-captured`
     return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 

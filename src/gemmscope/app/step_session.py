@@ -59,7 +59,8 @@ class StepSession:
     def measure(
         self, of: str, summed: Totals, run: RunSpec, *, verify: bool, break_even: bool, cuda_graphs: bool, try_mixed: bool
     ) -> MeasuredStep:
-        """Everything that was asked for. `of`: what is run, in words; `summed`: the work of the step, all layers together."""
+        """Everything that was asked for. `of`: a description of what is run; `summed`: the work of the step, all layers
+        together."""
         predicted = self.run(f"running the step of {of} in {', '.join(self.recipes)} …")
         real, as_deep = self.verify() if verify and not self.interrupted else (None, None)
         verified = [campaign.results if campaign is not None else None for campaign in (real, as_deep)]

@@ -31,16 +31,16 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import Compile, Optimizer
 from gemmscope.results.sweep import SweepResult
-from gemmscope.signals import Held, held
+from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.step.plan import plan_step
 from gemmscope.units import counted
 from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import check
 
-PRECISION, TIME_LIMIT_S = 0.02, 20.0  # of one point: many of them show the shape of a surface, none is the last word
+PRECISION, TIME_LIMIT_S = 0.02, 20.0  # of one point: a sweep shows trends, so single points can be less precise
 GEMM_SIZES = ("m", "k", "n")
 ALL_SIZES = (*MEASURED_SIZES, *GEMM_SIZES, "global_batch", "vp", "dp", "zero", "fsdp")
-"""Everything that may be meant as a size to vary: those that one GPU's measurement does not depend on are refused."""
+"""Everything that a user may name as a size to vary. Sizes that do not affect a measurement on one GPU are rejected."""
 MOST_POINTS = 5000
 
 Deliver = Callable[[SweepResult], None]
@@ -121,7 +121,7 @@ def gemm_sweep(
     if timing.cache_weights:
         raise UserError(f"{option('cache_weights')} applies only to the linears of a model", f"remove {option('cache_weights')}")
 
-    def points(_: Held) -> tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]:
+    def points(_: DeferredSignals) -> tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]:
         possible, impossible = [], []
         for values in combinations(axes):
             m, k, n = (values.get(name, size) for name, size in zip(GEMM_SIZES, shape, strict=True))
@@ -192,11 +192,11 @@ def _check_model(job: ModelRun, axes: Axes) -> None:
 
 
 def _plain(job: ModelRun) -> ModelRun:
-    """Without what a subclass adds to it: it is pickled."""
+    """The job as a plain `ModelRun`, without the additions of a subclass: it is pickled."""
     return ModelRun(job.source, job.run, job.findings, job.settled)
 
 
-Points = Callable[[Held], tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]]
+Points = Callable[[DeferredSignals], tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _Sweep:
         """Measure all points that the journal does not have yet."""
         self._check_choices(cache_weights=cache_weights)
         pool = self._pool()
-        with held() as signals:
+        with defer_signals() as signals:
             possible, impossible = points(signals)
             if signals.first is not None:
                 raise signals.interruption()
@@ -237,8 +237,8 @@ class _Sweep:
                 closing(open_journal()) as journal,
                 journal.recording(_mark(self.of, possible), self.command, resume=self.resume) as recording,
             ):
-                if self.resume and (found := not_resumed(recording)) is not None:
-                    self.reporter.say(found.text)
+                if self.resume and (warning := not_resumed(recording)) is not None:
+                    self.reporter.say(warning.text)
                 self.reporter.say(self._plan(len(units), len(recording.outcomes())))
                 with pool:
                     stream = SweepStream(self.reporter, lambda: self._stream(assembly, schedule.outcomes))
@@ -306,7 +306,7 @@ def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -
 
 
 def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> str:
-    """The same for sweeps that measure the same points, on whatever GPUs and however precisely."""
+    """A key that is equal for sweeps of the same points, on any GPUs and at any precision."""
     content = []
     for values, unit in possible:
         arguments = dict(unit.arguments)

@@ -17,7 +17,7 @@ POINT_CODES = (
     "precision-reached", "all-measured", "time-limit-reached", "time-limit-no-interval", "time-limit-no-speedup",
     "too-close-to-call", "ops-too-close",
 )  # fmt: skip
-"""What a sweep says of all points together, or shows for each in its table."""
+"""Findings that a sweep reports for all points at once, or shows for each point in its table."""
 
 POINTS_WITHOUT_TIMES = ("sweep-point-lost", "sweep-point-not-measured", "sweep-point-does-not-fit", "sweep-point-not-possible")
 
@@ -33,7 +33,7 @@ def point_key(values: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes the result of what is there. `about`: the fields that name the model. `bare`: points are single GEMMs."""
+    """Builds the result from the outcomes so far. `about`: the fields that name the model. `bare`: points are single GEMMs."""
 
     of: Literal["bench", "step"]
     sizes: tuple[str, ...]
@@ -45,15 +45,17 @@ class Assembly:
 
     def result(self, outcomes: Outcomes, *, interrupted: bool) -> SweepResult:
         """Every point that was measured, that failed, and that is not possible, in the order of their sizes."""
-        done = {key: each for values in self.possible if (each := outcomes.done.get(key := point_key(values))) is not None}
-        modes = list(dict.fromkeys(mode for each in done.values() for mode in each.outcome["modes"])) or [""]
+        done = {
+            key: measured for values in self.possible if (measured := outcomes.done.get(key := point_key(values))) is not None
+        }
+        modes = list(dict.fromkeys(mode for measured in done.values() for mode in measured.outcome["modes"])) or [""]
         gpus = _gpus(done.values())
         sweeps = tuple(self._sweep(mode, done, outcomes, complete=not interrupted) for mode in modes)
         return SweepResult(
             **self.settings,
             **self.about,
             of=self.of,
-            backend=next((str(each.outcome["backend"]) for each in done.values()), ""),
+            backend=next((str(measured.outcome["backend"]) for measured in done.values()), ""),
             wanted=len(self.possible),
             interrupted=interrupted,
             gpus=gpus,
@@ -75,7 +77,7 @@ class Assembly:
                 points.append(MeasuredPoint(values=values, gpu=failed.place, failure=in_python(failed.why), unfit=unfit))
         points += [MeasuredPoint(values=values, why_not=why) for values, why in self.impossible]
         points.sort(key=lambda point: tuple(point.values.values()))
-        types = dict.fromkeys(str(each.outcome["device"].get("name", "")) for each in done.values())
+        types = dict.fromkeys(str(measured.outcome["device"].get("name", "")) for measured in done.values())
         return MeasuredSweep(
             gpu=", ".join(filter(None, types)) or "this machine",
             what=self._what,
@@ -97,7 +99,7 @@ class Assembly:
     ) -> Iterable[Finding]:
         if interrupted:
             yield finding("sweep-incomplete", points=len(done), wanted=len(self.possible))
-        yield from without_repeats(found for sweep in sweeps for found in _point_findings(sweep, done))
+        yield from without_repeats(entry for sweep in sweeps for entry in _point_findings(sweep, done))
         lost = {key for key, failure in outcomes.failed.items() if failure.lost}
         without: dict[str, list[MeasuredPoint]] = {code: [] for code in POINTS_WITHOUT_TIMES}
         for point in sweeps[0].points:
@@ -107,17 +109,17 @@ class Assembly:
             for reason, places in by_reason(points).items():
                 yield finding(code, places=places, reason=reason)
         yield from _gpu_findings(gpus)
-        inputs = {each.outcome.get("inputs") for each in done.values()}
+        inputs = {measured.outcome.get("inputs") for measured in done.values()}
         if len(done) > 1 and len(inputs) == 1 and (fixed := inputs.pop()) is not None:
             yield finding("sweep-inputs-fixed", inputs=str(fixed))
-        if limited := sum(bool(each.outcome.get("limit_reached")) for each in done.values()):
+        if limited := sum(bool(measured.outcome.get("limit_reached")) for measured in done.values()):
             yield finding("sweep-limit-reached", points=limited, of=len(done))
         yield from outcomes.findings
-        yield from _common([each.outcome["findings"] for each in done.values()])
+        yield from _common([measured.outcome["findings"] for measured in done.values()])
 
 
 def _why_without_times(point: MeasuredPoint, lost: Collection[str]) -> str:
-    """The finding that tells of such a point. `lost`: the keys of points that were lost with their GPUs."""
+    """The code of the finding about a point without times. `lost`: the keys of points that were lost with their GPUs."""
     if point.why_not:
         return "sweep-point-not-possible"
     if point_key(point.values) in lost:
@@ -152,11 +154,11 @@ def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> Measu
 
 def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
     """The GPUs that measured points, in the order of their names; told apart by their UUID."""
-    found: dict[str, list[UnitOutcome]] = {}
-    for each in done:
-        found.setdefault(each.place.uuid or each.place.key, []).append(each)
+    by_gpu: dict[str, list[UnitOutcome]] = {}
+    for outcome in done:
+        by_gpu.setdefault(outcome.place.uuid or outcome.place.key, []).append(outcome)
     gpus = []
-    for measured in found.values():
+    for measured in by_gpu.values():
         first = measured[0]
         versions = {name: str(version) for name, version in first.outcome["versions"].items()}
         name = str(first.outcome["device"].get("name", ""))
@@ -180,11 +182,11 @@ def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
 
 
 def _point_findings(sweep: MeasuredSweep, done: Mapping[str, UnitOutcome]) -> Iterable[Finding]:
-    """What stands in the way of recipes, each with the points where it does."""
+    """Findings about recipes (fallbacks, out of memory, not measured, host-bound), each with its points."""
     fallbacks: dict[str, list[str]] = {}
     for point in sweep.points:
-        if (each := done.get(point_key(point.values))) is not None:
-            for name in each.outcome["modes"].get(sweep.mode, {}).get("fallbacks", ()):
+        if (measured := done.get(point_key(point.values))) is not None:
+            for name in measured.outcome["modes"].get(sweep.mode, {}).get("fallbacks", ()):
                 fallbacks.setdefault(point.place, []).append(name)
     if fallbacks:
         yield finding("sweep-fallback", places=list(fallbacks), recipes=_all(fallbacks.values()))
@@ -212,5 +214,5 @@ def _common(by_point: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
     if len(by_point) < 2:
         return []
     first, *others = by_point
-    shared = [each for each in first if each["code"] not in POINT_CODES and all(each in other for other in others)]
-    return [Finding(each["code"], each["level"], dict(each["facts"])) for each in shared]
+    shared = [entry for entry in first if entry["code"] not in POINT_CODES and all(entry in other for other in others)]
+    return [Finding(entry["code"], entry["level"], dict(entry["facts"])) for entry in shared]

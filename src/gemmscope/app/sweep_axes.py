@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gemmscope.app.model import SIZES, ModelRun, load_model, model_run
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.results.sweep import SweepPoint
-from gemmscope.signals import Held
+from gemmscope.signals import DeferredSignals
 
 MEASURED_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "gradient_accumulation", "tp", "cp", "pp", "ep", "etp")
 """Sizes that change what one GPU runs."""
@@ -53,17 +53,17 @@ def combinations(axes: Axes) -> Iterable[dict[str, int]]:
 
 
 def configurations(
-    model: Mapping[str, Any], run: Mapping[str, Any], axes: Axes, describe: Callable[[ModelRun], Point], held: Held
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Axes, describe: Callable[[ModelRun], Point], deferred: DeferredSignals
 ) -> tuple[list[tuple[dict[str, int], Point]], list[tuple[dict[str, int], str]]]:
-    """Every combination that is possible, as `describe` makes it; and the others with the reason. If none is possible, that is
-    the error. A signal ends it. `model` and `run` are the arguments of `load_model` and `model_run`.
+    """Every combination that is possible, as `describe` returns it, and the others with the reason. If none is possible, the
+    first reason is raised. A signal ends it. `model` and `run` are the arguments of `load_model` and `model_run`.
     """
     possible: list[tuple[dict[str, int], Point]] = []
     impossible: list[tuple[dict[str, int], str]] = []
     first: UserError | None = None
     load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
     for values in combinations(axes):
-        if held.first is not None:
+        if deferred.first is not None:
             break
         sizes = tuple((name, value) for name, value in values.items() if name in SIZES)
         of_run = {name: value for name, value in values.items() if name not in SIZES}
@@ -78,7 +78,7 @@ def configurations(
 
 
 def by_reason(points: Iterable[SweepPoint]) -> dict[str, list[str]]:
-    """Points without times: the reason, and where it holds. Beyond some reasons, the others together."""
+    """The points without times, by reason. Beyond `MOST_REASONS`, the other reasons are combined."""
     reasons: dict[str, list[str]] = {}
     for point in points:
         listed = point.reason in reasons or len(reasons) < MOST_REASONS

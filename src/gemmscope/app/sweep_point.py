@@ -1,4 +1,4 @@
-"""What of a bench or a step becomes a point of a sweep: plain data, made where the point was measured."""
+"""Reduces the result of a bench or a step to a point of a sweep: plain data, made where the point was measured."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -112,7 +112,7 @@ def _host_bound(linears: Linears, name: str, mode: Mode) -> bool:
 
 
 def _about(result: BenchResult | StepResult) -> dict[str, Any]:
-    """What to know of a point beside its numbers: the machine, the findings, whether the precision was reached."""
+    """Facts about a point besides its numbers: the machine, the findings, whether the precision was reached."""
     device = result.device
     return {
         "device": {name: device[name] for name in ("name", "power_limit_w") if device.get(name) is not None},
@@ -122,10 +122,10 @@ def _about(result: BenchResult | StepResult) -> dict[str, Any]:
         "model": result.model.model_dump(mode="json") if result.model is not None else None,
         "limit_reached": any(result.has(code) for code in LIMITS),
         "interrupted": result.interrupted,
-        "findings": [_plain(found) for found in result.findings],
+        "findings": [_plain(entry) for entry in result.findings],
     }
 
 
-def _plain(found: Finding) -> dict[str, Any]:
-    facts = {name: asdict(fact) if isinstance(fact, Interval) else fact for name, fact in found.facts.items()}
-    return {"code": found.code, "level": found.level, "facts": facts}
+def _plain(entry: Finding) -> dict[str, Any]:
+    facts = {name: asdict(fact) if isinstance(fact, Interval) else fact for name, fact in entry.facts.items()}
+    return {"code": entry.code, "level": entry.level, "facts": facts}

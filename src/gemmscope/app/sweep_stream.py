@@ -8,7 +8,7 @@ from typing import Any
 from gemmscope.app.progress import Reporter
 from gemmscope.engine.pool.outcomes import PoolProgress
 
-LEAST_S, SHARE = 3.0, 0.05  # at most so often, and in at most this share of the time: a result of many points takes a moment
+LEAST_S, SHARE = 3.0, 0.05  # least seconds between two writes, and the largest share of time for writing
 
 
 class SweepStream(Reporter):
@@ -28,7 +28,7 @@ class SweepStream(Reporter):
 
     @contextmanager
     def spreading(self, what: str) -> Iterator[Callable[[PoolProgress], None]]:
-        """Show the progress as the reporter does, and write what was held back."""
+        """Show the progress as the reporter does, and write points that are not written yet."""
         with self._reporter.spreading(what) as show:
 
             def on_progress(state: PoolProgress) -> None:

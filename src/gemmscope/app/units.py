@@ -1,4 +1,4 @@
-"""One measurement as a unit of a pool: what is measured, and what of its result comes back."""
+"""One measurement as a unit of a pool: what is measured, and which part of its result is sent back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -54,7 +54,7 @@ class LinearCampaign(Campaign[Measurements]):
                 yield Attempt([task.key for task in tasks])
 
     def _crowded_out(self, narrow: Callable[[Task, Task], bool]) -> list[list[Task]]:
-        """Smaller sets in which tasks that ran out of memory get another try; none that is as large as all together."""
+        """Smaller sets of tasks in which those that ran out of memory are tried again; never a set of all tasks."""
         failed = [result.task for result in self.results.tasks.values() if result.failure_kind == "out of memory"]
         sets = dict.fromkeys(tuple(other for other in self.tasks if narrow(task, other)) for task in failed)
         return [list(tasks) for tasks in sets if len(tasks) < len(self.tasks)]
@@ -68,13 +68,13 @@ class LinearCampaign(Campaign[Measurements]):
         return self.results.uncertainties(self.recipes, self.modes, self.rule.target, chosen)
 
     def wanted(self, groups: Sequence[Group], tasks: Sequence[str]) -> list[Group]:
-        """What is known worst comes first; of what this worker can measure."""
+        """The groups that this worker can measure, the least precisely known first."""
         measurable = {self.results.tasks[key].task.group for key in self.results.left(tasks)}
         return [group for group in self.results.bursts_behind(groups) if group in measurable]
 
 
 def fingerprint_of(tasks: Sequence[Task], settings: BenchSettings) -> str:
-    """The same for campaigns that measure the same; the order of bursts may differ."""
+    """A key that is equal for campaigns that measure the same things; the order of bursts may differ."""
     return fingerprint("bench", {**asdict(settings), "seed": 0}, [task.to_json() for task in tasks])
 
 
@@ -83,5 +83,5 @@ def _of_one_case(task: Task, other: Task) -> bool:
 
 
 def _of_one_recipe(task: Task, other: Task) -> bool:
-    """The same op and mode, in this recipe or the baseline."""
+    """Whether the other task has the same op and mode, in this recipe or the baseline."""
     return other.case == task.case and other.mode == task.mode and other.recipe in (task.recipe, BASELINE)

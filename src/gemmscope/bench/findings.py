@@ -1,7 +1,6 @@
-"""What there is to know beside the numbers of the linears: fallbacks, failures, ties, losses, clocks.
+"""Findings about the linears: fallbacks, failures, ties, slower ops, clocks.
 
-`linear_findings` tells what the times and speedups themselves show, measured or forecast; `measurement_findings` what only a
-measurement can show.
+`linear_findings` follow from the times and speedups, measured or forecast; `measurement_findings` only from a measurement.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ LEFT_HIGH = ("LM Head", "Router")  # most frameworks do not quantize these
 
 
 def linear_findings(linears: Linears) -> list[Finding]:
-    """What the linears alone tell, measured or forecast."""
+    """Findings that follow from times and speedups, measured or forecast."""
     return [
         *_fallbacks(linears),
         *_unproven(linears),
@@ -37,7 +36,7 @@ def linear_findings(linears: Linears) -> list[Finding]:
 
 
 def measurement_findings(measurements: Measurements, linears: Linears) -> list[Finding]:
-    """What the measurement itself tells."""
+    """Findings about the measurement itself."""
     tasks = measurements.tasks.values()
     sums = dict.fromkeys(result.task.recipe for result in tasks if result.facts.get("sum_of"))
     return [
@@ -106,7 +105,7 @@ def _unproven(linears: Linears) -> Iterator[Finding]:
 
 
 def _by_reason(code: str, reasons: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
-    """One finding for each recipe and reason, from (recipe, reason, op); an empty reason is none."""
+    """One finding for each recipe and reason, from (recipe, reason, op); empty reasons are skipped."""
     groups = _joined(((name, reason), op) for name, reason, op in reasons if reason)
     for (name, reason), ops in groups.items():
         yield finding(code, recipe=name, ops=list(dict.fromkeys(ops)), reason=reason)
@@ -120,7 +119,7 @@ def _same_kernels(linears: Linears) -> Iterator[Finding]:
 
 
 def _dgrad(linears: Linears) -> Iterator[Finding]:
-    """Dgrad and fprop have as many FLOPs, but other sizes and other kernels."""
+    """The dgrad/fprop time ratio: both have the same FLOPs, but different sizes and kernels."""
     for mode in linears.modes:
         sums = {name: total.pass_ms for name in linears.columns(mode) if (total := linears.total(name, mode)) is not None}
         trained = {name: times for name, times in sums.items() if times.get("dgrad") and times.get("fprop")}
@@ -215,7 +214,7 @@ def _states(measurements: Measurements, name: str, mode: Mode) -> list[dict[str,
 
 
 def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The GPU's state while it was measured: one finding for each quantity that the driver tells."""
+    """The GPU's state while it was measured: one finding for each quantity that the driver reports."""
     if not states:
         return []
     clocks = sorted(state["sm_mhz"] for state in states)
@@ -229,7 +228,7 @@ def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _slowed_down(measurements: Measurements, linears: Linears) -> Iterator[Finding]:
-    """States that a healthy training run would not be in, or not stay in."""
+    """Findings about GPU states that do not occur, or do not last, in a healthy training run."""
     for mode in linears.modes:
         for name in linears.columns(mode):
             states = _states(measurements, name, mode)

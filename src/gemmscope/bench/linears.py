@@ -90,7 +90,8 @@ class _Sums:
                     yield from self._over(name, over, mode)
 
     def _over(self, name: str, over: str, mode: Mode) -> Iterator[Speedup]:
-        """All linears of a recipe over those of another; of bare GEMMs each by itself, over the baseline it is there already."""
+        """The speedup of all linears of one recipe over another; for bare GEMMs, of each GEMM (over the baseline, `_of_case`
+        yields it)."""
         if not self._linears.bare:
             if (speedup := self.speedup(name, mode, over=over)) is not None:
                 yield Speedup(recipe=name, over=over, mode=mode, speedup=speedup)

@@ -11,7 +11,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
 from gemmscope.workload.cases import Case, Mode, Task
 
-ALIKE = 0.8  # half-widths of two sides of a speedup that need more samples alike
+ALIKE = 0.8  # both sides of a speedup need more samples if the ratio of their half-widths is above this
 
 
 class Measurements(ResultStore[TaskResult]):
@@ -25,7 +25,7 @@ class Measurements(ResultStore[TaskResult]):
         self._noise: dict[tuple[Case, ...], Noise] = {}  # until there are more samples
 
     def take(self, message: Message) -> None:
-        """Take in one message of the worker."""
+        """Record one message of the worker."""
         self._noise = {}
         match message:
             case Kernels(key, kernels):
@@ -127,7 +127,7 @@ class Measurements(ResultStore[TaskResult]):
                     yield Uncertainty(time_interval(total, self.noise(some)).half_width, ((recipe, mode),))
 
     def _wider(self, sides: Sequence[tuple[str, Mode]], cases: Sequence[Case] | None) -> tuple[Group, ...]:
-        """The side that makes a speedup too uncertain: more of it is wanted; both sides, if they are alike."""
+        """The side of a speedup that needs more samples: the less precise one, or both if they are similar."""
         totals = {side: self.totals(*side, cases) for side in sides}
         noise = self.noise(cases)
         widths = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}

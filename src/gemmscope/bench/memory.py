@@ -1,6 +1,6 @@
 """The memory of each precision's linears: computed from sizes and the recipes' facts, not measured.
 
-Weights stay in BF16, and low precisions hold quantized copies beside them. Forward keeps each linear's input X for backward: in
+Weights stay in BF16, and low precisions keep quantized copies beside them. Forward keeps each linear's input X for backward: in
 BF16 as it is, in low precision its quantized copy, which is smaller. Norms, attention and activations keep more, the same in
 every precision, and are not counted here.
 """

@@ -58,7 +58,7 @@ def command(
                 "remove it",
             )
         model, run, axes = model_options.given(), run_options.given() | given_gpus, options.axes()
-        with signals.held():  # also while the points that were computed are written
+        with signals.defer_signals():  # also while the points that were computed are written
             result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
             deliver(result, outputs)
         return

@@ -90,7 +90,7 @@ def command(model_options: ModelOptions, options: PlanOptions, recipe_options: R
         raise UserError(f"{option(modes[0])} applies only to linears, but a plan is about training steps", "remove it")
     check_targets(outputs.targets(), model_options.files())
     names = [part.strip() for part in (options.gpu or "").split(",") if part.strip()]
-    with signals.held():  # also while the layouts that were computed are written
+    with signals.defer_signals():  # also while the layouts that were computed are written
         result = app.plan.plan(
             model_options.load(),
             names,

@@ -21,14 +21,14 @@ from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.engine.store import ResultStore, identity
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.signals import Held, held
+from gemmscope.signals import DeferredSignals, defer_signals
 
 Results = TypeVar("Results", bound=ResultStore[Any])
 OnMessage = Callable[[Message, Any], None]
 
 
 class NotStartedError(UserError):
-    """No measuring process starts here: that is the fault of this machine, whatever is to be measured."""
+    """No measuring process can be started on this machine, whatever is to be measured."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Campaign(ABC, Generic[Results]):
 
     @abstractmethod
     def attempts(self) -> Iterator[Attempt]:
-        """What to measure, set after set. Each is asked for when the one before it is over, and may follow from its results."""
+        """What to measure, set after set. Each set is requested when the previous one is over, and may depend on its results."""
 
     @abstractmethod
     def request(self, tasks: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Campaign(ABC, Generic[Results]):
         """How precisely everything is known that the tasks of an attempt are measured for."""
 
     def wanted(self, groups: Sequence[Group], tasks: Sequence[str]) -> list[Group]:  # noqa: ARG002
-        """What this worker should measure more of, so that these groups are known better; nothing: all alike."""
+        """The groups that this worker should measure more of, so that these become more precise; empty: all groups equally."""
         return []
 
     def widest(self) -> float | None:
@@ -92,7 +92,7 @@ class Campaign(ABC, Generic[Results]):
     def run(self) -> Results:
         """Measure what the journal does not have yet, until the rule is met. A signal ends it early (`interrupted`)."""
         earlier = self.recording.messages(self.part)
-        with held() as signals:
+        with defer_signals() as signals:
             for attempt in self.attempts():
                 self.rule.restart(self.results.complete_rounds)
                 self._clock_runs = False
@@ -108,7 +108,7 @@ class Campaign(ABC, Generic[Results]):
         return self.results
 
     def _replay(self, attempt: Attempt, earlier: list[Message]) -> tuple[list[Message], bool]:
-        """Take in what the journal has of this attempt. Returns the messages of later ones, and whether this one was over."""
+        """Process what the journal has of this attempt. Returns the messages of later attempts, and whether this one was over."""
         begun = Attempted(list(attempt.tasks))
         if not earlier:
             self._note(begun)
@@ -128,7 +128,7 @@ class Campaign(ABC, Generic[Results]):
             raise misfit from error
         return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
 
-    def _measure(self, attempt: Attempt, signals: Held) -> None:
+    def _measure(self, attempt: Attempt, signals: DeferredSignals) -> None:
         """One worker after another, until one ends normally: each that dies costs the task it died at."""
         while left := self.results.left(attempt.tasks):
             link = self.workers.start(self.worker)
@@ -141,8 +141,8 @@ class Campaign(ABC, Generic[Results]):
             if ended:
                 return
 
-    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: Held) -> bool:
-        """Take in one worker's messages until there is enough. True: the attempt is over."""
+    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: DeferredSignals) -> bool:
+        """Process one worker's messages until enough is measured. True: the attempt is over."""
         self._at, self._greeted = "", False
         enough, sent = False, list[Group]()
         had = {key: len(self.results.tasks[key].rounds_ms) for key in tasks} if not self.rule.decides else {}
@@ -170,8 +170,8 @@ class Campaign(ABC, Generic[Results]):
         return True  # a signal
 
     def _survive(self, death: WorkerEndedError, tasks: list[str], attempt: Attempt) -> bool:
-        """Record what the end of a worker costs. True: the attempt is over."""
-        if death.killed and self._at not in self._killed_at:  # once at each task it is nobody's fault
+        """Record the tasks that failed with a worker that ended. True: the attempt is over."""
+        if death.killed and self._at not in self._killed_at:  # the first kill at a task is not blamed on the task
             self._killed_at.add(self._at)
             return False
         if not self._greeted and not self.results.any_samples():

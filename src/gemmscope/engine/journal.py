@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS outcome (
 _UNFINISHED = """
 SELECT id FROM run AS this WHERE fingerprint = ? AND finished IS NULL ORDER BY
 EXISTS (SELECT 1 FROM message WHERE run = this.id) OR EXISTS (SELECT 1 FROM outcome WHERE run = this.id) DESC, id DESC
-"""  # those that ended before they had anything come last
+"""  # runs without messages or outcomes come last
 _COLUMNS = {
     "run": ["id", "fingerprint", "started", "command", "finished"],
     "message": ["run", "part", "at", "content"],
@@ -53,7 +53,7 @@ MOST_BYTES = 512 << 20
 
 
 def fingerprint(*content: Any) -> str:
-    """The same for measurements of the same things by the same version."""
+    """A key that is equal for measurements of the same things by the same version."""
     written = json.dumps([__version__, *content], sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
@@ -82,7 +82,8 @@ class Journal:
             raise UserError(f"the journal {path} was not written by this version of gemmscope", "move it away")
 
     def ask(self, statement: str, *values: Any) -> list[Any]:
-        """The rows of one statement; a `UserError` if the disk is full, the file damaged, or held by another program too long."""
+        """The rows of one statement; a `UserError` if the disk is full, the file is damaged, or another program locks it for too
+        long."""
         try:
             return self._database.execute(statement, values).fetchall()
         except (sqlite3.Error, ValueError) as error:
@@ -90,7 +91,7 @@ class Journal:
 
     @contextmanager
     def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[RecordedRun]:
-        """A new run, or with `resume` the newest one of this fingerprint that has something, is not finished, and is not going on
+        """A new run, or with `resume` the newest unfinished run of this fingerprint that has messages and is not in progress
         elsewhere."""
         self.prune()
         running = False
@@ -118,7 +119,7 @@ class Journal:
         return [int(number) for (number,) in rows]
 
     def prune(self) -> None:
-        """Remove runs older than 30 days; and beyond 512 MB the oldest, finished ones first. Never one that is going on."""
+        """Remove runs older than 30 days; and beyond 512 MB the oldest, finished ones first. Never one that is in progress."""
         oldest = time.time() - MOST_DAYS * 86400
         for number, aged in self.ask("SELECT id, started < ? FROM run ORDER BY finished IS NULL, id", oldest):
             if (aged or self._bytes() > MOST_BYTES) and (lock := self._lock(number)) is not None:
@@ -148,7 +149,7 @@ class Journal:
             return None
         except OSError as error:
             raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
-        return file if still_there else self._lock(number)  # whoever held it before has removed the file meanwhile
+        return file if still_there else self._lock(number)  # the previous owner of the lock has removed the file meanwhile
 
     def _release(self, number: int, lock: IO[bytes] | None) -> None:
         with suppress(OSError):
@@ -162,7 +163,8 @@ class Journal:
 
 @dataclass
 class RecordedRun:
-    """One run in the journal. `resumed`: it was there before. `running_elsewhere`: one like it is going on in another process."""
+    """One run in the journal. `resumed`: it was begun earlier. `running_elsewhere`: the same run is in progress in another
+    process."""
 
     journal: Journal
     number: int
@@ -219,5 +221,5 @@ class RecordedRun:
             where = f"nothing is lost: all samples are in the journal {self.journal.path}; {same}"
             raise UserError(error.message, where) from error
         if complete:
-            with suppress(UserError):  # the results are written: a disk that is full since then takes nothing from them
+            with suppress(UserError):  # the results are already written, so a full disk does not matter any more
                 self.journal.ask("UPDATE run SET finished = ? WHERE id = ?", time.time(), self.number)

@@ -1,4 +1,4 @@
-"""What kernel names tell: which class of work a kernel does, and the precision of a GEMM.
+"""What kernel names show: which class of work a kernel does, and the precision of a GEMM.
 
 Names are decoded by the table in `kernel_names.toml`. `evidence.py` compares the precision with the one requested.
 """
@@ -90,7 +90,7 @@ class StepWork:
 
 @cache
 def work_in_step(name: str) -> StepWork:
-    """As `classify`, where a compiler may have mixed casts with everything around them; a linear alone has nothing to mix.
+    """Like `classify`, for a whole step, in which a compiler may fuse casts with norms, activations and the like.
 
     >>> work_in_step("triton_poi_fused_mul_silu_3")
     StepWork(kernel_class='activation', beside=None)
@@ -113,7 +113,7 @@ MATH = "math (bmm and softmax)"  # attention that no fused kernel computes
 
 @cache
 def attention_backend(name: str) -> str | None:
-    """The implementation of attention that a kernel's name tells; None if it tells none.
+    """The implementation of attention that a kernel's name shows; None if it shows none.
 
     >>> attention_backend("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16")
     'cuDNN'

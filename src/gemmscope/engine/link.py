@@ -21,15 +21,15 @@ from gemmscope.engine.messages import Message, parse
 from gemmscope.engine.pipes import PipeWriter, last_line, read_now
 from gemmscope.errors import shown
 from gemmscope.process import worker_command, worker_environment
-from gemmscope.signals import Held, blocked
+from gemmscope.signals import DeferredSignals, blocked
 
-LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a child of it may keep the pipe open
+POLL_S = 1.0  # how often to check whether a silent process has ended: a child of it may keep the pipe open
 
 
 class WorkerEndedError(Exception):
     """The process ended or must be ended: what happened, details, and the kind of failure that this is for its task.
 
-    `killed`: by SIGKILL, which no program sends to itself: it may have been anything but the task.
+    `killed`: by SIGKILL, which comes from outside the process, so the task may not be the cause.
     """
 
     def __init__(self, kind: str, what: str, detail: str = "", *, killed: bool = False, hint: str = "") -> None:
@@ -44,12 +44,12 @@ class Link(Protocol):
         """Send the request, or later orders."""
 
     def tell_to_stop(self) -> None:
-        """Let it end what it is doing."""
+        """Ask it to stop."""
 
-    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
-        """Its messages as they arrive, until a signal is held; those that have arrived by then included.
+    def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
+        """Its messages as they arrive, until a signal arrives, including those sent by then.
 
-        A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends what is no message."""
+        A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends an invalid message."""
 
     def close(self) -> None:
         """End the worker."""
@@ -118,13 +118,13 @@ class LocalLink:
         self._stopping = True
         self._write()
 
-    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+    def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         pending, heard = b"", time.monotonic()
         while True:
             over = self._process.poll() is not None
-            stopping = held.first is not None  # in both cases, what it has sent until now is still read
+            stopping = signals.first is not None  # in both cases, what it has sent so far is still read
             sending = [self._input.fileno()] if self._outgoing else []
-            select.select([self._reading, held.fileno()], sending, [], 0 if over else min(silence_s, LOOK_S))
+            select.select([self._reading, signals.fileno()], sending, [], 0 if over else min(silence_s, POLL_S))
             self._write()
             piece = read_now(self._reading)
             if piece:
@@ -157,7 +157,7 @@ class LocalLink:
         return f"({ended}){last_line(self._errors)}"
 
     def close(self) -> None:
-        """Kill the process and those that it started. Releasing the GPU takes a moment, for which only the next one waits."""
+        """Kill the process and those that it started. Releasing the GPU takes a moment; only the next process waits for it."""
         if not self._errors.closed:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a measuring process says, one message per line of JSON. The journal keeps them as they are.
+"""The messages of a measuring process, one line of JSON each. The journal keeps them unchanged.
 
 The worker makes messages and writes them with `line`; the parent reads them with `parse`, which accepts nothing else.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Kernel = tuple[str, float, int]  # name, microseconds, stream
-Group = tuple[str, ...]  # the name of what is measured in one burst: more of it can be asked for
+Group = tuple[str, ...]  # the name of what is measured in one burst, by which the parent requests more of it
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def line(message: Message) -> str:
 
 
 def parse(text: str | bytes) -> Message:
-    """The message in a line of JSON; a `ValueError` if it is none.
+    """The message in a line of JSON; a `ValueError` if it is invalid.
 
     >>> parse('{"task": "MLP Up", "what": "measuring", "type": "begin"}')
     Begin(task='MLP Up', what='measuring', type='begin')

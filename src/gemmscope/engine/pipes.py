@@ -1,15 +1,15 @@
-"""Pipes to other processes that never block, and the last that a process wrote to its error output."""
+"""Non-blocking pipes to other processes, and the end of a process's error output."""
 
 from __future__ import annotations
 
 import os
 from typing import IO
 
-MOST_ERRORS = 1 << 16  # bytes of error output that are looked at
+MOST_ERRORS = 1 << 16  # bytes of error output that are read
 
 
 class PipeWriter:
-    """What is to be sent over a pipe: as much as it takes now; the rest waits for the next `flush`."""
+    """Sends data over a pipe: as much as it accepts now, and the rest at the next `flush`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._left = descriptor, bytearray()
@@ -24,7 +24,8 @@ class PipeWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Send more of what is left. If nobody reads any more, nothing is left: the end of the other direction will show it."""
+        """Send more of what is left. If the reader is gone, the rest is dropped: the end of the other direction will show
+        that."""
         try:
             while self._left:
                 del self._left[: os.write(self._descriptor, self._left)]
@@ -50,6 +51,6 @@ def last_part(errors: IO[bytes]) -> str:
 
 
 def last_line(errors: IO[bytes]) -> str:
-    """The last line of it that says something, after a colon; empty if there is none."""
+    """The last line of the error output that is not blank, after a colon; empty if there is none."""
     lines = [line.strip() for line in last_part(errors).splitlines() if line.strip()]
     return f": {lines[-1][:200]}" if lines else ""

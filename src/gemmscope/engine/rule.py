@@ -66,23 +66,24 @@ class StoppingRule:
         self.started = self.clock()
 
     def done(self, all_rounds: int, uncertainties: Callable[[], Iterable[Uncertainty]]) -> bool:
-        """Whether it is enough after so many rounds. `ended` then says which limit was reached; `open` are the groups of which
-        more is needed, the worst first. It is set one round early: the next burst is launched before the last one is over."""
+        """Whether enough was measured after so many rounds. `ended` then says which limit was reached; `open` are the groups of
+        which more is needed, the worst first. It is set one round early: the next burst is launched before the last one is
+        over."""
         rounds = all_rounds - self.rounds_before
         if rounds < self.least_rounds - 1:
             return False
-        widths = sorted(uncertainties(), key=lambda each: -each.half_width)
+        widths = sorted(uncertainties(), key=lambda uncertainty: -uncertainty.half_width)
         self.open = tuple(dict.fromkeys(group for width, groups in widths if width > self.target for group in groups))
         widest = widths[0].half_width if widths else None
         return rounds >= self.least_rounds and self._settle(widest, self.clock() - self.started)
 
     def conclude(self, uncertainties: Iterable[Uncertainty]) -> None:
-        """Say why a measurement ended that was over before: where the precision was not reached, the time was."""
+        """Set why a resumed measurement had already ended: it reached the precision, or else the time limit."""
         if self.decides:
             self._settle(max((uncertainty.half_width for uncertainty in uncertainties), default=None), self.longest_s)
 
     def _settle(self, widest: float | None, seconds: float) -> bool:
-        """Decide from the widest half-width (None: nothing is known at all) after so many seconds."""
+        """Decide from the widest half-width (None: nothing was measured) after so many seconds."""
         if widest is not None and widest <= self.target:
             self.ended = finding("precision-reached", precision=self.target)
         elif seconds >= self.longest_s:
@@ -91,7 +92,7 @@ class StoppingRule:
 
 
 def _at_time_limit(seconds: float, widest: float | None) -> Finding:
-    """What is known when the time is up.
+    """The finding when the time is up.
 
     >>> _at_time_limit(60.0, 0.023).code, _at_time_limit(60.0, float("inf")).code, _at_time_limit(60.0, None).code
     ('time-limit-reached', 'time-limit-no-interval', 'time-limit-no-speedup')

@@ -1,6 +1,6 @@
 """Statistics on samples: pure functions, no clocks, no GPU.
 
-At its power limit a GPU changes its clock by one or two percent about every 100 ms. Sampled that are closer together share a
+At its power limit a GPU changes its clock by one or two percent about every 100 ms. Samples that are closer together share a
 clock and are not independent. A burst is therefore cut into *pieces* of about that length, and each piece counts as one number,
 the mean of its samples (training time depends on the average clock). Outliers are clipped.
 

@@ -26,7 +26,7 @@ class ResultStore(Generic[Measured]):
         self.complete_rounds = 0
 
     def prepared(self) -> tuple[int, int]:
-        """How many tasks are ready to be measured or have failed; of how many."""
+        """How many tasks are ready to be measured or have failed, and how many there are."""
         return sum(bool(result.facts) or bool(result.failure) for result in self.tasks.values()), len(self.tasks)
 
     def any_samples(self) -> bool:
@@ -38,7 +38,7 @@ class ResultStore(Generic[Measured]):
         return [key for key in keys if not self.tasks[key].failure]
 
     def take(self, message: Message) -> None:
-        """Take in one message."""
+        """Record one message."""
         match message:
             case messages.Hello():
                 self.hello = message

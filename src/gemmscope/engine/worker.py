@@ -35,8 +35,8 @@ def gpu_in_use() -> Gpu | None:
     if nvml is None:
         return None
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    found = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-    return found or (nvml.gpu(0) if nvml.count() == 1 else None)
+    gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    return gpu or (nvml.gpu(0) if nvml.count() == 1 else None)
 
 
 def failure_kind(error: Exception, *, on_gpu: bool) -> str:
@@ -108,7 +108,8 @@ class MeasuringProcess:
         the parent still wants.
 
         The next burst is launched before the last one is collected, because after a moment without work the power control lets
-        the GPU run too fast, and then too slow, for half a second. Only where the GPU should rest before each burst it is idle.
+        the GPU run too fast, and then too slow, for half a second. The GPU idles between bursts only where it should rest before
+        each.
         """
         orders, rest_s = Orders(), self.request.get("rest_ms", 0.0) / 1000
         waiting: _Launched | None = None
@@ -265,5 +266,5 @@ class Orders:
         self.stop()
         if not self._wanted:
             return groups[0]
-        wanted = [each for each in groups if each.group in self._wanted]
-        return min(wanted, key=lambda each: self._wanted.index(each.group), default=None)
+        wanted = [burst for burst in groups if burst.group in self._wanted]
+        return min(wanted, key=lambda burst: self._wanted.index(burst.group), default=None)

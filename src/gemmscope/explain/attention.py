@@ -18,9 +18,9 @@ from gemmscope.results.explain_tables import AttentionTotal
 from gemmscope.toml import load_data
 
 MATH_OPERATOR = "_scaled_dot_product_attention_math"
-LONG = 1024  # keys from which on the rates of the table hold
-SLOW = 0.7  # of the rate of another backend: closer ones depend on the shape
-FASTEST = 1.1  # of the best rate: nothing is faster
+LONG = 1024  # the least number of keys for which the rates of the table hold
+SLOW = 0.7  # a backend below this share of another one's rate is slow: closer rates depend on the shape
+FASTEST = 1.1  # a rate above this multiple of the best known rate is not possible
 LARGEST_HEAD = 256
 BACKWARD_FLOPS = 2.5  # over those of forward: five GEMMs instead of two
 HEADS_SECOND = re.compile(r"scaled_dot_product|_cudnn_attention")  # [batch, heads, sequence, head size]; others swap the middle
@@ -80,7 +80,7 @@ def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
                 softmax.append(item)
             else:
                 groups.setdefault(_key(item), []).append(item)
-    if not softmax and not any(_is_softmax(item) for item in step.items):  # products of other pairs: DLRM's interactions
+    if not softmax and not any(_is_softmax(item) for item in step.items):  # GEMMs of something else, such as DLRM's interactions
         groups = {key: items for key, items in groups.items() if key.backend != MATH or items[0].scope.inside(MATH_OPERATOR)}
     _share_softmax(groups, softmax)
     _share_helpers(groups)

@@ -17,8 +17,8 @@ from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.view import TraceView
 from gemmscope.results.explain_tables import CollectiveTotal
 
-TOGETHER_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
-TOGETHER = 0.25  # or by less than this share of its longest time
+SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
+SAME_END = 0.25  # or by less than this share of its longest time
 MOST_GROUP_NAME = 60
 
 
@@ -114,7 +114,7 @@ def _ending_together(matches: Sequence[Match]) -> list[Match]:
     kept = []
     for match in matches:
         ends = [collective.end - offsets[rank] for rank, collective in match.items()]
-        if max(ends) - min(ends) <= max(TOGETHER_US, TOGETHER * max(collective.time for collective in match.values())):
+        if max(ends) - min(ends) <= max(SAME_END_US, SAME_END * max(collective.time for collective in match.values())):
             kept.append(match)
     return kept
 

@@ -8,8 +8,8 @@ from typing import Any
 from gemmscope.errors import UserError
 from gemmscope.toml import load_data
 
-MOST_NAMES = 200  # of categories and processes that are looked at
-OTHER_DEVICES = ("mtia_", "hpu_")  # categories of accelerators that are no GPUs
+MOST_NAMES = 200  # of categories and processes that are checked
+OTHER_DEVICES = ("mtia_", "hpu_")  # categories of accelerators that are not GPUs
 
 
 def reject_member(source: object, key: str) -> None:

@@ -74,9 +74,9 @@ def launch_statistics(step: StepEvidence) -> LaunchStatistics:
 def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
     """Idle time in which the CPU was late, by what it did: the innermost activity that covers most of the gap."""
     gaps = sorted((gap for shares in step.view.shares for gap in shares.gaps if gap.why in HOST_IDLE), key=lambda gap: gap.begin)
-    found = list(zip(gaps, _frames(step.view.trace, gaps), strict=True))
-    times = add_up((frame, gap.time) for gap, frame in found)
-    counts = add_up((frame, 1.0) for _, frame in found)
+    framed = list(zip(gaps, _frames(step.view.trace, gaps), strict=True))
+    times = add_up((frame, gap.time) for gap, frame in framed)
+    counts = add_up((frame, 1.0) for _, frame in framed)
     steps = step.view.count
     rows = [
         IdleFrame(frame=name, kind=kind, gaps=counts[name, kind] / steps, time_ms=times[name, kind] / 1000 / steps)

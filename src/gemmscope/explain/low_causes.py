@@ -49,7 +49,7 @@ def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
     low_forward = [item for item in step.low if item.gemm.pass_name in ("fprop", "recomputed")]
     low_sizes = {item.gemm.sides for item in low_forward if item.gemm.size}
     kept = _unmatched([item for item in backward if item.gemm.sides in low_sizes], step.high)
-    if not kept and not step.flops_known and low_forward:  # by passes alone
+    if not kept and not step.flops_known and low_forward:  # without sizes, by pass
         forward = [item for item in step.gemms if item.gemm.pass_name == "fprop"]
         kept = backward if step.weight(low_forward) > 0.9 * step.weight(forward) else []
     if kept and step.weight(kept) > 0.05 * step.known_weight:
@@ -78,7 +78,8 @@ def _sizes(items: list[TimedWork]) -> Finding:
 
 
 def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWork]:
-    """Without the backward of layers whose forward is high already: two GEMMs of the same size for each of theirs."""
+    """The backward GEMMs without those of layers whose forward already runs in high precision: two GEMMs of the same size per
+    forward GEMM."""
     forward = Counter(item.gemm.sides for item in high if item.gemm.pass_name == "fprop")
     kept: list[TimedWork] = []
     by_sides: dict[tuple[int, ...], list[TimedWork]] = {}
@@ -86,7 +87,7 @@ def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWo
         by_sides.setdefault(item.gemm.sides, []).append(item)
     for sides, items in by_sides.items():
         passes = Counter(item.gemm.pass_name for item in items)
-        items.sort(key=lambda item: passes[item.gemm.pass_name])  # the pass with most is kept high
+        items.sort(key=lambda item: passes[item.gemm.pass_name])  # the pass with the most GEMMs is the one kept in high precision
         kept += items[2 * forward[sides] :]
     return kept
 
@@ -111,7 +112,7 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
-    """Without the needlessly repeated part, which is a cause of its own."""
+    """Quantization that costs much of the gain; casts that are repeated needlessly are a cause of their own."""
     compiled = [item for item in step.casts if not item.placed.eager]
     eager_ms = step.ms(item for item in step.casts if item.placed.eager)
     time = step.casting_ms - eager_ms - repeated_ms
@@ -135,7 +136,7 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
 
 
 def _recast(step: StepEvidence) -> Iterator[Cause]:
-    """Every micro-batch's forward casts as much as the first one's, and more than its inputs."""
+    """Weights that are cast again for every micro-batch: each forward casts as much as the first, and more than its inputs."""
     stretches = [(casts, batches) for casts, batches in _forward_casts(step) if casts and batches]
     count = step.account.micro_batches
     if count < 2 or len(stretches) < 2 or sum(batches for _, batches in stretches) != count:

@@ -1,4 +1,4 @@
-"""What a trace says about the message of a collective: its process group, its elements and their type."""
+"""What a trace shows about the message of a collective: its process group, its elements and their type."""
 
 import re
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def message_of_mark(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> C
 
 
 def kind_of(name: str) -> str:
-    """The collective that a name tells; empty if it tells none.
+    """The collective that a name shows; empty if it shows none.
 
     >>> kind_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL"), kind_of("_reduce_scatter_base"), kind_of("ncclDevKernel_Generic")
     ('all-reduce', 'reduce-scatter', '')

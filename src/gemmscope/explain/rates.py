@@ -53,7 +53,8 @@ def gpu_rates(name: str) -> GpuRates | None:
 
 
 def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
-    """Whether the GPU multiplies in FP8: by its table, its name, or the compute capability in the trace; None if nothing tells.
+    """Whether the GPU multiplies in FP8: by its table, its name, or the compute capability in the trace; None if nothing shows
+    it.
 
     >>> has_fp8("NVIDIA H100 80GB HBM3", {}), has_fp8("Tesla V100-SXM2-16GB", {}), has_fp8("AMD Instinct MI250X", {})
     (True, False, False)

@@ -34,7 +34,7 @@ OWN_US = 10.0  # such a call takes so long by itself
 AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
 USUAL_GAP_US = 5.0  # between two kernels of a stream
 BLOCKED_US = 100.0  # a longer launch waited for room in the queue
-LOOK_BACK = 64  # launches before a wait, among which the work that it waits for is looked for
+LOOK_BACK = 64  # launches before a wait that may have started the work it waits for
 
 
 @dataclass(slots=True)

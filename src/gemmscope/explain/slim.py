@@ -60,8 +60,8 @@ def _arguments(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _external_id(event: dict[str, Any]) -> int | str | None:
-    found = _arguments(event).get("External id")
-    return found if isinstance(found, (int, str)) else None
+    identifier = _arguments(event).get("External id")
+    return identifier if isinstance(identifier, (int, str)) else None
 
 
 def _trimmed(event: dict[str, Any]) -> dict[str, Any]:

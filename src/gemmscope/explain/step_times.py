@@ -42,7 +42,7 @@ def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
 
 
 def _usual_times(times: Sequence[float]) -> list[float]:
-    """Those that slow steps are compared with, in order: the fast group, or else all."""
+    """The sorted times that slow steps are compared with: those of the fast group, or else of all steps."""
     groups = two_groups(times)
     return groups[0] if groups else sorted(times)
 

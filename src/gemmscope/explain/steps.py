@@ -74,8 +74,8 @@ def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
     else:
         finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():
-        if found := find(trace):
-            return Steps(tuple(found), _without_warm_up(found), how, before=_launched_before(trace, found[0].begin))
+        if recorded := find(trace):
+            return Steps(tuple(recorded), _without_warm_up(recorded), how, before=_launched_before(trace, recorded[0].begin))
     raise UserError(
         f"{trace.path} does not show where a training step begins: it has no ProfilerStep marks with launches and no optimizer",
         f"give the number of steps with {option('steps', 'N')}, or {HOW_TO_RECORD}",

@@ -57,7 +57,7 @@ class EventStream:
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
-        found = False
+        has_events = False
         while self._peek(_BETWEEN) != "}":
             key = self._value()
             if not isinstance(key, str) or self._peek() != ":":
@@ -65,22 +65,22 @@ class EventStream:
             self._at += 1
             reject_member(self.source, key)
             if key == "traceEvents" and self._peek() == "[":
-                found = True
+                has_events = True
                 self._at += 1
                 yield from self._events(may_stop=False)
             else:
                 self._keep(key, self._value())
-                if not found and {"schema_version", "kind"} <= self._names:
+                if not has_events and {"schema_version", "kind"} <= self._names:
                     raise UserError(
                         f"{self.source} is a run file, not a trace",
                         f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
                         f" gemmscope report {self.source} shows it",
                     )
-        if not found:
+        if not has_events:
             raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents", HOW_TO_RECORD)
 
     def _keep(self, key: str, value: Any) -> None:
-        """Keep a member of the outermost object if it is known, and reject a file with too much of them."""
+        """Keep a member of the outermost object if it is known, and reject a file with too many of them."""
         self._head_size += self._length
         self._members_read += 1
         if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:

@@ -141,20 +141,21 @@ def _share_out(
 
 
 class _Running:
-    """The work of one rank that runs at a moment. `each`: the time that every one of them has had since the first began."""
+    """The work of one rank that runs at a moment. `accrued`: the time credited to work that has run since the first piece
+    began."""
 
     def __init__(self) -> None:
-        self.since: dict[int, float] = {}  # `each` at the begin
-        self.each = 0.0
+        self.since: dict[int, float] = {}  # `accrued` when each piece of work began
+        self.accrued = 0.0
 
     def begin(self, number: int) -> None:
-        self.since[number] = self.each
+        self.since[number] = self.accrued
 
     def end(self, number: int) -> float:
         """Its share of the time."""
-        share = self.each - self.since.pop(number)
+        share = self.accrued - self.since.pop(number)
         if not self.since:
-            self.each = 0.0
+            self.accrued = 0.0
         return share
 
 
@@ -162,7 +163,7 @@ def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
     group = next((running for running in groups if running.since), None)
     if group is None:
         return
-    group.each += time / len(group.since)
+    group.accrued += time / len(group.since)
     if len(group.since) > 1 and group is groups[0]:
         result.overlapped += time
     if groups[1].since and group is groups[0]:

@@ -41,7 +41,7 @@ class Chip:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of its last run."""
+        """The versions of its last run."""
         return self.runs[-1].versions
 
     @property
@@ -60,12 +60,12 @@ class Chip:
         if len(conditions) == 1:
             return conditions[0]
         names = ("sm_mhz", "power_w", "power_limit_w", "temperature_c")
-        known = {name: [value for each in conditions if (value := getattr(each, name)) is not None] for name in names}
-        reasons = {reason for each in conditions for reason in each.throttled}
+        known = {name: [value for condition in conditions if (value := getattr(condition, name)) is not None] for name in names}
+        reasons = {reason for condition in conditions for reason in condition.throttled}
         return GpuCondition(
             **{name: median(values) for name, values in known.items() if values},
             throttled={
-                reason: round(sum(each.throttled.get(reason, 0.0) for each in conditions) / len(conditions), 3)
+                reason: round(sum(condition.throttled.get(reason, 0.0) for condition in conditions) / len(conditions), 3)
                 for reason in sorted(reasons)
             },
             health=conditions[-1].health,
@@ -114,7 +114,7 @@ class FigureColumn:
 
     @property
     def sample(self) -> Sample:
-        """As the rule takes it: logarithms of speeds."""
+        """The sample for the rule: logarithms of speeds."""
         return Sample(self.figure.name, np.log(self.values) * (1 if self.figure.unit == "x" else -1), self.errors)
 
     def interval(self, chip: int) -> Interval | None:
@@ -144,7 +144,7 @@ def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
 
 
 def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:
-    values = np.array([median([each.value for each in cell]) if cell else np.nan for cell in cells])
+    values = np.array([median([interval.value for interval in cell]) if cell else np.nan for cell in cells])
     repeated = [len(cell) for cell in cells]
     ends = [cell[0] if len(cell) == 1 else None for cell in cells]
     noise = _repeat_noise(cells)
@@ -156,7 +156,7 @@ def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> Figur
 
 def _run_error(cell: Sequence[Interval]) -> float:
     """The relative standard error of a figure by the intervals of its runs."""
-    known = [each.half_width / NORMAL_95 for each in cell if each.half_width < inf]
+    known = [interval.half_width / NORMAL_95 for interval in cell if interval.half_width < inf]
     return median(known) * sqrt(median_variance(len(cell))) if known else nan
 
 
@@ -185,7 +185,7 @@ def _repeat_noise(cells: Sequence[Sequence[Interval]]) -> tuple[Floats, float] |
 
 
 def _variance(cell: Sequence[Interval]) -> float:
-    return float(np.var(np.log([each.value for each in cell]), ddof=1))
+    return float(np.var(np.log([interval.value for interval in cell]), ddof=1))
 
 
 def _chi_squared(freedom: float, quantile: float) -> float:

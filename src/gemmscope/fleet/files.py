@@ -64,17 +64,17 @@ def _files(paths: Sequence[str | Path]) -> Iterator[Path]:
     for path in map(Path, paths):
         try:
             is_folder = path.is_dir()
-            found = (
-                sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES) and each.is_file())
+            files = (
+                sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
                 if is_folder
                 else [path]
             )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{called(path)} cannot be read: {reason}", NOTHING) from None
-        if is_folder and not found:
+        if is_folder and not files:
             raise UserError(f"the folder {called(path)} has no run files", NOTHING)
-        for file in found:
+        for file in files:
             if file not in seen:
                 seen.add(file)
                 yield file

@@ -260,19 +260,19 @@ class _Group:
         outside: NDArray[np.bool_],
         center: Interval,
     ) -> Interval | None:
-        found = another_gpu(speeds, outside)
-        if found is None:
+        ends = another_gpu(speeds, outside)
+        if ends is None:
             return None
         sign = 1 if column.figure.unit == "x" else -1
-        low, high = sorted(exp(sign * end) for end in found)
+        low, high = sorted(exp(sign * end) for end in ends)
         return rounded(Interval(center.value, low, high))
 
     def gpus(self, versions: Mapping[str, str], health: Mapping[str, int | str]) -> Iterable[FleetGpu]:
-        """Every GPU, with what differs from the usual."""
+        """Every GPU, with what differs from the most common values."""
         for row, (chip, condition) in enumerate(zip(self.chips, self.conditions, strict=True)):
             figures = {column.figure.name: own for column in self.columns if (own := column.interval(row)) is not None}
             own_health: dict[str, int | str] = different(condition.health, health)  # type: ignore[arg-type, assignment]
-            findings = {repr((each.code, each.facts)): each for run in chip.runs for each in run.findings}
+            findings = {repr((entry.code, entry.facts)): entry for run in chip.runs for entry in run.findings}
             yield FleetGpu(
                 place=chip.place,
                 node=chip.node,
@@ -332,13 +332,17 @@ def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu
     """Findings that every GPU has, once; and the GPUs without them."""
     if len(gpus) < 2:
         return [], gpus
-    codes = set.intersection(*({each.code for each in gpu.findings} for gpu in gpus))
+    codes = set.intersection(*({entry.code for entry in gpu.findings} for gpu in gpus))
     if not codes:
         return [], gpus
     shared = [
-        finding("fleet-everywhere", place=gpus[0].place, text=sentence(each)) for each in gpus[0].findings if each.code in codes
+        finding("fleet-everywhere", place=gpus[0].place, text=sentence(entry))
+        for entry in gpus[0].findings
+        if entry.code in codes
     ]
-    kept = [gpu.model_copy(update={"findings": tuple(each for each in gpu.findings if each.code not in codes)}) for gpu in gpus]
+    kept = [
+        gpu.model_copy(update={"findings": tuple(entry for entry in gpu.findings if entry.code not in codes)}) for gpu in gpus
+    ]
     return shared, kept
 
 

@@ -1,4 +1,4 @@
-"""What the answer of a single GPU can say about another one, from the spread that a fleet measured."""
+"""The range to expect on another GPU, from the result of one GPU and the spread that a fleet measured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PREDICTED = 1.645  # standard deviations on either side of 90%
 def quoted_spread(fleet: FleetResult, result: BenchResult | StepResult) -> list[Finding]:
     """Where the speedups of this result would be on another GPU of the same kind, with a probability of 90%.
 
-    If the fleet measured the same model and batch, its own range is quoted. Else the relative spread is applied to this result,
-    twice: this GPU is one of its kind, too, and the other one differs from it.
+    If the fleet measured the same model and batch, its own range is quoted. Otherwise the relative spread is applied to this
+    result, once for this GPU and once for the other one.
     """
     own = summary_of(RunView.model_validate(result))
     group = _group(fleet, own)
@@ -49,23 +49,23 @@ def _group(fleet: FleetResult, own: RunSummary) -> str:
     if product == "CPU" and "cpu" in own.device:
         product = f"CPU ({own.device['cpu']})"
     names = [product] + ([f"{product}, {limit:.0f} W"] if limit is not None else [])
-    found = next((name for name in names if name in groups), None)
-    if found is None:
+    group = next((name for name in names if name in groups), None)
+    if group is None:
         has = ", ".join(groups) or "no measured GPU"
         raise UserError(f"the fleet has {has}, but this is {names[-1]}", "use a fleet of the same GPU and power limit")
-    return found
+    return group
 
 
 def _range(own: SummaryFigure, figure: FleetFigure | None, *, same: bool) -> str:
     """The range of one speedup, as text; empty where the fleet does not have it."""
     if figure is None:
         return ""
-    found: Interval | None = figure.another
+    speedup: Interval | None = figure.another
     if not same:
         if figure.spread is None:
             return ""
         reach = PREDICTED * sqrt(2) * (figure.spread.high or figure.spread.value)
-        found = Interval(own.value.value, own.value.value * exp(-reach), own.value.value * exp(reach))
-    if found is None or found.low is None or found.high is None:
+        speedup = Interval(own.value.value, own.value.value * exp(-reach), own.value.value * exp(reach))
+    if speedup is None or speedup.low is None or speedup.high is None:
         return ""
-    return f"{own.recipe}{' (pre-quantized)' * (own.mode == 'pre-quantized')} {found.low:.2f}x to {found.high:.2f}x"
+    return f"{own.recipe}{' (pre-quantized)' * (own.mode == 'pre-quantized')} {speedup.low:.2f}x to {speedup.high:.2f}x"

@@ -1,13 +1,13 @@
 """Which GPUs and nodes are outliers: the rule, with its rate of false alarms.
 
-Speeds are compared as logarithms, so that slow and fast are alike. A GPU is called if it is further from the median of its group
-than a critical number of robust standard deviations (Qn), and further than the tolerance. The critical numbers (rule.toml) hold
-the probability of *any* false alarm in the whole fleet, over all GPUs, nodes and figures, at 1% for normally distributed chips.
-The scale contains the noise of the measurement, because it is taken from measured speeds; a GPU that was measured less precisely
-than the others is compared with a larger one.
+Speeds are compared as logarithms, so that slow and fast are treated alike. A GPU is called if it is further from the median of
+its group than a critical number of robust standard deviations (Qn), and further than the tolerance. The critical numbers
+(rule.toml) hold the probability of *any* false alarm in the whole fleet, over all GPUs, nodes and figures, at 1% for normally
+distributed chips. The scale contains the noise of the measurement, because it is taken from measured speeds; a GPU that was
+measured less precisely than the others is compared with a larger one.
 
 The median and Qn describe the healthy GPUs as long as these are more than half. If more than half are slow, the others are called
-fast: inside one fleet nobody can tell.
+fast: one fleet alone cannot show the difference.
 """
 
 from __future__ import annotations

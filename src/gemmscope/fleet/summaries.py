@@ -1,4 +1,4 @@
-"""What a fleet needs of one GPU's run: a few kB of plain data, made where the GPU is, or from its run file."""
+"""What a fleet needs from one GPU's run: a few kB of plain data, made where the GPU is, or from its run file."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def summary_of(view: RunView) -> RunSummary:
         condition=_condition(view),
         device=_texts({"name": "this machine"} | {key: view.device.get(key) for key in DEVICE_FACTS}),
         versions=_versions(view),
-        findings=tuple(each for each in view.findings if each.level != "note" and each.code in catalog())[:MOST_FINDINGS],
+        findings=tuple(entry for entry in view.findings if entry.level != "note" and entry.code in catalog())[:MOST_FINDINGS],
         failure="" if figures else _why_nothing(view),
     )
 
@@ -185,20 +185,21 @@ def _bench_figures(view: RunView) -> Iterator[SummaryFigure]:
             seen.add(name)
             time = rounded(total.total_ms)
             yield SummaryFigure(name=name, unit="ms", recipe=total.recipe, mode=total.mode, flops=flops, value=time)
-    for each in view.linears.speedups:
-        if each.over == BASELINE and not each.op and not each.pass_name:
-            name = figure_name(each.recipe, "speedup", each.mode)
-            yield SummaryFigure(name=name, unit="x", recipe=each.recipe, mode=each.mode, value=rounded(each.speedup))
+    for ratio in view.linears.speedups:
+        if ratio.over == BASELINE and not ratio.op and not ratio.pass_name:
+            name = figure_name(ratio.recipe, "speedup", ratio.mode)
+            yield SummaryFigure(name=name, unit="x", recipe=ratio.recipe, mode=ratio.mode, value=rounded(ratio.speedup))
 
 
 def _gemm_figures(linears: _LinearsView, flops: float) -> Iterator[SummaryFigure]:
     """The sum over all shapes, in every recipe and mode that has them all, and its speedup where every shape has one."""
     ops = {case.op for case in linears.cases}
     times: dict[tuple[str, str], dict[str, Interval]] = {}
-    for each in linears.ops:
-        times.setdefault((each.recipe, each.mode), {})[each.op] = each.total_ms
+    for timing in linears.ops:
+        times.setdefault((timing.recipe, timing.mode), {})[timing.op] = timing.total_ms
     sums = {key: own for key, own in times.items() if own.keys() == ops}
-    compared = {(each.recipe, each.mode, each.op) for each in linears.speedups if each.over == BASELINE and not each.pass_name}
+    comparisons = [ratio for ratio in linears.speedups if ratio.over == BASELINE and not ratio.pass_name]
+    compared = {(ratio.recipe, ratio.mode, ratio.op) for ratio in comparisons}
     speedups, seen = [], set()
     for (recipe, mode), own in sums.items():
         name = figure_name(recipe, "GEMMs", mode)
@@ -211,10 +212,8 @@ def _gemm_figures(linears: _LinearsView, flops: float) -> Iterator[SummaryFigure
             name = figure_name(recipe, "speedup", mode)
             speedups.append(SummaryFigure(name=name, unit="x", recipe=recipe, mode=mode, value=value))
     if len(ops) == 1:  # its own speedup, with its own interval
-        single = {
-            (each.recipe, each.mode): each.speedup for each in linears.speedups if each.over == BASELINE and not each.pass_name
-        }
-        speedups = [each.model_copy(update={"value": rounded(single[each.recipe, each.mode])}) for each in speedups]
+        single = {(ratio.recipe, ratio.mode): ratio.speedup for ratio in comparisons}
+        speedups = [figure.model_copy(update={"value": rounded(single[figure.recipe, figure.mode])}) for figure in speedups]
     yield from speedups
 
 
@@ -249,7 +248,7 @@ def _step_figures(view: RunView) -> Iterator[SummaryFigure]:
 
 
 def figure_name(recipe: str, what: str, mode: str = "") -> str:
-    """How a figure is called.
+    """The name of a figure.
 
     >>> figure_name("FP8Block", "speedup", "autocast"), figure_name("FP8Block", "linears", "pre-quantized")
     ('FP8Block speedup', 'FP8Block linears (pre-quantized)')
@@ -258,7 +257,7 @@ def figure_name(recipe: str, what: str, mode: str = "") -> str:
 
 
 def rounded(estimate: Interval) -> Interval:
-    """With as many digits as a run file of a fleet keeps.
+    """The interval with as many digits as the run file of a fleet keeps.
 
     >>> rounded(Interval(1.23456789, 1.2, None))
     Interval(value=1.23457, low=1.2, high=None)
@@ -275,7 +274,7 @@ def _is_valid(estimate: Interval) -> bool:
 
 
 def _measured(view: RunView) -> dict[str, str]:
-    """What was measured, and how: runs that differ in this are not of one fleet."""
+    """What was measured, and how: runs that differ in this cannot be in one fleet."""
     settings = _SETTINGS[view.kind].validate_python(view.settings)
     facts: dict[str, Any] = {"command": view.kind}
     if view.linears is not None:
@@ -293,7 +292,7 @@ def _measured(view: RunView) -> dict[str, str]:
 
 
 def digest(content: object) -> str:
-    """A short mark that is the same for equal content."""
+    """A short hash of the content."""
     return sha256(repr(content).encode("utf-8", "replace")).hexdigest()[:16]
 
 

@@ -90,7 +90,7 @@ def run_searches(
     searches: Sequence[Search],
     recipes: Sequence[str],
     network: Network,
-    pending: signals.Held,
+    pending: signals.DeferredSignals,
     on_layouts: Callable[[int], None],
 ) -> bool:
     """Fill in the candidates of every search. Returns whether all were computed: a signal ends the search early.

@@ -22,7 +22,7 @@ AT_HAND = 2  # items per process: it starts the second while the first result is
 
 
 def computed(
-    function: Callable[[Item], Output], items: Sequence[Item], processes: int, pending: signals.Held
+    function: Callable[[Item], Output], items: Sequence[Item], processes: int, pending: signals.DeferredSignals
 ) -> Iterator[Output]:
     """Yield the outputs in any order, until a signal arrives. With `processes` 0, this process computes them."""
     pool = _Pool(function, items, processes)

@@ -42,7 +42,7 @@ def forecast_sweep(
     the number of points that were computed since the last time.
     """
     points: list[SweepPoint] = []
-    with signals.held() as pending:
+    with signals.defer_signals() as pending:
         for some in _in_shares(forecaster, possible, recipes, network, pending):
             points += some
             on_points(len(some))
@@ -67,7 +67,7 @@ def _in_shares(
     wanted: Sequence[Configuration],
     recipes: Sequence[str],
     network: Network | None,
-    pending: signals.Held,
+    pending: signals.DeferredSignals,
 ) -> Iterator[list[SweepPoint]]:
     """Compute a few hundred points at a time; thousands are shared among the CPU cores. Ends after a signal."""
     cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1

@@ -82,7 +82,7 @@ def _query(function: str, *arguments: Any) -> Any:
     """The answer of an NVML function; None if the driver or the GPU does not give it."""
     try:
         return getattr(pynvml, function)(*arguments)
-    except Exception:  # not supported, no permission, a driver older than the binding: no figure is worth a failed measurement
+    except Exception:  # not supported, no permission, an old driver: a missing figure must not fail a measurement
         return None
 
 
@@ -220,7 +220,7 @@ class Gpu:
         return PcieLink(*(self._query(f"nvmlDeviceGet{name}") for name in names))
 
     def pcie_replays(self) -> int | None:
-        """How often something was sent again over PCIe, because it had arrived damaged."""
+        """How often PCIe packets were resent because they arrived damaged."""
         replays: int | None = self._query("nvmlDeviceGetPcieReplayCounter")
         return replays
 
@@ -263,8 +263,8 @@ class Gpu:
 
     def cpu_cores(self) -> list[int]:
         """The CPU cores near this GPU, whether this process may use them or not; empty where the driver does not say."""
-        words = -(-(os.cpu_count() or 1) // 64)
-        mask = self._query("nvmlDeviceGetCpuAffinity", words)
+        mask_size = -(-(os.cpu_count() or 1) // 64)
+        mask = self._query("nvmlDeviceGetCpuAffinity", mask_size)
         return _bits(mask) if mask is not None else []
 
 

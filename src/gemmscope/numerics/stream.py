@@ -18,7 +18,7 @@ from gemmscope.errors import UserError
 from gemmscope.folders import temporary_folder
 from gemmscope.process import worker_command, worker_environment
 from gemmscope.results.numerics import DepthError, LinearError, StaleScale
-from gemmscope.signals import Held, blocked, held
+from gemmscope.signals import DeferredSignals, blocked, defer_signals
 
 WORKER = "gemmscope.numerics.worker"
 POLL_S = 0.5
@@ -50,7 +50,7 @@ def compute_errors(request: Mapping[str, Any], progress: Callable[[int, int], No
     An interruption, or a worker that dies, ends it early: the result then holds what was computed, if anything was.
     """
     result = ComputedErrors()
-    with temporary_folder() as folder, held() as signals:
+    with temporary_folder() as folder, defer_signals() as signals:
         path = folder / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         for message in _messages(str(path), signals, result):
@@ -82,7 +82,7 @@ def take_message(message: Mapping[str, Any], result: ComputedErrors) -> None:
     result.complete |= "done" in message
 
 
-def _messages(request: str, signals: Held, result: ComputedErrors) -> Iterator[dict[str, Any]]:
+def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) -> Iterator[dict[str, Any]]:
     """The worker's messages until it ends, or a signal arrives."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as errors:

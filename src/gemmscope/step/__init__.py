@@ -1,1 +1,1 @@
-"""What training gains: the real step, run in short, and what it says of the whole run."""
+"""The training step: runs the real step for a short time, and predicts the whole run from it."""

@@ -1,4 +1,4 @@
-"""From measurements to the answer: the step of every recipe, its speedup, and why it gains what it gains."""
+"""From measurements to the answer: the step of every recipe, its speedup, and what explains it."""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -91,7 +91,7 @@ def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
 
 
 def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:
-    """What its waterfall is made of; None where its kernels were not profiled."""
+    """The profiled step of a variant, for its waterfall; None if its kernels were not profiled."""
     if result is None or not result.parts:
         return None
     kernels = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
@@ -104,18 +104,18 @@ def _busy_ms(measurements: StepMeasurements, result: VariantResult) -> float | N
 
 
 def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> float | None:
-    """The peak memory of the real model: what the step held beyond its own weights, and weights, gradients and moments of all
-    layers. A live module is the real model."""
+    """The peak memory of the real model: what the step allocated beyond its own weights, plus weights, gradients and moments of
+    all layers. A live module is the real model."""
     if any("real_peak_bytes" in result.facts for result in measurements.of(name)):
         return measurements.extrapolated(name, lambda result: result.facts.get("real_peak_bytes"))
     plain = {result.variant.depth: result.facts.get("held_bytes") for result in measurements.of(BASELINE)}
 
     def beyond(result: VariantResult) -> float | None:
-        peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
-        if not peak or held is None:
+        peak, allocated = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
+        if not peak or allocated is None:
             return None
-        as_baseline = plain.get(result.variant.depth)  # weights quantized once per step are held beside those that BF16 has
-        return float(peak - (min(held, as_baseline) if as_baseline is not None else held))
+        as_baseline = plain.get(result.variant.depth)  # weights quantized once per step are kept beside those of BF16
+        return float(peak - (min(allocated, as_baseline) if as_baseline is not None else allocated))
 
     activations = measurements.extrapolated(name, beyond)
     return activations + BYTES_PER_PARAMETER * totals.parameters_of_rank if activations is not None else None
@@ -128,5 +128,5 @@ def _verified(measurements: StepMeasurements, real: StepMeasurements, name: str)
         actual, predicted = real.step(name, real=True), measurements.step(name)
     deepest = real.of(name, real=True)
     if actual is None or predicted is None or not deepest or deepest[0].variant.depth != measurements.layers:
-        return None  # a shallower real model is another one
+        return None  # a shallower real model is a different model
     return Verified(depth=deepest[0].variant.depth, predicted=predicted, actual=actual)

@@ -62,11 +62,11 @@ class SeparateProjections(nn.Module):
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         biases = (spec.q_bias, spec.k_bias, spec.v_bias)
         widths = projected_widths(spec)
-        self.each = nn.ModuleList(kit.linear(hidden, width, bias=bias) for width, bias in zip(widths, biases, strict=False))
+        self.linears = nn.ModuleList(kit.linear(hidden, width, bias=bias) for width, bias in zip(widths, biases, strict=False))
 
     def forward(self, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         x = self.norm(x)
-        return tuple(linear(x, **how) for linear in self.each)
+        return tuple(linear(x, **how) for linear in self.linears)
 
 
 class Core(nn.Module):
@@ -108,7 +108,7 @@ class Core(nn.Module):
         return out if gate is None else out * torch.sigmoid(gate.flatten(0, 1))
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotated by its position, all of a head or the first part of it."""
+        """Queries or keys rotated by their position: the whole head, or its first part."""
         assert self.rotary is not None
         part = self.spec.rotary_dim
         if part is None or part == self.spec.head_dim:
@@ -118,7 +118,7 @@ class Core(nn.Module):
 
 
 def _kept(kit: Kit, spec: AttentionSpec, plan: StackPlan) -> tuple[torch.Tensor, ...]:
-    """Keys and values in the place of those of an earlier layer. Their gradients are computed, and dropped."""
+    """Random keys and values in place of those of an earlier layer. Their gradients are computed, and dropped."""
     make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision, "requires_grad": True}
     shape = (plan.micro_batch_size, plan.sequence_length)
     kept = tuple(torch.randn(*shape, width, **make) for width in (spec.k_width, spec.v_width))
@@ -160,7 +160,9 @@ class QkNorms(nn.Module):
             q, k = self.q(q), self.k(k)
         else:
             normed = functional.rms_norm if self.rms else functional.layer_norm
-            q, k = (normed(each, (self.head_dim,), eps=EPS) * weight for each, weight in zip((q, k), self.weights, strict=True))
+            q, k = (
+                normed(tensor, (self.head_dim,), eps=EPS) * weight for tensor, weight in zip((q, k), self.weights, strict=True)
+            )
         return q.flatten(-2), k.flatten(-2)
 
 

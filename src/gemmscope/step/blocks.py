@@ -1,7 +1,7 @@
 """The parts of a layer that are the same in every framework: their order, attention itself, experts' routing.
 
-What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
-fixed beforehand: they cost what they cost in training, and nothing waits for the host.
+What runs GEMMs (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
+fixed beforehand: they take as long as in training, and the GPU never waits for the CPU.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from gemmscope.step.shards import Shards
 
 
 class Experts(nn.Module):
-    """Router, the way to the experts, the experts, the way back; a shared expert beside them.
+    """The router, the dispatch of tokens to experts, the experts, the combination of their outputs, and a shared expert.
 
     The router is computed, but where tokens go is fixed: as many to each expert as planned.
     """
@@ -161,7 +161,7 @@ class Prediction(nn.Module):
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
         joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
         projected = self.projection(self.shards.gathered(joined), **how)
-        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
+        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in place of the gather from other ranks
         return self.last(self.block(self.shards.kept(whole), **how))
 
 

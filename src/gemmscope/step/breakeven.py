@@ -1,4 +1,4 @@
-"""From which batch on each recipe wins: the same step on smaller batches, each measured."""
+"""The batch from which each recipe is faster than BF16: the same step on smaller batches, each measured."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -26,7 +26,7 @@ def _halves(number: int) -> list[int]:
 
 
 def break_even_finding(measured: Sequence[AtBatch], recipe: str) -> Finding:
-    """The batch from which on this recipe wins: it is faster than BF16 beyond its interval, there and on every larger one."""
+    """The batch from which this recipe wins: it is faster than BF16 beyond its interval, on this batch and every larger one."""
     own = [batch for batch in measured if recipe in batch.speedups]
     own.sort(key=lambda batch: -batch.micro_batch_size * batch.sequence_length)
     wins = list(takewhile(lambda batch: batch.speedups[recipe].above_one, own))

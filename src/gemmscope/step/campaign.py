@@ -19,9 +19,9 @@ from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.recommend import Plan
 
-SHRINK = 0.6  # of the depth, when memory does not suffice
+SHRINK = 0.6  # of the depth, when memory is not enough
 LEAST_DEPTH = 2
-TUNING = 5.0  # times as long without a message: dozens of configurations of a dozen kernels are compiled
+TUNING = 5.0  # factor on the allowed silence: dozens of configurations of a dozen kernels are compiled
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -140,5 +140,5 @@ class StepCampaign(Campaign[StepMeasurements]):
 
 
 def fingerprint_of(plan: StackPlan | ModulePlan, settings: StepSettings, what: object) -> str:
-    """The same for steps that are measured in the same way; the order of bursts may differ."""
+    """A key that is equal for steps that are measured in the same way; the order of bursts may differ."""
     return fingerprint("step", {**asdict(settings), "seed": 0}, asdict(plan), what)

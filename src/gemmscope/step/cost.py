@@ -32,7 +32,7 @@ class Budget:
 
     @classmethod
     def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:
-        """None if nothing was given; a `UserError` if too little was."""
+        """The budget of these options; None if none was given, and a `UserError` if one is missing."""
         if tokens is None and gpus is None and price is None:
             return None
         if tokens is None or gpus is None:
@@ -52,8 +52,8 @@ class Budget:
 
 
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
-    """Every GPU computes all the time: what is not in the step is not in the cost (communication if it was measured), nor are
-    restarts.
+    """The cost if every GPU computes all the time. Restarts and other time outside the step are not included, nor is
+    communication if the step was measured.
 
     >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
     >>> total = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))

@@ -1,4 +1,4 @@
-"""What there is to know beside the times of a step, measured or forecast."""
+"""Findings about the times of a step, measured or forecast."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,13 +9,13 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepTime, StepTimes
 
 RUN_TO_RUN = 0.02  # the same step on another day or machine
-NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
+NO_GAIN = 0.25  # a smaller share of the predicted gain is not explained by dilution
 
 
 def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
-    """Why each recipe gains what it gains, what is host-bound or too close to call, what is missing. `graphs`: CUDA graphs were
-    asked for."""
-    findings = [found for time in times.recipes for found in _of_recipe(time)]
+    """What explains the speedup of each recipe, what is host-bound or too close to call, what is missing. `graphs`: CUDA graphs
+    were requested."""
+    findings = [entry for time in times.recipes for entry in _of_recipe(time)]
     if waiting := [time for time in times.recipes if _says_host_bound(time)]:
         idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
         findings.append(finding("step-host-bound", recipe=[time.recipe for time in waiting], idle_ms=idle_ms))

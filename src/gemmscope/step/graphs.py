@@ -15,7 +15,7 @@ WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling 
 
 
 class Capturable(Protocol):
-    """A step that can be captured: its optimizer must be told."""
+    """A step that can be captured. Its optimizer must be set to capturable."""
 
     optimizer: torch.optim.Optimizer
 
@@ -40,7 +40,7 @@ class GraphMemory:
 class CapturedStep:
     """Captures a step when it is made; `run` replays it.
 
-    After a capture that failed the process is of no use: PyTorch's allocator and random generator still expect its end.
+    After a failed capture, the process cannot be used any more: PyTorch's allocator and random generator still expect its end.
     """
 
     def __init__(self, step: Capturable, memory: GraphMemory) -> None:

@@ -63,11 +63,11 @@ class MixerKernels:
             if what in GATED and any(choice[0] == FLA for choice in usable) and gated_backward_is_wrong():
                 usable = [choice for choice in usable if choice[0] != FLA]
                 self.refused[what] = WRONG_GRADIENTS
-            found = next((kernel for kernel in map(_imported, usable) if kernel is not None), None)
-            if found is None:
+            kernel = next(filter(None, map(_imported, usable)), None)
+            if kernel is None:
                 packages = " or ".join(dict.fromkeys(choice[0] for choice in choices))
                 raise MissingKernelError(f"the {what} needs {packages}: install one of them in this environment")
-            self._loaded[what], self.sources[what] = found, found[0]
+            self._loaded[what], self.sources[what] = kernel, kernel[0]
         package, function = self._loaded[what]
         return package, function
 
@@ -148,7 +148,7 @@ class MixerKernels:
     ) -> torch.Tensor:
         """The scan of Mamba-1, with its gate. x, dt and z are [batch, sequence, channels], b and c [.., state]."""
         choices = [(MAMBA, "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")]
-        if not self.device.startswith("cuda"):  # transformers has a loop over all positions, no step on a GPU is made of it
+        if not self.device.startswith("cuda"):  # transformers has only a loop over all positions, which no step on a GPU uses
             choices.append((TRANSFORMERS, "transformers.models.mamba.modeling_mamba", "mamba_selective_scan"))
         _, scan = self._first("selective scan", *choices)
         x, dt, b, c, z = (tensor.transpose(1, 2) for tensor in (x, dt, b, c, z))

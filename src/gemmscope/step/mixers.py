@@ -54,10 +54,10 @@ class Mixer(nn.Module):
         self.out = kit.linear(spec.inner, hidden, bias=spec.out_bias)
 
     def prepare(self, hidden: int, norm: NormSpec | None) -> None:
-        """Makes what the kind has beside projections and convolution."""
+        """Create what this kind has besides projections and convolution."""
 
     def input_columns(self) -> dict[str, int]:
-        """Name and width of what the input projection makes, in order."""
+        """Names and widths of the outputs of the input projection, in order."""
         raise NotImplementedError
 
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Mamba(Mixer):
         if spec.state_norm:
             weights = list(self.state_weights) or [None] * len(states)
             states = [
-                functional.rms_norm(each, each.shape[-1:], weight, EPS) for each, weight in zip(states, weights, strict=True)
+                functional.rms_norm(state, state.shape[-1:], weight, EPS) for state, weight in zip(states, weights, strict=True)
             ]
         low, b, c = states
         dt = functional.linear(low, self.time_step.weight)

@@ -122,7 +122,7 @@ class Objective(nn.Module):
         return loss.reshape(())
 
     def compiled(self) -> nn.Module:
-        """Compiled as people compile it: a module that computes its own loss by itself, any other with its loss."""
+        """Compiled as users do it: a module that computes its own loss is compiled alone, any other together with its loss."""
         if self.given is not None or self.squares:
             return compiled_module(self)
         self.module = compiled_module(self.module)

@@ -1,4 +1,4 @@
-"""What there is to know of a live module beside its times, as codes and facts of findings."""
+"""Findings about a live module, as codes and facts."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class ModulePlan:
 
 
 def depth_of(config: Mapping[str, Any]) -> int:
-    """How many layers a config has; 0 where it does not say so in a way that could be changed.
+    """How many layers a config has; 0 if it has no setting for this that could be changed.
 
     >>> depth_of({"num_hidden_layers": 3}), depth_of({"encoder_layers": 3})
     (3, 0)

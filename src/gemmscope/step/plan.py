@@ -23,7 +23,7 @@ from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 from gemmscope.workload.mixers import input_widths
 
-MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together, unless there are more kinds
+MOST_WEIGHTS = 4  # layers that have their own weights, over all kinds, unless there are more kinds
 MOST_KINDS = 12
 
 
@@ -131,7 +131,7 @@ class StackPlan:
         return replace(self, micro_batch_size=micro_batch_size, sequence_length=sequence_length, expert_rows=rows)
 
     def padded(self, multiple: int) -> StackPlan:
-        """Experts' tokens in multiples of what a recipe needs: 16 they are already."""
+        """The plan with experts' tokens padded to a multiple of what a recipe needs (they are multiples of 16 already)."""
         return replace(self, expert_rows=tuple(-(-rows // multiple) * multiple for rows in self.expert_rows))
 
     def unrolled(self) -> StackPlan:
@@ -145,7 +145,8 @@ class StackPlan:
 
 
 def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
-    """The places of so many layers, in order: as many of each kind as its share is, the rest of those that lack most.
+    """The places of `depth` of the layers, in order: of each kind in proportion to its share, the rest of the kinds furthest
+    below it.
 
     >>> evenly_chosen("aaabaaab", 4), evenly_chosen("abbbbb", 3), evenly_chosen("aaaa", 2)
     ([0, 2, 3, 5], [0, 1, 3], [0, 2])
@@ -153,12 +154,14 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     places: dict[Hashable, list[int]] = {}
     for place, layer in enumerate(layers):
         places.setdefault(layer, []).append(place)
-    shares = {kind: len(found) * depth / len(layers) for kind, found in places.items()}
+    shares = {kind: len(members) * depth / len(layers) for kind, members in places.items()}
     counts = {kind: int(share) for kind, share in shares.items()}
     lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])
     for kind in lacking[: depth - sum(counts.values())]:
         counts[kind] += 1
-    spread = [[found[number * len(found) // counts[kind]] for number in range(counts[kind])] for kind, found in places.items()]
+    spread = [
+        [members[number * len(members) // counts[kind]] for number in range(counts[kind])] for kind, members in places.items()
+    ]
     return sorted(place for chosen in spread for place in chosen)
 
 
@@ -175,7 +178,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
     if not chosen:
-        message = f"pipeline stage {stage} holds no layer: its step has nothing to gain"
+        message = f"pipeline stage {stage} has no layers, so low precision cannot speed up its step"
         raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
@@ -314,15 +317,14 @@ def not_run(model: ModelSpec) -> str:
     if any(attention.compressed is not None for attention in model.attentions):
         special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
-        special = "weights that other layers share"
+        special = "shared weights"
     return special
 
 
 def _check_layers(model: ModelSpec) -> None:
     if special := not_run(model):
-        problem = f"a step of layers with {special} is not yet supported: step builds the layers itself, and has none of these"
-        own = f"{option('config')} and {option('hugging_face')} run the model's own class"
-        raise UserError(problem, f"{own}; gemmscope forecast supports them too")
+        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
+        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
@@ -330,7 +332,7 @@ EXACT_GELUS = ("gelu", "gelu_python")
 
 
 def activation_kind(name: str) -> str | None:
-    """Which of the activations that frameworks know a model's is; None if it is none of them.
+    """The activation of a model as frameworks name it; None if they do not have it.
 
     >>> activation_kind("swish"), activation_kind("gelu"), activation_kind("gelu_new"), activation_kind("xielu")
     ('silu', 'gelu', 'tanh gelu', None)

@@ -31,7 +31,7 @@ class Shards:
         return _Gathered.apply(x, received)
 
     def kept(self, x: torch.Tensor, parts: int | None = None) -> torch.Tensor:
-        """This rank's tokens of a sum over ranks, of which the others keep theirs."""
+        """This rank's tokens of a sum over ranks, as after a reduce-scatter."""
         parts = self.parts if parts is None else parts
         if parts == 1:
             return x

@@ -93,7 +93,7 @@ class StepWorker(MeasuringProcess):
         try:
             live = self._live(plan.with_depth(variant["depth"]), self._kit_of(variant).precision)
         except Exception as error:
-            if failure_kind(error, on_gpu=self.on_gpu) != "out of memory":  # which costs depth, not the measurement
+            if failure_kind(error, on_gpu=self.on_gpu) != "out of memory":  # out of memory only reduces the depth
                 known = isinstance(error, TraceError)
                 self.say(Fatal(str(error) if known else in_a_line(error), getattr(error, "hint", "")))
                 return False
@@ -163,15 +163,15 @@ class StepWorker(MeasuringProcess):
             self._free()
             return
         self.steps[name] = step
-        held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
+        allocated = torch.cuda.memory_allocated() - before if self.on_gpu else 0
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
-        facts = {"loss": loss, "held_bytes": held, "peak_bytes": peak}
+        facts = {"loss": loss, "held_bytes": allocated, "peak_bytes": peak}
         if isinstance(step, ModuleStep) and self.on_gpu:  # a real model: its peak is not composed of others
             facts["real_peak_bytes"] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + step.live.held_bytes()
         self.say(Ready(name, facts))
 
     def _name_kernels(self) -> None:
-        """Which packages run the mixers; and what is plain code on a GPU, where it should be a kernel."""
+        """Report which packages run the mixers, and which parts run as plain PyTorch code on a GPU."""
         mixers = [step.mixer_kernels for step in self.steps.values() if step.mixer_kernels is not None]
         sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
         if sources:

@@ -17,7 +17,7 @@ from gemmscope.engine.pool.bundle import Bundle
 from gemmscope.engine.pool.ray import RayPool
 from gemmscope.engine.pool.ray_bridge import Bridge
 from gemmscope.engine.pool.units import PlaceFound, PlaceLost, PlaceRefused
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 
 HELLO = json.dumps({"type": "hello"})
 Answer = Callable[[], Awaitable[tuple[list[str], str | None]]]
@@ -230,14 +230,14 @@ def test_a_signal_ends_the_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ray_module, "_BridgeProcess", lambda: silent)
     monkeypatch.setattr(ray_module, "check_installed", lambda: None)
     pool = RayPool("auto")
-    with held() as signals:
+    with defer_signals() as signals:
         signals.note(signal.SIGINT)
         signals.answered = True
         with pytest.raises(KeyboardInterrupt):
             pool.__enter__()
     again = RayPool("auto")
     again._folder, again._connections = "", 1
-    with held() as signals:
+    with defer_signals() as signals:
         signals.note(signal.SIGINT)
         again._reconnect(ray_module._BridgeEndedError("(gone)"))
         signals.answered = True

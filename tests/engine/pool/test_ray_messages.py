@@ -102,7 +102,7 @@ def test_a_cluster_of_another_version() -> None:
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     for text, python, hint in zip(said, (here, "3.7.1"), ('pip install "ray==1.2.3"', "Python 3.7 and Ray 1.2.3"), strict=True):
         why, what_to_do = why_no_connection("auto", RuntimeError(literal_eval(text)))
-        assert f"that cluster runs Ray 1.2.3 with Python {python}; here is Ray " in why
+        assert f"that cluster runs Ray 1.2.3 with Python {python}; this machine has Ray " in why
         assert hint in what_to_do
 
 

@@ -17,7 +17,7 @@ State = Literal["free", "busy", "ending", "lost"]
 
 @dataclass
 class Station:
-    """A place and what it is doing. `ending`: it was told to end what it is doing, and has not said yet that this is over."""
+    """A place and what it is doing. `ending`: it was told to end what it is doing, and has not confirmed this yet."""
 
     place: Place
     state: State = "free"
@@ -60,7 +60,7 @@ class Board:
         return self._stations.get(key)
 
     def add(self, place: Place) -> Station:
-        """A new place, or a known one with what it says now."""
+        """Add a new place, or update a known one."""
         station = self._stations.get(place.key)
         if station is None:
             station = self._stations[place.key] = Station(place)
@@ -72,8 +72,8 @@ class Board:
     def move(self, station: Station, state: State) -> None:
         """Give a place another state."""
         key, place = station.place.key, station.place
-        if (held := state in ("busy", "ending")) != (station.state in ("busy", "ending")):
-            change = 1 if held else -1
+        if (occupied := state in ("busy", "ending")) != (station.state in ("busy", "ending")):
+            change = 1 if occupied else -1
             self._nodes[place.node] += change
             self._gpus[place.uuid] += change
             self.most_at_once[place.node] = max(self.most_at_once.get(place.node, 0), self._nodes[place.node])
@@ -114,7 +114,7 @@ class Board:
         return self._at_once if self._at_once is not None else self._limits.get(node, math.inf)
 
     def _see(self, place: Place) -> None:
-        """Take in what a place says about its node."""
+        """Record what a place reports about its node."""
         cores, gpus = int(place.facts.get("cores", 0)), self._gpus_of.setdefault(place.node, set())
         if not place.uuid:
             return

@@ -29,7 +29,7 @@ def parse_cores(text: str) -> list[int]:
     [0, 1, 2, 64]
     """
     ranges = [part.split("-") for part in text.strip().split(",") if part]
-    return [core for each in ranges for core in range(int(each[0]), int(each[-1]) + 1)]
+    return [core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def divide_cores(

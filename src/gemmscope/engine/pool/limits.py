@@ -16,15 +16,15 @@ class Limits:
     start_s: float = 600.0
     """How long the first place is waited for."""
     copy_after: tuple[float, float] = (3.0, 60.0)
-    """A copy of a unit is begun after this many times the median, and not before so many seconds."""
+    """A copy of a unit is started after this many times the median time, and at least this many seconds."""
     leave_after: tuple[float, float] = (4.0, 120.0)
-    """A unit of one place is given up after this many times the median, and not before so many seconds."""
+    """A unit that only one place may run fails after this many times the median time, and at least this many seconds."""
     longest: tuple[float, float] = (20.0, 6 * 3600.0)
     """No unit takes longer than this: its place is ended, and it counts as lost."""
 
 
 def too_slow(seconds: float, typical: float | None, limit: tuple[float, float]) -> bool:
-    """Whether so many seconds are more than a multiple of the typical time, and more than a least time.
+    """Whether `seconds` exceeds both a multiple of the typical time and a minimum.
 
     >>> too_slow(70, 20, (3.0, 60.0)), too_slow(50, 1, (3.0, 60.0)), too_slow(70, None, (3.0, 60.0))
     (True, False, False)

@@ -22,7 +22,7 @@ from gemmscope.gpu.environment import node_name
 
 START_S = 90.0  # a site that has not said hello by then is ended: it imports nothing heavy
 MOST_DEATHS = 3  # in a row, without a unit finished between them
-RESTART_S = 1.0  # after a death: what its measuring process held is released by then
+RESTART_S = 1.0  # after a death: the memory of its measuring process is released by then
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LocalPool:
         for ready, _ in self._selector.select(max(0.0, min([wait_s, *due]))):
             self._receive(ready.data)
         for slot in self._slots.values():
-            self._look(slot)
+            self._check_slot(slot)
         events, self._waiting = list(self._waiting), deque()
         return events
 
@@ -153,7 +153,7 @@ class LocalPool:
             self._selector.unregister(process.writing)
 
     def _receive(self, slot: _Slot) -> None:
-        """Take in what a site has sent, and send what it has not taken yet."""
+        """Process what a site has sent, and send what it has not received yet."""
         if slot.process is None:
             return
         try:
@@ -180,8 +180,8 @@ class LocalPool:
             self._close(slot)
         self._waiting.append(event)
 
-    def _look(self, slot: _Slot) -> None:
-        """A site may have ended although something else keeps its output open, or may not begin at all."""
+    def _check_slot(self, slot: _Slot) -> None:
+        """Check for a site that has ended while something else keeps its output open, or that does not start at all."""
         if slot.process is None:
             return
         if (code := slot.process.ended()) is not None:

@@ -1,4 +1,4 @@
-"""What a schedule returns: outcomes, failures, what became of the places, and what there is to know about how it was measured."""
+"""What a schedule returns: outcomes, failures, what became of the places, and findings about the measurement."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outcomes:
     """How many times a unit was begun again because its place was lost."""
 
     def place_name(self, key: str) -> str:
-        """As people call the place with this key."""
+        """The name of the place with this key, as shown to people."""
         return self.places[key].name if key in self.places else key
 
 
@@ -85,7 +85,7 @@ class PoolReporter(Protocol):
 
 
 def place_findings(outcomes: Outcomes, most_at_once: dict[str, int], limits: dict[str, tuple[int, int, int]]) -> list[Finding]:
-    """What to know about the places. `most_at_once`: how many units ran at the same time on each node; `limits`: the nodes with
+    """Findings about the places. `most_at_once`: how many units ran at the same time on each node; `limits`: the nodes with
     few CPU cores: cores, GPUs, and how many of these were used at the same time."""
     findings = []
     if (most := max(most_at_once.values(), default=0)) > 1:
@@ -95,8 +95,8 @@ def place_findings(outcomes: Outcomes, most_at_once: dict[str, int], limits: dic
         nodes = [node for node, limit in limits.items() if limit == (cores, gpus, at_once)]
         findings.append(finding("pool-few-cores", nodes=_some(nodes), cores=cores, gpus=gpus, at_once=at_once))
     refused: dict[tuple[str, str], list[str]] = {}
-    for each in outcomes.refused:
-        refused.setdefault((each.why, each.hint), []).append(each.name)
+    for refusal in outcomes.refused:
+        refused.setdefault((refusal.why, refusal.hint), []).append(refusal.name)
     for (why, hint), names in refused.items():
         findings.append(finding("pool-places-refused", places=_some(names), reason=f"{why} ({hint})" if hint else why))
     lost: dict[str, list[str]] = {}

@@ -22,18 +22,18 @@ from gemmscope.engine.pool.units import Event, PlaceFound, PlaceLost, PlaceRefus
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.process import worker_command
-from gemmscope.signals import Interrupted, blocked, held
+from gemmscope.signals import Interrupted, blocked, defer_signals
 
-ANSWER_S = 15.0  # an address at which nothing answers by then
-CONNECT_S = 90.0  # a Ray that answers, and does not connect by then: the machine may be busy
-LOCAL_S = 120.0  # for a Ray that is started here
-CENSUS_S = 60.0  # until the nodes are known
-HELD_S = 10.0  # GPUs that are held when a node is first seen are looked at again for so long: an earlier command may be ending
-BRIDGE_SILENCE_S = 90.0  # a bridge that hangs
-ACTOR_SILENCE_S = 15.0  # a node that does not answer: Ray itself takes about 30 s to notice
+ANSWER_S = 15.0  # time limit for an answer from an address
+CONNECT_S = 90.0  # time limit to connect to a Ray that answers: the machine may be busy
+LOCAL_S = 120.0  # the same for a Ray that is started here
+CENSUS_S = 60.0  # time limit until the nodes are known
+HELD_S = 10.0  # how long to wait for GPUs that are in use when a node is first seen: an earlier command may be ending
+BRIDGE_SILENCE_S = 90.0  # a bridge that is silent for this long hangs
+ACTOR_SILENCE_S = 15.0  # a node that is silent for this long is lost: Ray itself takes about 30 s to notice
 STOP_S = 15.0
 MOST_CONNECTIONS = 3  # without an outcome in between
-REPLACED_S = 30.0  # a node that left before anything could be measured there: others may come for it
+REPLACED_S = 30.0  # how long to wait for a replacement of a node that left before anything was measured there
 
 
 @dataclass
@@ -107,7 +107,7 @@ class RayPool:
         return happened
 
     def assign(self, place: str, unit: Unit) -> None:
-        """Send a unit to the site of a place. If it is gone, a `PlaceLost` tells or has told."""
+        """Send a unit to the site of a place. If it is gone, a `PlaceLost` reports that."""
         pack = getattr(unit.content, "for_other_machines", None)  # what it needs besides: files of a model
         travelling = unit if pack is None else replace(unit, content=pack())
         self._order(place, type="send", line=unit_line(travelling).decode())
@@ -143,7 +143,7 @@ class RayPool:
         until = time.monotonic() + (LOCAL_S if self.address == "local" else ANSWER_S)
         answered = False
         while (left := until - time.monotonic()) > 0:
-            with held() as signals:
+            with defer_signals() as signals:
                 if signals.first is not None:
                     raise signals.interruption()
             try:
@@ -168,15 +168,15 @@ class RayPool:
         raise UserError(*nobody_answers(self.address, reason))
 
     def _check(self, census: dict[str, Any]) -> None:
-        """Is there anything to measure on?"""
-        nodes, slots, held = census["nodes"], census["slots"], census["held"]
+        """A `UserError` if the cluster has nothing to measure on."""
+        nodes, slots, occupied = census["nodes"], census["slots"], census["held"]
         asked = option("ray", self.address)
         if slots:
             return
-        if held:
+        if occupied:
             problem = (
-                f"{asked}: other Ray jobs hold all {held} GPUs of the cluster"
-                if held > 1
+                f"{asked}: other Ray jobs hold all {occupied} GPUs of the cluster"
+                if occupied > 1
                 else f"{asked}: another Ray job holds the only GPU"
             )
             raise UserError(problem, "wait until they end: `ray status` shows what is in use")
@@ -202,7 +202,7 @@ class RayPool:
                 self._end_bridge()
                 why = f"{why} and could not be restored"
                 again = False
-            except (Interrupted, KeyboardInterrupt):  # the schedule has noticed, too, and returns what there is
+            except (Interrupted, KeyboardInterrupt):  # the schedule has noticed it too, and returns what was measured
                 self._end_bridge()
                 self._ended = True
                 return
@@ -210,7 +210,7 @@ class RayPool:
             self._ended = True
             self._waiting.append(PoolEnded(why, hint))
 
-    # -- what the bridge says ------------------------------------------------------------------------------------------------
+    # -- messages of the bridge ----------------------------------------------------------------------------------------------
 
     def _take(self, message: dict[str, Any]) -> None:
         number = message.get("slot", 0)
@@ -268,9 +268,9 @@ class RayPool:
             self._connections = 0
         self._waiting.append(event)
 
-    def _greet(self, number: int, slot: _RaySlot, found: PlaceFound) -> PlaceFound:
+    def _greet(self, number: int, slot: _RaySlot, greeting: PlaceFound) -> PlaceFound:
         """Name the place: by its node and GPU. Nodes that share a machine are numbered."""
-        place, count = found.place, 1
+        place, count = greeting.place, 1
         node = place.node
         while (key := f"{node}/{place.uuid or 'cpu'}") in self._by_key:
             count += 1
@@ -301,7 +301,7 @@ def _how_to_start(why: str) -> str:
 
 
 class _BridgeEndedError(Exception):
-    """The bridge died, or was ended after silence: the last that it said."""
+    """The bridge died, or was ended after silence. `why`: how it ended."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -352,16 +352,16 @@ class _BridgeProcess:
             if piece:
                 self._heard = time.monotonic()
                 *whole, self._pending = (self._pending + piece).split(b"\n")
-                if found := [message for line in whole if (message := json.loads(line))["type"] != "alive"]:
-                    return found
+                if messages := [message for line in whole if (message := json.loads(line))["type"] != "alive"]:
+                    return messages
             elif piece is None or over:
-                raise _BridgeEndedError(self._last_words())
+                raise _BridgeEndedError(self._end_reason())
             elif time.monotonic() - self._heard > BRIDGE_SILENCE_S:
                 raise _BridgeEndedError(f"(no answer from Ray for {BRIDGE_SILENCE_S:.0f} s)")
             if time.monotonic() >= until:
                 return []
 
-    def _last_words(self) -> str:
+    def _end_reason(self) -> str:
         """How it ended, and the last useful line of its log."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)

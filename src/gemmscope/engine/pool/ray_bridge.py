@@ -1,4 +1,4 @@
-"""The process that speaks with Ray for the driver: it connects, keeps one actor for each GPU, passes lines on and watches nodes.
+"""The process that talks to Ray for the driver: it connects, keeps one actor for each GPU, passes lines on and watches nodes.
 
 Ray writes its logs to standard output, and ends the process that uses it when the head node is gone. Both stay in here. One JSON
 object per line, on standard input and on the pipe whose number is the argument. An actor is a *slot*, with a number of its own:
@@ -28,15 +28,15 @@ from gemmscope.engine.pool.ray_messages import NotRayError, host_and_port, why_n
 from gemmscope.process import START_WORKER
 from gemmscope.signals import leave_to_parent
 
-NODES_S = 1.0  # between two looks at the nodes of the cluster
-HEAD_S = 60.0  # a head node that does not answer is gone
+NODES_S = 1.0  # between two checks of the nodes of the cluster
+HEAD_S = 60.0  # a head node that does not answer for this long is gone
 POLL_S, POLLS_PER_S = 1.0, 500.0  # how long an actor waits for lines; longer where there are many, for so many calls per second
 START_S = 90.0  # an actor that has not started by then never will
 HELLO_S = 120.0  # the same for its site
-FREE_S = 30.0  # for the answer to which GPUs are free
+FREE_S = 30.0  # time limit for the list of free GPUs
 MOST_RESTARTS = 3  # of one slot without an outcome in between
 RESTART_S = 1.0  # the GPU is released by then
-STOP_S = 5.0  # for sites to end at the end
+STOP_S = 5.0  # time limit for sites to end
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; the fourth byte is its type
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 STORE_BYTES = 100 << 20  # of a Ray that this process starts: only the bundle is in it
@@ -61,11 +61,11 @@ class Slot:
 
 @dataclass
 class Node:
-    """A node of the cluster. `held`: GPUs of it that other jobs have; `refused`: GPUs that nothing can be measured on."""
+    """A node of the cluster. `occupied`: its GPUs that other jobs use; `refused`: its GPUs that nothing can be measured on."""
 
     host: str
     seen: float
-    held: int = 0
+    occupied: int = 0
     refused: int = 0
 
 
@@ -92,7 +92,7 @@ class Bridge:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=1 << 30)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        tasks = [asyncio.create_task(each) for each in (self._watch(), self._sign_of_life(), self._obey(reader, stopped))]
+        tasks = [asyncio.create_task(work) for work in (self._watch(), self._sign_of_life(), self._obey(reader, stopped))]
         waiting = asyncio.create_task(stopped.wait())
         done, _ = await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
         for task in done - {waiting}:
@@ -131,11 +131,13 @@ class Bridge:
                 for slot in [slot for slot in self.slots.values() if slot.node == gone]:
                     self._lose(slot, "its node left the Ray cluster", again=False)
             without = await self._take_in(alive)
-            if not told and (self.slots or time.monotonic() >= census_due or not any(node.held for node in self.nodes.values())):
+            if not told and (
+                self.slots or time.monotonic() >= census_due or not any(node.occupied for node in self.nodes.values())
+            ):
                 told = True
-                held = sum(node.held for node in self.nodes.values())
-                self.outgoing.put(type="census", nodes=len(alive), slots=len(self.slots), held=held, without=without)
-            self._report_held()
+                occupied = sum(node.occupied for node in self.nodes.values())
+                self.outgoing.put(type="census", nodes=len(alive), slots=len(self.slots), held=occupied, without=without)
+            self._report_occupied()
             await asyncio.sleep(NODES_S)
 
     async def _nodes(self) -> list[dict[str, Any]]:
@@ -164,32 +166,33 @@ class Bridge:
                 else:
                     without.append(self.nodes[node].host)
             return without
-        free = await self._free() if new or any(node.held for node in self.nodes.values()) else None
+        free = await self._free() if new or any(node.occupied for node in self.nodes.values()) else None
         for node, facts in self.nodes.items():
             total = int(alive[node].get("Resources", {}).get("GPU", 0))
             if node in new and total == 0:
                 without.append(facts.host)
-            wanted = total if node in new else facts.held
+            wanted = total if node in new else facts.occupied
             ours = facts.refused + sum(slot.node == node and not slot.started for slot in self.slots.values())
             usable = wanted if free is None else max(0, min(wanted, int(free.get(node, 0.0)) - ours))
             for _ in range(usable):
                 self._start(node)
-            facts.held = wanted - usable
+            facts.occupied = wanted - usable
         return without
 
     async def _free(self) -> dict[str, float] | None:
-        """GPUs that nobody holds; None where Ray does not tell. Asked for inside the cluster: a client of Ray cannot know."""
+        """The free GPUs of each node; None where Ray does not report them. Asked from inside the cluster: a Ray client cannot see
+        them."""
         free: dict[str, float] | None = None
         with suppress(Exception):  # the node that was asked may be leaving; actors wait for their GPUs, too
             free = await self._reply(self.ray.remote(relay.free_gpus).options(num_cpus=0).remote(), FREE_S)
         return free
 
-    def _report_held(self) -> None:
-        """GPUs that other jobs still hold after a while are not waited for."""
+    def _report_occupied(self) -> None:
+        """Report GPUs that other jobs still use after a while, and stop waiting for them."""
         for facts in self.nodes.values():
-            if facts.held and time.monotonic() - facts.seen >= self.held_s:
-                self.outgoing.put(type="held", host=facts.host, gpus=facts.held)
-                facts.held = 0
+            if facts.occupied and time.monotonic() - facts.seen >= self.held_s:
+                self.outgoing.put(type="held", host=facts.host, gpus=facts.occupied)
+                facts.occupied = 0
 
     # -- actors --------------------------------------------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class Bridge:
         slot.task = asyncio.create_task(self._serve(slot, delay_s))
 
     async def _serve(self, slot: Slot, delay_s: float) -> None:
-        """Start the actor, and pass on what its site says, until one of them ends."""
+        """Start the actor, and forward the lines of its site, until one of them ends."""
         await asyncio.sleep(delay_s)
         if slot.over:  # an actor that nobody ends would keep its GPU
             return
@@ -279,7 +282,7 @@ class Bridge:
             self.outgoing.put(type="refused", slot=slot.number, host=slot.host, why=why)
 
     def _retire(self, slot: Slot, *, refused: bool = False) -> None:
-        """Forget a slot: what it says from now on does not count."""
+        """Forget a slot: its later messages are ignored."""
         slot.over = True
         self.slots.pop(slot.number, None)
         if refused and slot.node in self.nodes:
@@ -306,7 +309,7 @@ class Bridge:
             await slot.actor.send.remote(line)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside everything else."""
+        """Run a coroutine in the background."""
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -322,7 +325,7 @@ class Bridge:
         call = asyncio.ensure_future(_awaited(reference))
         done, _ = await asyncio.wait([call], timeout=limit_s)
         if not done:
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nothing waits for it any more
             raise asyncio.TimeoutError
         return call.result()
 
@@ -332,7 +335,7 @@ async def _awaited(reference: Awaitable[Any]) -> Any:
 
 
 class Outgoing:
-    """Lines to the driver. Writing never waits: the driver may be busy, and the actors must be heard meanwhile."""
+    """Lines to the driver. Writing never waits: the driver may be busy, and messages of the actors must be read meanwhile."""
 
     def __init__(self, number: int) -> None:
         self._number, self._waiting = number, bytearray()
@@ -375,7 +378,7 @@ def _must_answer(place: tuple[str, int], limit_s: float) -> None:
 
 
 def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
-    """The module `ray`, connected; None if that is not possible, of which the driver is told."""
+    """The module `ray`, connected; None if that is not possible, which is reported to the driver."""
     address: str = request["address"]
     try:
         if place := host_and_port(address):

@@ -1,4 +1,4 @@
-"""What people are told about Ray: addresses that are checked, and its errors and logs as one line each."""
+"""Messages about Ray: checks of addresses, and Ray's errors and logs as one line each."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 def check_installed() -> None:
     """A `UserError` if Ray is not installed here."""
-    found = find_spec("ray")
-    if found is None or found.origin is None:  # without an origin it is just a folder of that name
+    spec = find_spec("ray")
+    if spec is None or spec.origin is None:  # without an origin it is just a folder of that name
         raise UserError(f"{option('ray')} needs Ray, which is not installed", INSTALL)
 
 
@@ -85,8 +85,8 @@ def why_no_connection(address: str, error: BaseException) -> tuple[str, str]:
         return f"{asked}: Ray cannot be imported here ({in_a_line(error)})", INSTALL
     if "ray[client]" in text:
         return f"{asked} needs Ray's client, which is not installed", INSTALL
-    if found := re.search(r"cluster was started with: Ray: (\S+) Python: (\S+)", text):
-        return _other_versions(asked, found[1], found[2])
+    if match := re.search(r"cluster was started with: Ray: (\S+) Python: (\S+)", text):
+        return _other_versions(asked, match[1], match[2])
     if re.search(r"expects this IP address|Can't find a `?node_ip_address|node with (the )?IP|No node info", text, re.IGNORECASE):
         return f"{asked}: this machine is not a node of that cluster", "connect as a client: ray://HOST:10001"
     if re.search(r"not find any running Ray|No existing Ray cluster", text, re.IGNORECASE):
@@ -108,14 +108,14 @@ def _other_versions(asked: str, ray: str, python: str) -> tuple[str, str]:
     except PackageNotFoundError:
         own_ray = "another version"
     own_python = platform.python_version()
-    why = f"{asked}: that cluster runs Ray {ray} with Python {python}; here is Ray {own_ray} with Python {own_python}"
+    why = f"{asked}: that cluster runs Ray {ray} with Python {python}; this machine has Ray {own_ray} with Python {own_python}"
     if python.split(".")[:2] == own_python.split(".")[:2]:
         return why, f'pip install "ray=={ray}"'
     return why, f"run gemmscope with Python {'.'.join(python.split('.')[:2])} and Ray {ray}, for example on a node of the cluster"
 
 
 def last_useful_line(log: str) -> str:
-    """The last line of a log of Ray that says something, without its prefix; empty if there is none.
+    """The last useful line of a Ray log, without its prefix; empty if there is none.
 
     >>> last_useful_line("[2026-01-02 03:04:05,678 E 12 34] (gcs) client.cc:1: GCS is gone.\\n    @ 0x55 main\\n")
     'GCS is gone.'

@@ -33,7 +33,7 @@ class SiteRelay:
     """One site and the lines to and from it. Its methods are called at the same time, by different threads."""
 
     def __init__(self, bundle: bytes, digest: str, code: Sequence[str], begin: str) -> None:
-        """`code`: what Python runs, and the module of the site; `begin`: the first line for it."""
+        """`code`: the Python code to run, and the module of the site; `begin`: the first line to send to it."""
         self._changed = threading.Condition()
         self._lines: list[str] = []
         self._sign_of_life = ""
@@ -93,7 +93,7 @@ class SiteRelay:
             remove_unused(self._folder, lock)
 
     def _read(self) -> None:
-        """Take in what the site sends, until it ends."""
+        """Read what the site sends, until it ends."""
         assert self._site.stdout is not None
         for line in self._site.stdout:
             text = line.decode(errors="replace").strip()
@@ -120,16 +120,16 @@ class SiteRelay:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have started; none where the system does not tell."""
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+                pids += [child, *descendants(child)]
+    return pids
 
 
 def type_of(line: str) -> str:
-    """The type of a line; empty if it is not a line of a site, which the driver will say."""
+    """The type of a line; empty if it is not a line of a site, which the driver will report."""
     try:
         return str(json.loads(line)["type"])
     except (ValueError, TypeError, KeyError):
@@ -228,7 +228,7 @@ def remove_abandoned(parent: Path, digest: str) -> None:
 
 
 def free_gpus() -> dict[str, float] | None:
-    """How many GPUs of each node no job of Ray holds, by the node's id; None where this Ray does not tell."""
+    """The number of free GPUs of each node, by the node's id; None where this version of Ray does not report it."""
     try:
         from ray._private.state import available_resources_per_node  # Ray has no public function for it
     except ImportError:

@@ -1,4 +1,4 @@
-"""Gives every unit to a place, takes its outcome, and sees to it that whatever dies costs no more than the unit in flight.
+"""Gives every unit to a place, takes its outcome, and ensures that whatever dies costs no more than the unit in flight.
 
 One thread, driven by the events of the pool. Every unit ends with one outcome or one failure, in limited time:
 
@@ -8,7 +8,7 @@ One thread, driven by the events of the pool. Every unit ends with one outcome o
 - When nothing is left to hand out, a unit that takes much longer than the others is begun a second time on a free place; the
   first outcome counts.
 - A unit that only one place may measure waits for that place if it was lost, for a limited time; if it takes much longer than
-  the others, it failed: nobody waits for a slow GPU.
+  the others, it has failed: the schedule does not wait for a slow GPU.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from gemmscope.engine.pool.units import (
 )
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.signals import held
+from gemmscope.signals import defer_signals
 
 __all__ = ["Limits", "Outcomes", "Schedule", "UnitFailure", "UnitOutcome"]
 
-LOOK_S = 0.5  # the longest wait for events: Ctrl-C is noticed so soon
+POLL_S = 0.5  # the longest wait for events, so that Ctrl-C is noticed soon
 SHOW_S = 0.2  # between two reports of progress
-PAUSE_S = 5.0  # longer between two looks: this process did not run
+PAUSE_S = 5.0  # after a longer time between two checks, this process was not running
 MOST_TRIES = 3
 MOST_COPIES = 2
 
@@ -55,7 +55,7 @@ OnOutcome = Callable[[Unit, Place, Any], None]
 
 @dataclass
 class _Task:
-    """A unit on its way."""
+    """A unit and its state."""
 
     unit: Unit
     losses: int = 0
@@ -95,7 +95,7 @@ class Schedule:
         self._took_s: list[float] = []
         self._slow: list[Station] = []  # the slowest first
         self._last, self._ended = "", False
-        self._news = self._looked = clock()  # when a place was found or refused last, and when limits were checked last
+        self._news = self._checked = clock()  # when a place was found or refused last, and when limits were checked last
         if recording is not None:
             known: dict[str, Place] = {}
             for key, data in recording.outcomes().items():
@@ -107,13 +107,13 @@ class Schedule:
 
     @property
     def outcomes(self) -> Outcomes:
-        """What there is until now, with what an earlier run had."""
+        """The outcomes so far, including those of an earlier run."""
         return self._outcomes
 
     def run(self) -> Outcomes:
         """Until every unit is finished, or a signal arrives. The pool must have been entered."""
         outcomes = self._outcomes
-        with held() as signals:
+        with defer_signals() as signals:
             if self._reporter is None:
                 self._loop(lambda: signals.first is not None, lambda _: None)
             else:
@@ -129,7 +129,7 @@ class Schedule:
         shown = -math.inf
         while not interrupted() and not self._over():
             news = False
-            for event in self._pool.events(LOOK_S):
+            for event in self._pool.events(POLL_S):
                 self._take(event)
                 news = news or not isinstance(event, UnitProgress)
             checked = self._check()
@@ -151,7 +151,7 @@ class Schedule:
         self._line(unit).append(unit.key)
 
     def _line(self, unit: Unit) -> deque[str]:
-        """Where this unit waits."""
+        """The queue that this unit waits in."""
         return self._bound.setdefault(unit.place, deque()) if unit.place else self._queue
 
     def _over(self) -> bool:
@@ -204,7 +204,7 @@ class Schedule:
 
     def _lost(self, event: PlaceLost) -> None:
         station = self._board.get(event.place)
-        if station is None or station.state != "ending":  # else it was ended by this schedule, which has said so
+        if station is None or station.state != "ending":  # else it was ended by this schedule, which has reported it
             self._report(event)
         if station is None:
             return
@@ -316,11 +316,11 @@ class Schedule:
     def _check(self) -> bool:
         """Look for what took too long; not too often, and True if it was done."""
         now = self._clock()
-        if (passed := now - self._looked) < LOOK_S:
+        if (passed := now - self._checked) < POLL_S:
             return False
         if passed > PAUSE_S:
             self._excuse(passed, now)
-        self._looked = now
+        self._checked = now
         typical = median(self._took_s) if self._took_s else None
         half = 2 * len(self._outcomes.done) >= len(self._outcomes.done) + self._open
         for station in self._board.busy():
@@ -337,8 +337,10 @@ class Schedule:
                 why = f"not finished after {seconds:.0f} s"
                 self._end(key, why)
                 self._lose(task.unit.key, key, why)
-        self._slow = [each for each in self._board.busy() if too_slow(each.seconds(now), typical, self._limits.copy_after)]
-        self._slow.sort(key=lambda each: each.since)
+        self._slow = [
+            station for station in self._board.busy() if too_slow(station.seconds(now), typical, self._limits.copy_after)
+        ]
+        self._slow.sort(key=lambda station: station.since)
         for station in self._board.stations():
             if station.state == "ending" and station.until <= now:
                 self._leave(station, "lost", 0.0)
@@ -347,7 +349,8 @@ class Schedule:
         return True
 
     def _excuse(self, paused_s: float, now: float) -> None:
-        """This process was held up itself, stopped or by a slow disk: what happened meanwhile may still be in its pipes."""
+        """Do not count time in which this process itself did not run (stopped, or waiting for a disk): messages may still be in
+        its pipes."""
         self._news += paused_s
         for station in self._board.stations():
             station.heard = min(station.heard + paused_s, now)

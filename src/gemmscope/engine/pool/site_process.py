@@ -20,7 +20,7 @@ ENDING_S = 5.0  # how long the end of a killed process is waited for: one whose 
 
 
 class SiteEndedError(Exception):
-    """The process has ended: how."""
+    """The process has ended. The message says how."""
 
 
 class SiteProcess:
@@ -77,7 +77,7 @@ class SiteProcess:
                 yield from whole[1:]
             self._pending += rest
             if len(self._pending) > MOST_PENDING:
-                raise SiteEndedError("its process sent a line without an end")
+                raise SiteEndedError("its process sent a line that is too long")
 
     def ended(self) -> str | None:
         """How it has ended; None as long as it runs."""
@@ -119,9 +119,9 @@ class SiteProcess:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have started; none where the system does not tell."""
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+                pids += [child, *descendants(child)]
+    return pids

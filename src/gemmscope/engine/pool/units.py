@@ -1,4 +1,4 @@
-"""What the schedule and the pools say to each other: units, places, and the events that pools report."""
+"""What the schedule and the pools exchange: units, places, and the events that pools report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As people call it.
+        """The name that people see.
 
         >>> Place("a", "node03", 5).name, Place("b", "node03").name
         ('node03 GPU 5', 'node03 CPU')

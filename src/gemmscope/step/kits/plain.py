@@ -111,7 +111,7 @@ class Kit:
         return PlainExperts([self._feed_forward(hidden, spec, name) for _ in range(count)])
 
     def routing(self, tokens: int, rows: tuple[int, ...]) -> "Routing":
-        """The way of tokens to experts and back: `rows` of them to each."""
+        """Dispatches tokens to experts, `rows` of them to each, and combines the outputs."""
         return Routing(tokens, rows, self.device)
 
     def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:  # noqa: ARG002
@@ -128,8 +128,10 @@ class Kit:
 
     def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
         """Why a linear of a live module, called with so many rows, cannot run in this recipe; empty if it can."""
-        found = self.recipe.misalignment({"input features": inputs, "output features": outputs, "rows": rows})
-        return f"{found[0]} = {found[1]} is not a multiple of {self.recipe.multiple_of}" if found is not None else ""
+        misaligned = self.recipe.misalignment({"input features": inputs, "output features": outputs, "rows": rows})
+        if misaligned is None:
+            return ""
+        return f"{misaligned[0]} = {misaligned[1]} is not a multiple of {self.recipe.multiple_of}"
 
     def convert(self, module: nn.Module, paths: Sequence[str]) -> None:
         """Replace the linears at these paths of a live module by the framework's, with the same parameters."""
@@ -158,7 +160,7 @@ class Kit:
         return nullcontext()
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:  # noqa: ARG002
-        """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
+        """Arguments of its modules that depend on the micro-batch: whether it is the step's first (None: the only one)."""
         return {}
 
     def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +169,7 @@ class Kit:
 
 
 def compiled_module(module: nn.Module) -> nn.Module:
-    """It with `torch.compile`; sizes are those of the run."""
+    """The module compiled with `torch.compile`, for the sizes of the run."""
     return torch.compile(module, dynamic=False)
 
 
@@ -206,7 +208,7 @@ class HigherPart(nn.Module):
 
 
 class Chain(nn.Module):
-    """One after the other."""
+    """Modules that run one after the other."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -249,11 +251,11 @@ class Routing:
         self.order = self.places // self.slots  # the token of each row
 
     def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """[tokens, hidden] to [rows, hidden], and what is needed to bring them back."""
+        """[tokens, hidden] to [rows, hidden], and what `combine` needs."""
         return x.index_select(0, self.order), None
 
     def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
-        """The sum of what the experts made of each token, by `weights`, [tokens, the router's choices]."""
+        """The outputs of the experts of each token, summed with `weights`, [tokens, the router's choices]."""
         weighted = outputs * self.by_slot(weights).to(outputs.dtype).flatten().index_select(0, self.places)[:, None]
         sums = torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype)
         return sums.index_add(0, self.order, weighted)
@@ -264,11 +266,11 @@ class Routing:
 
 
 class PlainExperts(nn.Module):
-    """One after the other, each on its own tokens."""
+    """Experts that run one after the other, each on its own tokens."""
 
     def __init__(self, experts: list[nn.Module]) -> None:
         super().__init__()
-        self.each = nn.ModuleList(experts)
+        self.experts = nn.ModuleList(experts)
 
     def forward(self, x: torch.Tensor, rows: list[int], **how: Any) -> torch.Tensor:
-        return torch.cat([expert(piece, **how) for expert, piece in zip(self.each, x.split(rows), strict=True)])
+        return torch.cat([expert(piece, **how) for expert, piece in zip(self.experts, x.split(rows), strict=True)])

@@ -43,7 +43,7 @@ class TransformerEngineKit(Kit):
         super().__init__(recipe, left_out, device, compiled)
         self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
-        self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
+        self._state = FP8GlobalState()  # separate: delayed scaling would otherwise run in the steps of every recipe
         self._precision = _recipe_of(recipe)
         self._higher = _recipe_of(recipe_named(recipe.kept.recipe)) if recipe.kept is not None else None
 
