@@ -21,6 +21,7 @@ BY_NAME = {  # modules that load others when they are used
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 450
+VAGUE = {"each", "found", "words", "made", "held", "look", "together"}  # names that do not say what a value is
 
 
 def rules() -> dict[str, set[str]]:
@@ -135,3 +136,17 @@ def test_no_class_is_defined_twice() -> None:
 def test_files_are_of_readable_length() -> None:
     long = [f"{name_of(path)}: {count}" for path in TREES if (count := len(path.read_text().splitlines())) > MOST_LINES]
     assert long == []
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Every name that a piece of code gives to a value: variables and arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_names_say_what_a_value_is() -> None:
+    vague = [f"{name_of(path)}: {name}" for path, tree in TREES.items() for name in bound_names(tree) if name.strip("_") in VAGUE]
+    assert vague == []
