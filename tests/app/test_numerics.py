@@ -58,8 +58,13 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
     assert len(by_key) == 3 * len(RECIPES)
     assert [one.pass_name for one in by_key["l.0.a", "MXFP8"].passes] == ["fprop", "dgrad", "wgrad"]
     assert "output features = 40" in by_key["l.1.b", "MXFP8"].failure
-    assert all("NaN or Inf" in by_key["l.2.c", recipe].failure for recipe in RECIPES)
+    assert all([one.pass_name for one in by_key["l.2.c", recipe].passes] == ["dgrad"] for recipe in RECIPES)  # it reads no X
     assert result.has("numerics-failed")
+    dropped = next(one for one in result.findings if one.code == "numerics-dropped-passes")
+    assert dropped.text == (
+        "No errors of fprop, wgrad of l.2.c: X has NaN or Inf values in step 0. "
+        "In the errors of recipes, these passes count as the mean of the other linears."
+    )
     assert result.has("numerics-no-probes")
     assert result.has("numerics-no-history")
     assert (result.source, result.model_name, result.steps, result.tokens) == ("recording", "Small", (0,), 64)

@@ -22,6 +22,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, damage_reported
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
 from gemmscope.signals import held
+from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
 
 PathLike = str | Path
@@ -208,7 +209,8 @@ def _findings(computed: ComputedErrors, backend: str) -> list[Finding]:
             findings.append(finding("numerics-no-history"))
         elif earlier < HISTORY:
             findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
-    return [*findings, *failures(counted_linears(computed.linears))]
+    counted = counted_linears(computed.linears)
+    return [*findings, *failures(counted), *dropped_passes(counted)]
 
 
 def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
@@ -237,4 +239,28 @@ def failures(linears: Sequence[LinearError]) -> list[Finding]:
             reason=reason,
         )
         for reason, failed in reasons.items()
+    ]
+
+
+def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
+    known = {one.pass_name for linear in linears for one in linear.passes}
+    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
+    for linear in linears:
+        computed = {one.pass_name for one in linear.passes}
+        for one in linear.dropped:
+            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
+            key = code, one.reason, steps(one.steps), one.pass_name in known
+            passes, names = groups.setdefault(key, ({}, {}))
+            passes[one.pass_name] = names[linear.name] = None
+    return [
+        finding(
+            code,
+            passes=list(passes),
+            linears=list(names),
+            reason=reason,
+            steps=where,
+            counted="count as the mean of the other linears" if others else "do not count",
+        )
+        for (code, reason, where, others), (passes, names) in groups.items()
     ]

@@ -93,7 +93,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
     linears = {linear.name for linear in result.counted}
     layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
     source = {
-        "recording": f"recorded {_steps(result.steps)}",
+        "recording": f"recorded {units.steps(result.steps)}",
         "checkpoint": f"weights of {result.origin}",
         "synthetic": f"{SYNTHETIC} tensors: {result.origin.removeprefix(f'{SYNTHETIC}: ')}",
     }[result.source]
@@ -105,17 +105,6 @@ def _context(result: NumericsResult) -> Iterator[str]:
         what = "the training step" if result.speed_of == "step" else "all linears"
         how = "FORECAST, 90% error bars" if result.speed_origin == "forecast" else "measured"
         yield f"speedups: {what} on {result.speed_gpu}, {how}{f'; {result.speed_file}' if result.speed_file else ''}"
-
-
-def _steps(steps: tuple[int, ...]) -> str:
-    """Which steps of the training.
-
-    >>> _steps((142, 143, 144)), _steps((10, 20)), _steps((7,))
-    ('steps 142 to 144', 'steps 10, 20', 'step 7')
-    """
-    if len(steps) > 2 and steps == tuple(range(steps[0], steps[-1] + 1)):
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"{'steps' if len(steps) > 1 else 'step'} {units.names(map(str, steps))}"
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,12 @@ def about(recording: TensorRecording, device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "versions": {**recording.facts.packages, "torch": torch.__version__},
         "notes": list(recording.facts.notes),
-        "probed": all(step.facts.probes for linear in recording.linears for step in linear.sampled_steps),
+        "probed": all(
+            step.facts.probes
+            for linear in recording.linears
+            for step in linear.sampled_steps
+            if not all(map(step.problem, step.passes))
+        ),
     }
 
 

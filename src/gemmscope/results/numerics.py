@@ -60,6 +60,15 @@ class PassError(Part):
         return decibels(self.relative.value)
 
 
+class DroppedPass(Part):
+    """A GEMM that ran, but is left out of the errors of its linear in some sampled steps, or in all of them."""
+
+    pass_name: Pass = Field(alias="pass")
+    steps: tuple[int, ...]
+    """The sampled steps that are left out. If there are others, the pass has an error, which is theirs."""
+    reason: str
+
+
 class LinearError(Part):
     """One linear of one layer in one recipe."""
 
@@ -78,6 +87,8 @@ class LinearError(Part):
     """Experts of the layer that this stands for, all of this size."""
     recipe: str
     passes: tuple[PassError, ...] = ()
+    dropped: tuple[DroppedPass, ...] = ()
+    """Passes that ran but could not be computed, such as those that read a dY with NaN. The others count."""
     weight: OperandError | None = None
     """Where only the weight is known."""
     failure: str = ""
