@@ -36,7 +36,9 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
     facts, tensors = [], {}
     for index, (name, (outputs, factor)) in enumerate(names.items()):
         generator = torch.Generator().manual_seed(index)
-        x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 64), (outputs, 64), (64, outputs)))
+        tokens = 8 if name in heads else 64  # the head of a classifier reads one token of each sequence
+        shapes = ((tokens, 64), (outputs, 64), (tokens, outputs))
+        x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         x[0, 0] *= factor
         step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=20_000, random=random_for(0))
         layer = None if name in heads else index
@@ -71,6 +73,11 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
     assert {one.recipe for one in result.recipes} == set(RECIPES)
     (tmp_path / "run.json").write_text(result.to_json())
     assert read_result(tmp_path / "run.json").to_json() == result.to_json()
+
+
+def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.safetensors", {"l.0.a": (64, 1.0), "head": (64, 1.0)}, heads=("head",))
+    assert run_numerics(path, recipes=["MXFP8"]).tokens == 64
 
 
 def test_tokens_that_must_be_padded_are_said_once() -> None:

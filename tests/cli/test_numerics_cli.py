@@ -93,6 +93,8 @@ def test_a_measured_step_gives_speeds(run: Run, requests: list[Mapping[str, Any]
         ("numerics a --recipes ,", "--recipes is empty"),
         ("numerics a --backend torch", "'torch'"),
         ("numerics a --device tpu", "'tpu' is not known"),
+        ("numerics a --seed -1", "--seed must be between 0 and"),
+        ("numerics a --seed 99999999999999999999", "--seed must be between 0 and"),
         ("numerics a --micro-batch-size 1", "--micro-batch-size: these options need a model"),
         ("numerics a --json nowhere/n.json", "there is no folder nowhere"),
     ],
@@ -119,6 +121,12 @@ def test_an_input_is_never_overwritten(run: Run, requests: list[Mapping[str, Any
     outcome = run(f"numerics {tmp_path}/r.safetensors --json {tmp_path}/r.safetensors")
     assert outcome.code == 2
     assert "would overwrite an input file" in outcome.err
+    for checkpoint in (tmp_path, tmp_path / "r.safetensors", tmp_path / "model.safetensors.index.json"):
+        outcome = run(f"numerics --checkpoint {checkpoint} --json {tmp_path}/r.safetensors")
+        assert outcome.code == 2
+        assert "would overwrite an input file" in outcome.err
+    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0
+    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0  # its own, of before
 
 
 def test_nothing_computed_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from gemmscope.workload.derive import HEAD
 PathLike = str | Path
 BACKENDS = ("transformer_engine", "torchao")
 KINDS = ("normal", "heavy", "outliers")
+LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
 def run_numerics(
@@ -66,7 +67,7 @@ def run_numerics(
         "seed": seed,
         "depth": _depth(job, depth),
     }
-    _check(bound, device)
+    _check(bound, device, seed)
     speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
     with held():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, reporter)
@@ -158,9 +159,11 @@ def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
     return {"module": source.module, "config": dict(source.config) if source.config is not None else None, **sizes}
 
 
-def _check(bound: float | None, device: str) -> None:
+def _check(bound: float | None, device: str, seed: int) -> None:
     if bound is not None and not (isfinite(bound) and 0 < bound < 1):
         raise UserError(f"{option('bound')} must be between 0 and 1, not {bound:g}", f"for example {option('bound', 0.05)}")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise UserError(f"{option('seed')} must be between 0 and {LARGEST_SEED}, not {seed}", f"for example {option('seed', 0)}")
     if device != "cpu" and device.split(":")[0] != "cuda":
         raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda")
     if importlib.util.find_spec("torch") is None:

@@ -13,6 +13,7 @@ from gemmscope.document.numerics_tables import (
     depth_charts,
     error_text,
     heat_maps,
+    kept_in_baseline,
     kept_names,
     linear_table,
     loss_table,
@@ -117,9 +118,12 @@ def _low(result: NumericsResult) -> list[RecipeError]:
 def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     low, mixed = _low(result), result.mixed
     if not low:
-        return "There is no error to show: nothing could be computed.", []
+        computed = f"only {BASELINE} was computed" if result.recipes else "nothing could be computed"
+        return f"There is no error to show: {computed}.", []
     if mixed is not None and mixed.bound is not None:
-        return _below_bound(result, mixed.chosen, mixed.bound), [*_alternatives(result, mixed.chosen), _worst(result)]
+        used = [mixed.chosen.recipe, mixed.chosen.higher] if mixed.chosen is not None else []
+        because = [*_assumed(result, used), *_alternatives(result, mixed.chosen), _worst(result)]
+        return _below_bound(result, mixed.chosen, mixed.bound), because
     smallest, largest, fastest = _same_error(low, low[0]), _same_error(low, low[-1]), _fastest(low)
     answer = f"{_have(smallest)} the smallest error, {error_text(low[0].error)}{_speeds(result, smallest)}."
     if fastest is not None and fastest not in smallest:
@@ -128,7 +132,19 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
         reason = f"{_have(largest)} the largest error, {error_text(low[-1].error)}."
     else:
         reason = ""
-    return answer, [*filter(None, [reason]), _worst(result)]
+    return answer, [*_assumed(result, [row.recipe for row in smallest]), *filter(None, [reason]), _worst(result)]
+
+
+def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
+    """The linears without errors in these recipes, which make their errors smaller."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for recipe, linears in kept_in_baseline(result).items():
+        if recipe in recipes:
+            groups.setdefault(tuple(linears), []).append(recipe)
+    for linears, names in groups.items():
+        errors = "The errors of" if len(names) > 1 else "The error of"
+        assume = "assume" if len(names) > 1 else "assumes"
+        yield f"{errors} {units.listed(names)} {assume} {units.names(linears)} in {BASELINE}."
 
 
 def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeError]:
@@ -222,12 +238,14 @@ def _alternatives(result: NumericsResult, chosen: Mix | None) -> list[str]:
         kept = f"This mix keeps {units.percent(chosen.kept_share)} of the linears' FLOPs in {chosen.higher}."
         texts.append(f"{kept} {whole.recipe} in all linears: error {error_text(whole.error)}{_plain_speed(whole.speedup)}.")
     single = [each for each in _low(result) if bound is not None and each.error <= bound and each.recipe != chosen.recipe]
-    known = [each for each in single if each.speedup is not None] or single
+    complete = [each for each in single if each.recipe not in kept_in_baseline(result)] or single
+    known = [each for each in complete if each.speedup is not None] or complete
     if known:
         best = max(known, key=lambda each: _gain(each.speedup))
         other = "Without mixing" if chosen.is_mixed else "Next"
         close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
-        texts.append(f"{other}: {best.recipe}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
+        same = [row.recipe for row in _same_error(known, best)] if best.speedup is None else [best.recipe]
+        texts.append(f"{other}: {' or '.join(same)}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
     return texts
 
 

@@ -69,10 +69,20 @@ def mix_name(mix: Mix, short: Mapping[str, str] = {}) -> str:
     return f"{mix.recipe} with {units.names(kept_parts(mix, short), MOST_KEPT)} in {mix.higher}"
 
 
+def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:
+    """Recipe → linears without errors in it, which count as BF16."""
+    kept: dict[str, list[str]] = {}
+    for found in result.findings:
+        recipes, linears = found.facts.get("recipes"), found.facts.get("linears")
+        if found.code == "numerics-stays-in-baseline" and isinstance(recipes, list) and isinstance(linears, list):
+            kept |= dict.fromkeys(recipes, linears)
+    return kept
+
+
 def summary(result: NumericsResult) -> Table:
     """The recipes, smallest error first, and the mix to use. A star: some linears have no numbers in it."""
     chosen = result.mixed.chosen if result.mixed is not None else None
-    partial = {str(found.facts.get("recipe")) for found in result.findings if found.code == "numerics-stays-in-baseline"}
+    partial = kept_in_baseline(result)
     rows = []
     for each in result.recipes:
         name = Cell(f"{each.recipe} *", level="warning") if each.recipe in partial else Cell(each.recipe)
@@ -89,7 +99,7 @@ def summary(result: NumericsResult) -> Table:
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
     note = (
         f"* Some of its linears have no errors and count as {BASELINE}."
-        if partial & {each.recipe for each in result.recipes}
+        if partial.keys() & {each.recipe for each in result.recipes}
         else ""
     )
     return Table(title, (*heads, *last), tuple(rows), note)
@@ -248,7 +258,8 @@ def linear_table(result: NumericsResult, marked: str) -> Table | None:
             )
         )
     heads = columns(("Recipe", "Linear"), ("Error", *PASSES, "Lowest cosine of wgrad"))
-    note = "Root mean square over all layers. Cosine: between the weight gradient and the exact one, lowest of all layers."
+    cosine = " Cosine: between the weight gradient and the exact one, lowest of all layers."
+    note = f"Root mean square over all layers.{cosine if any(row[-1] is not NOTHING for row in rows) else ''}"
     return without_empty(Table(f"{marked}Errors of every linear, pass by pass", heads, tuple(rows), note)) if rows else None
 
 

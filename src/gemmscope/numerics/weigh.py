@@ -1,11 +1,11 @@
 """Errors beside speeds: the table of recipes, and the mix to use."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from gemmscope.findings import Finding, finding
-from gemmscope.numerics.cells import cells_of, recipe_errors
+from gemmscope.numerics.cells import Cells, cells_of, recipe_errors
 from gemmscope.numerics.mixes import recommend_mix
 from gemmscope.numerics.speeds import SpeedResult, nominal_speeds, speeds_of
 from gemmscope.paste.mix import mix_to_paste
@@ -31,10 +31,7 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
     cells = cells_of(linears)
     if cells is None:
         return Weighed()
-    findings = [
-        finding("numerics-stays-in-baseline", recipe=name, linears=list(names), baseline=BASELINE)
-        for name, names in cells.missing.items()
-    ]
+    findings = list(_stays_in_baseline(cells))
     speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
     findings += [*speeds.findings, *_other_model(linears, speed)]
     mixed = recommend_mix(cells, speeds, bound)
@@ -53,6 +50,16 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
         for row in recipe_errors(linears, cells)
     )
     return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+
+
+def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
+    """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, linears in cells.missing.items():
+        if name in cells.squares:
+            groups.setdefault(linears, []).append(name)
+    for linears, recipes in groups.items():
+        yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
 
 
 def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
