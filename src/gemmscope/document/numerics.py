@@ -98,7 +98,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
         "checkpoint": f"weights of {result.origin}",
         "synthetic": f"{SYNTHETIC} tensors: {result.origin.removeprefix(f'{SYNTHETIC}: ')}",
     }[result.source]
-    tokens = f"; {result.tokens:,} tokens of one micro-batch" if result.tokens else ""
+    tokens = f"; {units.counted(result.tokens, 'token')} of one micro-batch" if result.tokens else ""
     sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
     yield f"{source}{tokens}{sample}"
     yield f"{units.counted(len(linears), 'linear')}{layers}; error: root mean square of their relative errors against float32"
