@@ -160,10 +160,11 @@ def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
 
 
 def _check(bound: float | None, device: str, seed: int) -> None:
-    if bound is not None and not (isfinite(bound) and 0 < bound < 1):
-        raise UserError(f"{option('bound')} must be between 0 and 1, not {bound:g}", f"for example {option('bound', 0.05)}")
-    if not 0 <= seed <= LARGEST_SEED:
-        raise UserError(f"{option('seed')} must be between 0 and {LARGEST_SEED}, not {seed}", f"for example {option('seed', 0)}")
+    if bound is not None and not (isinstance(bound, (int, float)) and isfinite(bound) and 0 < bound < 1):
+        raise UserError(f"{option('bound')} must be between 0 and 1, not {shown(bound)}", f"for example {option('bound', 0.05)}")
+    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
+        limits = f"a whole number between 0 and {LARGEST_SEED}"
+        raise UserError(f"{option('seed')} must be {limits}, not {shown(seed)}", f"for example {option('seed', 0)}")
     if device != "cpu" and device.split(":")[0] != "cuda":
         raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda")
     if importlib.util.find_spec("torch") is None:

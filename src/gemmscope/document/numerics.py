@@ -141,10 +141,10 @@ def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
     for recipe, linears in kept_in_baseline(result).items():
         if recipe in recipes:
             groups.setdefault(tuple(linears), []).append(recipe)
-    for linears, names in groups.items():
+    for kept, names in groups.items():
         errors = "The errors of" if len(names) > 1 else "The error of"
         assume = "assume" if len(names) > 1 else "assumes"
-        yield f"{errors} {units.listed(names)} {assume} {units.names(linears)} in {BASELINE}."
+        yield f"{errors} {units.listed(names)} {assume} {units.names(kept)} in {BASELINE}."
 
 
 def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeError]:

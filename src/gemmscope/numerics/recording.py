@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
 from gemmscope.reading import called, parse_json
 from gemmscope.results.base import Part
@@ -45,7 +45,7 @@ EXPONENTS = 256  # biased exponents of float32: 0 holds zeros and subnormals, 25
 OPERANDS: dict[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
 COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}  # stored transposed: columns of the tensor are rows of the operand
 ZERO_OUTPUT = "the exact output is zero"
-HINT = "give a file that gemmscope.record_tensors wrote, or a checkpoint with --checkpoint"
+HINT = f"give a file that gemmscope.record_tensors wrote, or a checkpoint with {option('checkpoint')}"
 
 
 class TensorFacts(Part):
