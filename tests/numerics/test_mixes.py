@@ -158,6 +158,19 @@ def test_every_cell_counts_once() -> None:
     assert worst["MXFP8"] == ("0.experts.up.1", 0.3)
 
 
+def test_experts_count_with_the_tokens_that_they_get() -> None:
+    """Two of 64 experts are recorded; 8 of them get each token, so that all of them have 8 times the FLOPs of one linear."""
+    own = {"inputs": 64, "outputs": 64}
+    experts = [
+        weight_only("experts.up", 0, "MXFP8", 0.1, number).model_copy(update={**own, "experts": 64, "tokens": tokens})
+        for number, tokens in ((3, 96.0), (40, 160.0))
+    ]
+    plain = weight_only("qkv", 0, "MXFP8", 0.1).model_copy(update={**own, "tokens": 1024.0})
+    cells = cells_of([*experts, plain])
+    assert cells is not None
+    assert cells.flops[0].tolist() == pytest.approx([8 / 9, 1 / 9])
+
+
 def test_passes_that_could_not_be_computed_count_as_the_mean_of_the_others() -> None:
     whole, part = (LinearError(name=f"{layer}.qkv", linear="qkv", layer=layer, recipe="FP8Current") for layer in (0, 1))
     operand = OperandError(tensor="W", format="e4m3", relative=0.0)

@@ -56,17 +56,14 @@ class Cells:
 def cells_of(linears: Sequence[LinearError]) -> Cells | None:
     """The table of all linears; None if there is not one number in it."""
     known: dict[tuple[int, str], dict[str, list[float]]] = {}
-    sizes: dict[tuple[int, str], int] = {}
     ops: dict[str, str] = {}
     recipes = dict.fromkeys([BASELINE, *(linear.recipe for linear in linears)])
-    means = _mean_squares(counted_linears(linears))
-    for linear in counted_linears(linears):
-        if linear.error is None:
-            continue
+    counted = [linear for linear in counted_linears(linears) if linear.error is not None]
+    means, sizes = _mean_squares(counted), _sizes(counted)
+    for linear in counted:
         cell = linear.layer or 0, linear.linear
         squares = known.setdefault(cell, {}).setdefault(linear.recipe, [])
         squares.append(_square(linear, means))
-        sizes[cell] = max(sizes.get(cell, 0), linear.inputs * linear.outputs * max(linear.experts, len(squares)))
         ops.setdefault(linear.linear, linear.op)
     if not known:
         return None
@@ -90,6 +87,25 @@ def cells_of(linears: Sequence[LinearError]) -> Cells | None:
     whole = {name: table for name, table in tables.items() if name == BASELINE or len(missing.get(name, ())) < count}
     own_ops = tuple(ops[name] for name in names)
     return Cells(tuple(layers), tuple(names), whole, flops / flops.sum(), own_ops, absent, skipped)
+
+
+def _sizes(linears: Sequence[LinearError]) -> dict[tuple[int, str], float]:
+    """Of every cell, what its FLOPs are proportional to; of experts, the mean of the recorded ones, for all of them.
+
+    Without tokens, as in a checkpoint, it is not known how many tokens an expert gets: there, the recorded experts count.
+    """
+    cells: dict[tuple[int, str], dict[str, LinearError]] = {}
+    for linear in linears:
+        cells.setdefault((linear.layer or 0, linear.linear), {})[linear.name] = linear
+    routed = all(linear.tokens for linear in linears)
+    sizes = {}
+    for cell, own in cells.items():
+        each = [
+            linear.inputs * linear.outputs * linear.gemms * ((linear.tokens or 1.0) if routed else 1.0) for linear in own.values()
+        ]
+        count = max(len(own), *(linear.experts for linear in own.values())) if routed else len(own)
+        sizes[cell] = sum(each) / len(each) * count
+    return sizes
 
 
 Means = Mapping[tuple[str, str], float]

@@ -29,7 +29,7 @@ class LinearErrors:
         found = recipe_named(recipe)
         about = LinearError(
             name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
-            recipe=found.name,
+            experts=facts.experts, tokens=self._tokens(), recipe=found.name,
         )  # fmt: skip
         if failure := self._failure(found, backend):
             return about.model_copy(update={"failure": failure})
@@ -39,6 +39,10 @@ class LinearErrors:
         if not passes:
             return about.model_copy(update={"failure": self._without_passes()})
         return about.model_copy(update={"passes": passes, "dropped": tuple(self._dropped())})
+
+    def _tokens(self) -> float | None:
+        counts = [step.tokens for step in self.linear.facts.steps if step.tokens]
+        return sum(counts) / len(counts) if counts else None
 
     def _failure(self, recipe: Recipe, backend: str) -> str:
         facts = self.linear.facts

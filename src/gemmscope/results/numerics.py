@@ -85,6 +85,8 @@ class LinearError(Part):
     outputs: int = 0
     experts: int = 1
     """Experts of the layer that this stands for, all of this size."""
+    tokens: float | None = None
+    """Of one micro-batch that it reads, the mean of the recorded steps; of an expert, those that are routed to it."""
     recipe: str
     passes: tuple[PassError, ...] = ()
     dropped: tuple[DroppedPass, ...] = ()
@@ -93,6 +95,11 @@ class LinearError(Part):
     """Where only the weight is known."""
     failure: str = ""
     """Why there are no numbers."""
+
+    @property
+    def gemms(self) -> int:
+        """How many passes run: fprop, dgrad and wgrad, or fewer where weights or inputs need no gradient."""
+        return len({one.pass_name for one in self.passes} | {one.pass_name for one in self.dropped}) or 1
 
     @property
     def error(self) -> float | None:
