@@ -230,6 +230,16 @@ def test_linears_without_errors_are_named_next_to_the_error() -> None:
     assert not any(line.startswith("Without mixing: MXFP8") for line in mixed)
 
 
+def test_csv_and_markdown_have_the_errors_of_recipes() -> None:
+    """The table of the short view is in neither of them."""
+    result = numerics_result(bound=0.12)
+    shown = document(result)
+    [table] = [table for table in shown.tables() if table.title == "Errors of every recipe"]
+    assert [(row[0].text, row[1].value) for row in table.rows] == [(one.recipe, one.error) for one in result.recipes]
+    assert "Errors of every recipe,MXFP8," in csv.csv_text(shown)
+    assert "Errors of every recipe" in markdown.markdown([shown])
+
+
 def test_bf16_alone_has_no_error_to_show() -> None:
     result = numerics_result(2, gpu="", bound=None)
     only = tuple(one.model_copy(update={"recipe": "BF16"}) for one in result.recipes[:1])

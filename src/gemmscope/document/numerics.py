@@ -21,6 +21,7 @@ from gemmscope.document.numerics_tables import (
     mix_table,
     operand_table,
     recipe_map,
+    recipe_table,
     stale_table,
     summary,
     worst_table,
@@ -310,7 +311,7 @@ def _sections(result: NumericsResult, marked: str) -> Iterator[Section]:
     scatter, maps = _scatter(result, marked), list(heat_maps(result, _main_recipe(result), marked))
     by_recipe = recipe_map(result, marked, main=scatter is None and not maps)
     groups: dict[str, list[Block | None]] = {
-        "Speed and error": [scatter, mix_table(result, marked)],
+        "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked)],
         "Layers and linears": [*maps, worst_table(result, marked)],
         "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
         "Delayed scaling": [stale_table(result, marked)],

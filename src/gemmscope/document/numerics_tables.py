@@ -105,6 +105,20 @@ def summary(result: NumericsResult) -> Table:
     return Table(title, (*heads, *last), tuple(rows), note)
 
 
+def recipe_table(result: NumericsResult, marked: str) -> Table | None:
+    """Every recipe in all linears, pass by pass."""
+    rows = []
+    for each in result.recipes:
+        own = [one for linear in result.counted if linear.recipe == each.recipe for one in linear.passes]
+        errors = [[one.relative.value for one in own if one.pass_name == name] for name in PASSES]
+        passes = [error_cell(_rms(values) if values else None) for values in errors]
+        speed = _speed_cells(result, each.speedup, each.recipe)
+        rows.append((Cell(each.recipe), error_cell(each.error), decibel_cell(each.error), *speed, *passes))
+    heads = columns(("Recipe",), ("Error", "SQNR dB", *(["Speedup"] if result.speed_of else []), *PASSES))
+    note = "Root mean square over all linears that count."
+    return without_empty(Table(f"{marked}Errors of every recipe", heads, tuple(rows), note)) if rows else None
+
+
 def _speed_cells(result: NumericsResult, speedup: Interval | None, recipe: str) -> list[Cell]:
     if result.speed_of is None:
         return []
