@@ -43,7 +43,7 @@ from gemmscope.results.plan import PlanResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
-from gemmscope.sizes import size, token_count
+from gemmscope.sizes import percentage, size, token_count
 
 PathOrResult = str | Path | Result
 NOT_OPTIONS = ("job", "command", "reporter", "choices", "timing", "model", "run", "shape", "axes", "places", "step")
@@ -397,16 +397,18 @@ def _names(given: Iterable[str | Iterable[str]]) -> list[str]:
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with sizes as people type them: `sequence_length="8k"`, `tokens="2T"`. Other texts stay as they are.
+    """The arguments with numbers as people type them: `sequence_length="8k"`, `tokens="2T"`, `bound="5%"`. Other texts stay as
+    they are.
 
-    >>> _numbers({"sequence_length": "8k", "tokens": "2T", "recompute": "full", "tp": 2})
-    {'sequence_length': 8192, 'tokens': 2000000000000.0, 'recompute': 'full', 'tp': 2}
+    >>> _numbers({"sequence_length": "8k", "tokens": "2T", "recompute": "full", "tp": 2, "bound": "5%"})
+    {'sequence_length': 8192, 'tokens': 2000000000000.0, 'recompute': 'full', 'tp': 2, 'bound': 0.05}
     """
     result = dict(given)
+    readers: dict[str, Callable[[str], float]] = {"tokens": token_count, "bound": percentage}
     for name, value in given.items():
         if isinstance(value, str):
             with suppress(ValueError):
-                result[name] = token_count(value) if name == "tokens" else size(value)
+                result[name] = readers.get(name, size)(value)
     return result
 
 

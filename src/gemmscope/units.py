@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gemmscope.interval import Interval
 
@@ -239,3 +239,14 @@ def slug(text: str) -> str:
     'a-nvidia-h200'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def steps(numbers: Sequence[int]) -> str:
+    """Steps of a training.
+
+    >>> steps((142, 143, 144)), steps((10, 20)), steps((7,))
+    ('steps 142 to 144', 'steps 10, 20', 'step 7')
+    """
+    if len(numbers) > 2 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    return f"{'steps' if len(numbers) > 1 else 'step'} {names(map(str, numbers))}"

@@ -36,7 +36,9 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
     facts, tensors = [], {}
     for index, (name, (outputs, factor)) in enumerate(names.items()):
         generator = torch.Generator().manual_seed(index)
-        x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 64), (outputs, 64), (64, outputs)))
+        tokens = 8 if name in heads else 64  # the head of a classifier reads one token of each sequence
+        shapes = ((tokens, 64), (outputs, 64), (tokens, outputs))
+        x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         x[0, 0] *= factor
         step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=20_000, random=random_for(0))
         layer = None if name in heads else index
@@ -58,14 +60,24 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
     assert len(by_key) == 3 * len(RECIPES)
     assert [one.pass_name for one in by_key["l.0.a", "MXFP8"].passes] == ["fprop", "dgrad", "wgrad"]
     assert "output features = 40" in by_key["l.1.b", "MXFP8"].failure
-    assert all("NaN or Inf" in by_key["l.2.c", recipe].failure for recipe in RECIPES)
+    assert all([one.pass_name for one in by_key["l.2.c", recipe].passes] == ["dgrad"] for recipe in RECIPES)  # it reads no X
     assert result.has("numerics-failed")
+    dropped = next(one for one in result.findings if one.code == "numerics-dropped-passes")
+    assert dropped.text == (
+        "No errors of fprop, wgrad of l.2.c: X has NaN or Inf values in step 0. "
+        "In the errors of recipes, these passes count as the mean of the other linears."
+    )
     assert result.has("numerics-no-probes")
     assert result.has("numerics-no-history")
     assert (result.source, result.model_name, result.steps, result.tokens) == ("recording", "Small", (0,), 64)
     assert {one.recipe for one in result.recipes} == set(RECIPES)
     (tmp_path / "run.json").write_text(result.to_json())
     assert read_result(tmp_path / "run.json").to_json() == result.to_json()
+
+
+def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.safetensors", {"l.0.a": (64, 1.0), "head": (64, 1.0)}, heads=("head",))
+    assert run_numerics(path, recipes=["MXFP8"]).tokens == 64
 
 
 def test_tokens_that_must_be_padded_are_said_once() -> None:

@@ -58,4 +58,11 @@ def test_speeds_of_another_model_are_noticed() -> None:
     codes = [found.code for found in weigh(linear_errors(2), several_gpus(), None, "b300").findings]
     assert "numerics-other-model" not in codes
     smaller = [one.model_copy(update={"inputs": one.inputs // 3, "outputs": one.outputs // 3}) for one in linear_errors(2)]
-    assert "numerics-other-model" in [found.code for found in weigh(smaller, several_gpus(), None, "b300").findings]
+    experts = [one.model_copy(update={"op": "Expert Down"}) if "down" in one.linear else one for one in linear_errors(2)]
+    for linears, reason in (
+        (smaller, "with hidden size 4096, but no linear here has that size"),
+        (linear_errors(40), "with 32 layers, but 40 are here"),
+        (experts, "which has no experts, but there are experts here"),
+    ):
+        [found] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
+        assert found.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."

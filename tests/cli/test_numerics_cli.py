@@ -93,6 +93,8 @@ def test_a_measured_step_gives_speeds(run: Run, requests: list[Mapping[str, Any]
         ("numerics a --recipes ,", "--recipes is empty"),
         ("numerics a --backend torch", "'torch'"),
         ("numerics a --device tpu", "'tpu' is not known"),
+        ("numerics a --seed -1", "--seed must be a whole number between 0 and"),
+        ("numerics a --seed 99999999999999999999", "--seed must be a whole number between 0 and"),
         ("numerics a --micro-batch-size 1", "--micro-batch-size: these options need a model"),
         ("numerics a --json nowhere/n.json", "there is no folder nowhere"),
     ],
@@ -119,6 +121,12 @@ def test_an_input_is_never_overwritten(run: Run, requests: list[Mapping[str, Any
     outcome = run(f"numerics {tmp_path}/r.safetensors --json {tmp_path}/r.safetensors")
     assert outcome.code == 2
     assert "would overwrite an input file" in outcome.err
+    for checkpoint in (tmp_path, tmp_path / "r.safetensors", tmp_path / "model.safetensors.index.json"):
+        outcome = run(f"numerics --checkpoint {checkpoint} --json {tmp_path}/r.safetensors")
+        assert outcome.code == 2
+        assert "would overwrite an input file" in outcome.err
+    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0
+    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0  # its own, of before
 
 
 def test_nothing_computed_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +154,21 @@ def test_python_gives_the_same(run: Run, requests: list[Mapping[str, Any]], tmp_
         gs.quantization_errors("r.safetensors", speeds="x.json")
     with pytest.raises(gs.UserError, match="bound must be between 0 and 1"):
         gs.quantization_errors("r.safetensors", bound=5.0)
+    assert gs.quantization_errors("r.safetensors", bound="10%").mixed.bound == 0.1  # type: ignore[union-attr]
+    for wrong, message in (
+        ({"bound": "much"}, "bound must be between 0 and 1, not 'much'"),
+        ({"seed": 1.5}, "seed must be a whole number between"),
+        ({"speed": 3}, "speed must be a result or a run file, not 3"),
+    ):
+        with pytest.raises(gs.UserError, match=message):
+            gs.quantization_errors("r.safetensors", **wrong)
+
+
+def test_a_mix_is_read_from_runs_of_numerics_alone(run: Run, tmp_path: Path) -> None:
+    several_gpus().save(tmp_path / "f.json")
+    outcome = run(f"forecast {MODEL} --gpu b300 --mix {tmp_path}/f.json")
+    assert outcome.code == 2
+    assert "f.json is not a run file of numerics: its kind is 'forecast'" in " ".join(outcome.err.split())
 
 
 def test_a_report_page_of_it(run: Run, tmp_path: Path) -> None:

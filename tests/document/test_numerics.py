@@ -13,9 +13,10 @@ from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
 from gemmscope.document.model import Document, decisive
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
+from gemmscope.numerics.weigh import weigh
 from gemmscope.results.numerics import Mix, NumericsResult
 from gemmscope.writers import csv, figure, html, markdown, terminal
-from support.numerics_files import numerics_result
+from support.numerics_files import linear_errors, numerics_result
 
 
 def told(result: NumericsResult, *, detail: bool = False, width: int = 100) -> str:
@@ -202,6 +203,47 @@ def test_a_model_without_layers_has_its_chart() -> None:
     assert heat.main
     assert heat.cells[-1][0].value == next(one.error for one in linears if one.recipe == heat.columns[0])
     assert figure.png(shown).startswith(b"\x89PNG")
+
+
+def test_linears_without_errors_are_named_next_to_the_error() -> None:
+    """Two recipes lack the same linear: one warning, a star for each, and the answer names the linear."""
+    linears = [
+        one.model_copy(update={"passes": (), "weight": None, "failure": "misaligned"})
+        if one.linear == "mlp.down_proj" and one.recipe in ("MXFP8", "FP8Block")
+        else one
+        for one in linear_errors(4)
+    ]
+    weighed = weigh(linears)
+    result = numerics_result(4, gpu="", bound=None).model_copy(
+        update={"linears": tuple(linears), "recipes": weighed.recipes, "mixed": weighed.mixed, "findings": weighed.findings}
+    )
+    [found] = [found for found in result.findings if found.code == "numerics-stays-in-baseline"]
+    assert sorted(found.facts["recipes"]) == ["FP8Block", "MXFP8"]  # type: ignore[type-var]
+    text = told(result)
+    assert "MXFP8 *" in text
+    assert "FP8Block *" in text
+    assert any("assume" in line and "mlp.down_proj in BF16" in line for line in document(result).because)
+    bounded = weigh(linears, None, 0.15)
+    assert bounded.mixed is not None
+    assert bounded.mixed.chosen is not None
+    mixed = document(result.model_copy(update={"mixed": bounded.mixed})).because
+    assert not any(line.startswith("Without mixing: MXFP8") for line in mixed)
+
+
+def test_csv_and_markdown_have_the_errors_of_recipes() -> None:
+    """The table of the short view is in neither of them."""
+    result = numerics_result(bound=0.12)
+    shown = document(result)
+    [table] = [table for table in shown.tables() if table.title == "Errors of every recipe"]
+    assert [(row[0].text, row[1].value) for row in table.rows] == [(one.recipe, one.error) for one in result.recipes]
+    assert "Errors of every recipe,MXFP8," in csv.csv_text(shown)
+    assert "Errors of every recipe" in markdown.markdown([shown])
+
+
+def test_bf16_alone_has_no_error_to_show() -> None:
+    result = numerics_result(2, gpu="", bound=None)
+    only = tuple(one.model_copy(update={"recipe": "BF16"}) for one in result.recipes[:1])
+    assert document(result.model_copy(update={"recipes": only})).answer == "There is no error to show: only BF16 was computed."
 
 
 def test_recipes_without_a_speed_are_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -198,6 +200,8 @@ def test_stale_scales_saturate_what_has_grown() -> None:
     current, delayed = (error_of(linear, recipe, "fprop").relative.value for recipe in ("FP8Current", "FP8Delayed"))
     assert delayed == pytest.approx(current, rel=0.2)  # two recorded steps are not the history of 1024
     assert not list(stale_scales(recorded(whole)))  # a first step has no history
+    broken = recorded((whole[0], whole[1], with_nan(whole[2])), earlier=(step_with(1.0, 0),))
+    assert [one.tensor for one in stale_scales(broken)] == ["X", "W"]
 
 
 def test_maxima_of_a_history_that_is_too_short() -> None:
@@ -237,17 +241,55 @@ def failure_of(linear: RecordedLinear, recipe: str = "MXFP8") -> str:
 
 def test_one_clear_failure_for_nan_shapes_and_zero_outputs() -> None:
     x, w, dy = tensors(tokens=128, inputs=64, outputs=32)
-    broken = x.clone()
+    broken = w.clone()
     broken[3, 5] = torch.nan
-    assert failure_of(recorded((broken, w, dy))) == "X has 1 value that is NaN or Inf in step 0"
+    assert failure_of(recorded((with_nan(x), broken, dy))) == "W has NaN or Inf values in step 0"
     odd = tensors(tokens=128, inputs=64, outputs=40)
     assert "output features = 40 is not a multiple of 32" in failure_of(recorded(odd))
     assert LinearErrors(recorded(odd)).of("BF16").passes
-    assert "outputs of its GEMMs are zero" in failure_of(
+    assert "output is zero in all of its GEMMs" in failure_of(
         recorded((torch.zeros_like(x), torch.zeros_like(w), torch.zeros_like(dy)))
     )
     silent = LinearErrors(recorded((x, w, torch.zeros_like(dy)))).of("MXFP8")
     assert [one.pass_name for one in silent.passes] == ["fprop"]  # what can be computed still is
+    assert not silent.dropped
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    broken = tensor.clone()
+    broken[3, 5] = torch.nan
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("name", "computed", "dropped"),
+    [("X", ["dgrad"], ["fprop", "wgrad"]), ("W", ["wgrad"], ["fprop", "dgrad"]), ("dY", ["fprop"], ["dgrad", "wgrad"])],
+)
+@pytest.mark.parametrize("recipe", ["FP8Delayed", "FP8Block", "MXFP8", "NVFP4"])
+def test_nan_in_one_tensor_drops_only_the_passes_that_read_it(
+    name: str, computed: list[str], dropped: list[str], recipe: str
+) -> None:
+    whole = dict(zip(("X", "W", "dY"), tensors(tokens=128, inputs=64, outputs=32), strict=True))
+    x, w, dy = ({**whole, name: with_nan(whole[name])}[tensor] for tensor in ("X", "W", "dY"))
+    intact = LinearErrors(recorded((whole["X"], whole["W"], whole["dY"]))).of(recipe)
+    result = LinearErrors(recorded((x, w, dy))).of(recipe)
+    assert [one.pass_name for one in result.passes] == computed
+    assert [(one.pass_name, one.steps, one.reason) for one in result.dropped] == [
+        (one, (0,), f"{name} has NaN or Inf values") for one in dropped
+    ]
+    expected = next(one for one in intact.passes if one.pass_name == computed[0])
+    assert result.passes[0].relative.value == pytest.approx(expected.relative.value, rel=0.05)
+
+
+def test_a_step_with_nan_leaves_the_other_sampled_steps() -> None:
+    x, w, dy = tensors(tokens=128, inputs=64, outputs=32)
+    good, bad = recorded((x, w, dy)), recorded((x, w, with_nan(dy)))
+    later = replace(bad.steps[0], facts=bad.steps[0].facts.model_copy(update={"step": 1}))
+    both = LinearErrors(replace(good, steps=(*good.steps, later))).of("MXFP8")
+    alone = LinearErrors(good).of("MXFP8")
+    assert [one.pass_name for one in both.passes] == ["fprop", "dgrad", "wgrad"]
+    assert both.passes[1:] == alone.passes[1:]
+    assert [(one.pass_name, one.steps) for one in both.dropped] == [("dgrad", (1,)), ("wgrad", (1,))]
 
 
 def test_intervals_of_several_steps_are_narrower() -> None:

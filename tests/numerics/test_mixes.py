@@ -16,7 +16,7 @@ from gemmscope.numerics.cells import Cells, cells_of, recipe_errors
 from gemmscope.numerics.mixes import PART_COST, recommend_mix
 from gemmscope.numerics.speeds import Savings, Speeds, nominal_speeds, speeds_of
 from gemmscope.numerics.weigh import weigh
-from gemmscope.results.numerics import LinearError, Mix, OperandError
+from gemmscope.results.numerics import DroppedPass, LinearError, Mix, OperandError, PassError
 from support.forecast_files import several_gpus
 from support.numerics_files import linear_errors
 from support.run_files import recorded_bench
@@ -156,6 +156,36 @@ def test_every_cell_counts_once() -> None:
     assert cells.flops[0, 0] == pytest.approx(2 * cells.flops[0, 1])
     worst = {each.recipe: (each.worst, each.worst_error) for each in recipe_errors(linears, cells)}
     assert worst["MXFP8"] == ("0.experts.up.1", 0.3)
+
+
+def test_experts_count_with_the_tokens_that_they_get() -> None:
+    """Two of 64 experts are recorded; 8 of them get each token, so that all of them have 8 times the FLOPs of one linear."""
+    own = {"inputs": 64, "outputs": 64}
+    experts = [
+        weight_only("experts.up", 0, "MXFP8", 0.1, number).model_copy(update={**own, "experts": 64, "tokens": tokens})
+        for number, tokens in ((3, 96.0), (40, 160.0))
+    ]
+    plain = weight_only("qkv", 0, "MXFP8", 0.1).model_copy(update={**own, "tokens": 1024.0})
+    cells = cells_of([*experts, plain])
+    assert cells is not None
+    assert cells.flops[0].tolist() == pytest.approx([8 / 9, 1 / 9])
+
+
+def test_passes_that_could_not_be_computed_count_as_the_mean_of_the_others() -> None:
+    whole, part = (LinearError(name=f"{layer}.qkv", linear="qkv", layer=layer, recipe="FP8Current") for layer in (0, 1))
+    operand = OperandError(tensor="W", format="e4m3", relative=0.0)
+    passes = [
+        PassError.model_validate({"pass": name, "relative": Interval(error), "first_share": 0.5, "operands": (operand, operand)})
+        for name, error in (("fprop", 0.1), ("dgrad", 0.3), ("wgrad", 0.2))
+    ]
+    dropped = tuple(DroppedPass.model_validate({"pass": name, "steps": (7,), "reason": "NaN"}) for name in ("dgrad", "wgrad"))
+    whole = whole.model_copy(update={"passes": tuple(passes)})
+    part = part.model_copy(update={"passes": (passes[0],), "dropped": dropped})
+    cells, alone = cells_of([whole, part]), cells_of([part])
+    assert cells is not None
+    assert alone is not None
+    assert cells.error("FP8Current") == pytest.approx(whole.error)
+    assert alone.error("FP8Current") == pytest.approx(0.1)  # no other linear has them
 
 
 def test_a_model_without_layers_and_layers_that_were_skipped() -> None:

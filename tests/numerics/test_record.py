@@ -287,7 +287,7 @@ def test_a_failure_outside_of_a_linear_ends_the_recording(
     ("model", "loop", "message"),
     [
         (nn.Sequential(nn.Identity()), 3, "the model has no known linears"),
-        (nn.Sequential(nn.Linear(32, 32)), 1, "nothing was recorded: the loop ran 1 steps, 4 are needed"),
+        (nn.Sequential(nn.Linear(32, 32)), 1, "nothing was recorded: the loop ran 1 step, 4 are needed"),
     ],
 )
 def test_nothing_to_record_is_said(
@@ -298,6 +298,12 @@ def test_nothing_to_record_is_said(
             recording.step()
     assert message in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
+
+
+def test_a_loop_that_ends_where_the_recording_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gemmscope.record_tensors(nn.Sequential(nn.Linear(32, 32)), tmp_path / "t", steps=2, after=1) as recording:
+        recording.step()
+    assert "no tensors were recorded: the loop ran 1 step, 3 are needed" in capsys.readouterr().err
 
 
 def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

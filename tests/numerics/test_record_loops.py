@@ -123,6 +123,25 @@ def test_only_gemms_that_run_are_recorded(tmp_path: Path) -> None:
     assert linears["down_proj"].sampled_steps[0].passes == ("fprop", "dgrad")
 
 
+def test_a_frozen_linear_without_gradients_has_its_fprop(tmp_path: Path) -> None:
+    """As the first linear of a model with LoRA; what runs without autograd, such as a validation, is not recorded."""
+
+    def step(model: Pair, x: Tensor) -> None:
+        with torch.no_grad():
+            model(100 * x)
+        plain(model, x.detach())
+
+    model = Pair()
+    model.up_proj.requires_grad_(False)
+    linears = recorded(tmp_path / "t.safetensors", step, model)
+    frozen = linears["up_proj"]
+    assert not frozen.facts.failure
+    assert frozen.sampled_steps[0].passes == ("fprop",)
+    assert frozen.sampled_steps[0].facts.tensors["X"].amax < 50
+    assert set(frozen.facts.steps[0].tensors) == {"X", "W"}
+    assert linears["down_proj"].sampled_steps[0].passes == ("fprop", "wgrad")
+
+
 def test_two_recordings_of_a_compiled_model(tmp_path: Path) -> None:
     model = torch.compile(Pair(), backend="aot_eager")
     call = model.forward

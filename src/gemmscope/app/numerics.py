@@ -22,11 +22,13 @@ from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, damage_reported
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
 from gemmscope.signals import defer_signals
+from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
 
 PathLike = str | Path
 BACKENDS = ("transformer_engine", "torchao")
 KINDS = ("normal", "heavy", "outliers")
+LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
 def run_numerics(
@@ -65,7 +67,7 @@ def run_numerics(
         "seed": seed,
         "depth": _depth(job, depth),
     }
-    _check(bound, device)
+    _check(bound, device, seed)
     speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, reporter)
@@ -157,9 +159,12 @@ def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
     return {"module": source.module, "config": dict(source.config) if source.config is not None else None, **sizes}
 
 
-def _check(bound: float | None, device: str) -> None:
-    if bound is not None and not (isfinite(bound) and 0 < bound < 1):
-        raise UserError(f"{option('bound')} must be between 0 and 1, not {bound:g}", f"for example {option('bound', 0.05)}")
+def _check(bound: float | None, device: str, seed: int) -> None:
+    if bound is not None and not (isinstance(bound, (int, float)) and isfinite(bound) and 0 < bound < 1):
+        raise UserError(f"{option('bound')} must be between 0 and 1, not {shown(bound)}", f"for example {option('bound', 0.05)}")
+    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
+        limits = f"a whole number between 0 and {LARGEST_SEED}"
+        raise UserError(f"{option('seed')} must be {limits}, not {shown(seed)}", f"for example {option('seed', 0)}")
     if device != "cpu" and device.split(":")[0] != "cuda":
         raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda")
     if importlib.util.find_spec("torch") is None:
@@ -208,7 +213,8 @@ def _findings(computed: ComputedErrors, backend: str) -> list[Finding]:
             findings.append(finding("numerics-no-history"))
         elif earlier < HISTORY:
             findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
-    return [*findings, *failures(counted_linears(computed.linears))]
+    counted = counted_linears(computed.linears)
+    return [*findings, *failures(counted), *dropped_passes(counted)]
 
 
 def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
@@ -237,4 +243,28 @@ def failures(linears: Sequence[LinearError]) -> list[Finding]:
             reason=reason,
         )
         for reason, failed in reasons.items()
+    ]
+
+
+def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
+    known = {one.pass_name for linear in linears for one in linear.passes}
+    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
+    for linear in linears:
+        computed = {one.pass_name for one in linear.passes}
+        for one in linear.dropped:
+            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
+            key = code, one.reason, steps(one.steps), one.pass_name in known
+            passes, names = groups.setdefault(key, ({}, {}))
+            passes[one.pass_name] = names[linear.name] = None
+    return [
+        finding(
+            code,
+            passes=list(passes),
+            linears=list(names),
+            reason=reason,
+            steps=where,
+            counted="count as the mean of the other linears" if others else "do not count",
+        )
+        for (code, reason, where, others), (passes, names) in groups.items()
     ]

@@ -33,6 +33,10 @@ def speed_result(
         return (_forecast(gpu, job, recipes, reporter), gpu) if gpu is not None else (None, "")
     result = read_result(speed, ("bench", "step", "forecast")) if isinstance(speed, (str, Path)) else speed
     given = f"{option('speed')} {shown(str(speed))}" if isinstance(speed, (str, Path)) else option("speed")
+    if not isinstance(result, Result):
+        raise UserError(
+            f"{given} must be a result or a run file, not {shown(result)}", "speeds come from bench, step or forecast"
+        )
     if not isinstance(result, (BenchResult, StepResult, ForecastResult)):
         raise UserError(f"{given} is a result of {command_of(result.kind)}", "speeds come from bench, step or forecast")
     if isinstance(result, BenchResult) and result.linears.bare:

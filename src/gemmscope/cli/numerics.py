@@ -1,6 +1,7 @@
 """`gemmscope numerics`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -28,11 +29,21 @@ class NumericsOptions:
     seed: int = 0
 
 
+def files_of(checkpoint: str | None) -> list[str]:
+    """The files of a checkpoint: an index names safetensors files beside it, a folder has them with their index and config."""
+    if checkpoint is None:
+        return []
+    path = Path(checkpoint)
+    folder = path if path.is_dir() else path.parent if path.suffix == ".json" else None
+    beside = [file for pattern in ("*.safetensors", "*.json") for file in folder.glob(pattern)] if folder is not None else []
+    return [checkpoint, *map(str, beside)]
+
+
 @takes(NumericsOptions, ModelOptions, RunOptions, FigureOptions)
 def command(options: NumericsOptions, model_options: ModelOptions, run_options: RunOptions, outputs: FigureOptions) -> None:
     """Compute the quantization error of every linear in every recipe."""
     reads = [path for path in (options.recording, options.speed) if path is not None]
-    check_targets(outputs.targets(), [*reads, *model_options.files()])
+    check_targets(outputs.targets(), [*reads, *files_of(options.checkpoint), *model_options.files()])
     if run_options.given() and not model_options.given():
         listed = ", ".join(map(option, run_options.given()))
         raise UserError(

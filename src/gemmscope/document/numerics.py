@@ -13,6 +13,7 @@ from gemmscope.document.numerics_tables import (
     depth_charts,
     error_text,
     heat_maps,
+    kept_in_baseline,
     kept_names,
     linear_table,
     loss_table,
@@ -20,6 +21,7 @@ from gemmscope.document.numerics_tables import (
     mix_table,
     operand_table,
     recipe_map,
+    recipe_table,
     stale_table,
     summary,
     worst_table,
@@ -93,11 +95,11 @@ def _context(result: NumericsResult) -> Iterator[str]:
     linears = {linear.name for linear in result.counted}
     layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
     source = {
-        "recording": f"recorded {_steps(result.steps)}",
+        "recording": f"recorded {units.steps(result.steps)}",
         "checkpoint": f"weights of {result.origin}",
         "synthetic": f"{SYNTHETIC} tensors: {result.origin.removeprefix(f'{SYNTHETIC}: ')}",
     }[result.source]
-    tokens = f"; {result.tokens:,} tokens of one micro-batch" if result.tokens else ""
+    tokens = f"; {units.counted(result.tokens, 'token')} of one micro-batch" if result.tokens else ""
     sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
     yield f"{source}{tokens}{sample}"
     yield f"{units.counted(len(linears), 'linear')}{layers}; error: root mean square of their relative errors against float32"
@@ -105,17 +107,6 @@ def _context(result: NumericsResult) -> Iterator[str]:
         what = "the training step" if result.speed_of == "step" else "all linears"
         how = "FORECAST, 90% error bars" if result.speed_origin == "forecast" else "measured"
         yield f"speedups: {what} on {result.speed_gpu}, {how}{f'; {result.speed_file}' if result.speed_file else ''}"
-
-
-def _steps(steps: tuple[int, ...]) -> str:
-    """The recorded training steps, as text.
-
-    >>> _steps((142, 143, 144)), _steps((10, 20)), _steps((7,))
-    ('steps 142 to 144', 'steps 10, 20', 'step 7')
-    """
-    if len(steps) > 2 and steps == tuple(range(steps[0], steps[-1] + 1)):
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"{'steps' if len(steps) > 1 else 'step'} {units.names(map(str, steps))}"
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------------
@@ -128,9 +119,12 @@ def _low(result: NumericsResult) -> list[RecipeError]:
 def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     low, mixed = _low(result), result.mixed
     if not low:
-        return "There is no error to show: nothing could be computed.", []
+        computed = f"only {BASELINE} was computed" if result.recipes else "nothing could be computed"
+        return f"There is no error to show: {computed}.", []
     if mixed is not None and mixed.bound is not None:
-        return _below_bound(result, mixed.chosen, mixed.bound), [*_alternatives(result, mixed.chosen), _worst(result)]
+        used = [mixed.chosen.recipe, mixed.chosen.higher] if mixed.chosen is not None else []
+        because = [*_assumed(result, used), *_alternatives(result, mixed.chosen), _worst(result)]
+        return _below_bound(result, mixed.chosen, mixed.bound), because
     smallest, largest, fastest = _same_error(low, low[0]), _same_error(low, low[-1]), _fastest(low)
     answer = f"{_have(smallest)} the smallest error, {error_text(low[0].error)}{_speeds(result, smallest)}."
     if fastest is not None and fastest not in smallest:
@@ -139,7 +133,19 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
         reason = f"{_have(largest)} the largest error, {error_text(low[-1].error)}."
     else:
         reason = ""
-    return answer, [*filter(None, [reason]), _worst(result)]
+    return answer, [*_assumed(result, [row.recipe for row in smallest]), *filter(None, [reason]), _worst(result)]
+
+
+def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
+    """The linears without errors in these recipes, which make their errors smaller."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for recipe, linears in kept_in_baseline(result).items():
+        if recipe in recipes:
+            groups.setdefault(tuple(linears), []).append(recipe)
+    for kept, names in groups.items():
+        errors = "The errors of" if len(names) > 1 else "The error of"
+        assume = "assume" if len(names) > 1 else "assumes"
+        yield f"{errors} {units.listed(names)} {assume} {units.names(kept)} in {BASELINE}."
 
 
 def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeError]:
@@ -233,12 +239,14 @@ def _alternatives(result: NumericsResult, chosen: Mix | None) -> list[str]:
         kept = f"This mix keeps {units.percent(chosen.kept_share)} of the linears' FLOPs in {chosen.higher}."
         texts.append(f"{kept} {whole.recipe} in all linears: error {error_text(whole.error)}{_plain_speed(whole.speedup)}.")
     single = [row for row in _low(result) if bound is not None and row.error <= bound and row.recipe != chosen.recipe]
-    known = [row for row in single if row.speedup is not None] or single
+    complete = [row for row in single if row.recipe not in kept_in_baseline(result)] or single
+    known = [row for row in complete if row.speedup is not None] or complete
     if known:
         best = max(known, key=lambda row: _gain(row.speedup))
         other = "Without mixing" if chosen.is_mixed else "Next"
         close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
-        texts.append(f"{other}: {best.recipe}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
+        same = [row.recipe for row in _same_error(known, best)] if best.speedup is None else [best.recipe]
+        texts.append(f"{other}: {' or '.join(same)}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
     return texts
 
 
@@ -303,7 +311,7 @@ def _sections(result: NumericsResult, marked: str) -> Iterator[Section]:
     scatter, maps = _scatter(result, marked), list(heat_maps(result, _main_recipe(result), marked))
     by_recipe = recipe_map(result, marked, main=scatter is None and not maps)
     groups: dict[str, list[Block | None]] = {
-        "Speed and error": [scatter, mix_table(result, marked)],
+        "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked)],
         "Layers and linears": [*maps, worst_table(result, marked)],
         "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
         "Delayed scaling": [stale_table(result, marked)],

@@ -69,10 +69,20 @@ def mix_name(mix: Mix, short: Mapping[str, str] = {}) -> str:
     return f"{mix.recipe} with {units.names(kept_parts(mix, short), MOST_KEPT)} in {mix.higher}"
 
 
+def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:
+    """Recipe → linears without errors in it, which count as BF16."""
+    kept: dict[str, list[str]] = {}
+    for finding in result.findings:
+        recipes, linears = finding.facts.get("recipes"), finding.facts.get("linears")
+        if finding.code == "numerics-stays-in-baseline" and isinstance(recipes, list) and isinstance(linears, list):
+            kept |= dict.fromkeys(recipes, linears)
+    return kept
+
+
 def summary(result: NumericsResult) -> Table:
     """The recipes, smallest error first, and the mix to use. A star marks recipes in which some linears have no errors."""
     chosen = result.mixed.chosen if result.mixed is not None else None
-    partial = {str(finding.facts.get("recipe")) for finding in result.findings if finding.code == "numerics-stays-in-baseline"}
+    partial = kept_in_baseline(result)
     rows = []
     for row in result.recipes:
         name = Cell(f"{row.recipe} *", level="warning") if row.recipe in partial else Cell(row.recipe)
@@ -89,10 +99,24 @@ def summary(result: NumericsResult) -> Table:
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
     note = (
         f"* Some of its linears have no errors and count as {BASELINE}."
-        if partial & {row.recipe for row in result.recipes}
+        if partial.keys() & {row.recipe for row in result.recipes}
         else ""
     )
     return Table(title, (*heads, *last), tuple(rows), note)
+
+
+def recipe_table(result: NumericsResult, marked: str) -> Table | None:
+    """Every recipe in all linears, pass by pass."""
+    rows = []
+    for row in result.recipes:
+        own = [one for linear in result.counted if linear.recipe == row.recipe for one in linear.passes]
+        errors = [[one.relative.value for one in own if one.pass_name == name] for name in PASSES]
+        passes = [error_cell(_rms(values) if values else None) for values in errors]
+        speed = _speed_cells(result, row.speedup, row.recipe)
+        rows.append((Cell(row.recipe), error_cell(row.error), decibel_cell(row.error), *speed, *passes))
+    heads = columns(("Recipe",), ("Error", "SQNR dB", *(["Speedup"] if result.speed_of else []), *PASSES))
+    note = "Root mean square over all linears that count."
+    return without_empty(Table(f"{marked}Errors of every recipe", heads, tuple(rows), note)) if rows else None
 
 
 def _speed_cells(result: NumericsResult, speedup: Interval | None, recipe: str) -> list[Cell]:
@@ -250,7 +274,8 @@ def linear_table(result: NumericsResult, marked: str) -> Table | None:
             )
         )
     heads = columns(("Recipe", "Linear"), ("Error", *PASSES, "Lowest cosine of wgrad"))
-    note = "Root mean square over all layers. Cosine: between the weight gradient and the exact one, lowest of all layers."
+    cosine = " Cosine: between the weight gradient and the exact one, lowest of all layers."
+    note = f"Root mean square over all layers.{cosine if any(row[-1] is not NOTHING for row in rows) else ''}"
     return without_empty(Table(f"{marked}Errors of every linear, pass by pass", heads, tuple(rows), note)) if rows else None
 
 

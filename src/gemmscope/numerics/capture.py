@@ -94,19 +94,25 @@ class StepCapture:
         """After the module ran: `x` [M, K]; of `output`, `rows` belong to this linear. `passes`: those that run.
         `hold`: X will not be recomputed.
 
-        A later call replaces an earlier one without a gradient, which may never get one.
+        A later call replaces an earlier one without a gradient, which may never get one. A frozen linear whose input needs no
+        gradient runs fprop alone: it is captured at once, because nothing else keeps its X until the backward pass.
         """
-        if self.is_done(place) or not output.requires_grad or not len(x) or _recomputes() or captures_graph():
+        frozen = not output.requires_grad
+        if self.is_done(place) or (frozen and not torch.is_grad_enabled()) or not len(x) or _recomputes() or captures_graph():
             return
         taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
         self.linears[place.key] = taken
         if self.budgets is None:
             with self._one_linear(place):
                 taken.amax = {"X": amax_of(x, taken.dtype), "W": amax_of(_usable(weight(), place), taken.dtype)}
-        elif _will_recompute() and not hold:
+        elif _will_recompute() and not hold and not frozen:
             taken.waits = True
         else:
             self._hold(taken, x)
+        if frozen:
+            if self.budgets is not None:
+                self._complete(taken)
+            return
         width = output.shape[-1]
 
         def arrived(gradient: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 A cell is what counts once in the error of a recipe. Experts of one layer that share a name are one cell. Linears outside of the
 layers (the head) stay in BF16 and do not count, unless the model has no layers at all. A cell without numbers in some recipe
-stays in BF16 there; one that has none in any recipe is left out.
+stays in BF16 there; one that has none in any recipe is left out. A pass that ran but could not be computed, because of NaN in
+dY, counts as the mean of that pass over the other linears: without it, the error of the linear would seem smaller.
 """
 
 from __future__ import annotations
@@ -55,16 +56,14 @@ class Cells:
 def cells_of(linears: Sequence[LinearError]) -> Cells | None:
     """The table of all linears; None if it would have no numbers."""
     known: dict[tuple[int, str], dict[str, list[float]]] = {}
-    sizes: dict[tuple[int, str], int] = {}
     ops: dict[str, str] = {}
     recipes = dict.fromkeys([BASELINE, *(linear.recipe for linear in linears)])
-    for linear in counted_linears(linears):
-        if linear.error is None:
-            continue
+    counted = [linear for linear in counted_linears(linears) if linear.error is not None]
+    means, sizes = _mean_squares(counted), _sizes(counted)
+    for linear in counted:
         cell = linear.layer or 0, linear.linear
         squares = known.setdefault(cell, {}).setdefault(linear.recipe, [])
-        squares.append(linear.error**2)
-        sizes[cell] = max(sizes.get(cell, 0), linear.inputs * linear.outputs * max(linear.experts, len(squares)))
+        squares.append(_square(linear, means))
         ops.setdefault(linear.linear, linear.op)
     if not known:
         return None
@@ -88,6 +87,45 @@ def cells_of(linears: Sequence[LinearError]) -> Cells | None:
     whole = {name: table for name, table in tables.items() if name == BASELINE or len(missing.get(name, ())) < count}
     own_ops = tuple(ops[name] for name in names)
     return Cells(tuple(layers), tuple(names), whole, flops / flops.sum(), own_ops, absent, skipped)
+
+
+def _sizes(linears: Sequence[LinearError]) -> dict[tuple[int, str], float]:
+    """The relative FLOPs of every cell. For experts: the mean of the recorded experts, times the number of experts.
+
+    Without tokens, as in a checkpoint, it is not known how many tokens an expert gets: there, the recorded experts count.
+    """
+    cells: dict[tuple[int, str], dict[str, LinearError]] = {}
+    for linear in linears:
+        cells.setdefault((linear.layer or 0, linear.linear), {})[linear.name] = linear
+    routed = all(linear.tokens for linear in linears)
+    sizes = {}
+    for cell, own in cells.items():
+        flops = [
+            linear.inputs * linear.outputs * linear.gemms * ((linear.tokens or 1.0) if routed else 1.0) for linear in own.values()
+        ]
+        count = max(len(own), *(linear.experts for linear in own.values())) if routed else len(own)
+        sizes[cell] = sum(flops) / len(flops) * count
+    return sizes
+
+
+Means = Mapping[tuple[str, str], float]
+
+
+def _mean_squares(linears: Sequence[LinearError]) -> Means:
+    """Recipe and pass → the mean of the squared errors over all linears."""
+    squares: dict[tuple[str, str], list[float]] = {}
+    for linear in linears:
+        for one in linear.passes:
+            squares.setdefault((linear.recipe, one.pass_name), []).append(one.relative.value**2)
+    return {key: sum(values) / len(values) for key, values in squares.items()}
+
+
+def _square(linear: LinearError, means: Means) -> float:
+    """The squared error of a linear. Passes that ran but have no errors count as the mean of the others, where there is one."""
+    known = {one.pass_name: one.relative.value**2 for one in linear.passes}
+    filled = {one.pass_name: means[key] for one in linear.dropped if (key := (linear.recipe, one.pass_name)) in means}
+    squares = (filled | known).values()
+    return sum(squares) / len(squares) if squares else (linear.error or 0.0) ** 2
 
 
 def recipe_errors(linears: Sequence[LinearError], cells: Cells) -> list[RecipeError]:

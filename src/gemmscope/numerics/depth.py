@@ -196,8 +196,10 @@ def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, 
     emulation = emulate(module, recipe, backend=backend, keep=high if keep is None else keep, seed=seed)
     if not emulation.linears:
         path, reason = next(iter(emulation.kept.items()))
-        detail = "too small, a router, or outside of the layers" if reason == "kept" else reason
-        raise UserError(f"{type(module).__name__} has no linear to emulate in {recipe}: {path} is not ({detail})", "pass keep=()")
+        linear = module.get_submodule(path)
+        if reason == "kept" and isinstance(linear, nn.Linear):
+            reason = why_high_precision(path, linear.in_features, linear.out_features) or "outside of the layers"
+        raise UserError(f"{type(module).__name__} has no linear to emulate in {recipe}: {path} stays in BF16 ({reason})")
     return emulation
 
 

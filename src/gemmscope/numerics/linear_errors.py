@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import isfinite, sqrt
+from math import sqrt
 
+from gemmscope import units
 from gemmscope.numerics.errors import GemmNoise, SampledGemm, octaves, operand_error, relative_error, sampled_error
 from gemmscope.numerics.operands import GemmOperand, operands
-from gemmscope.numerics.recording import LinearStep, RecordedLinear, scale_maxima
+from gemmscope.numerics.recording import OPERANDS, ZERO_OUTPUT, LinearStep, RecordedLinear, nonfinite_values, scale_maxima
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.numerics import LinearError, OperandError, Pass, PassError
+from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, Pass, PassError
 
 
 class LinearErrors:
@@ -28,7 +29,7 @@ class LinearErrors:
         known = recipe_named(recipe)
         about = LinearError(
             name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
-            recipe=known.name,
+            experts=facts.experts, tokens=self._tokens(), recipe=known.name,
         )  # fmt: skip
         if failure := self._failure(known, backend):
             return about.model_copy(update={"failure": failure})
@@ -36,41 +37,59 @@ class LinearErrors:
             return about.model_copy(update={"weight": self._weight(operands(known.name, "fprop", backend)[0])})
         passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in self._measurable())
         if not passes:
-            return about.model_copy(update={"failure": "the exact outputs of its GEMMs are zero, so there is no relative error"})
-        return about.model_copy(update={"passes": passes})
+            return about.model_copy(update={"failure": self._without_passes()})
+        return about.model_copy(update={"passes": passes, "dropped": tuple(self._dropped())})
+
+    def _tokens(self) -> float | None:
+        counts = [step.tokens for step in self.linear.facts.steps if step.tokens]
+        return sum(counts) / len(counts) if counts else None
 
     def _failure(self, recipe: Recipe, backend: str) -> str:
         facts = self.linear.facts
         if facts.failure or not self._steps:
             return facts.failure or "no step of it was sampled"
-        for step in self._steps:
-            for tensor, values in step.facts.tensors.items():
-                if values.nonfinite:
-                    which = "value that is" if values.nonfinite == 1 else "values that are"
-                    return f"{tensor} has {values.nonfinite} {which} NaN or Inf in step {step.facts.step}"
         sizes = {"input features": facts.inputs, "output features": facts.outputs}  # tokens can be padded: zeros have no error
         multiple = recipe.multiple_in(backend)
         if misaligned := next(((name, size) for name, size in sizes.items() if size % multiple), None):
             name, size = misaligned
             padded = -(-size // multiple) * multiple
             return f"{name} = {size} is not a multiple of {multiple}: pad it to {padded}"
-        return ""
+        weight = self._steps[0].facts.tensors.get("W")
+        return "" if self._has_gemms() or weight is None or not weight.nonfinite else nonfinite_values("W")
 
     def _has_gemms(self) -> bool:
         """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
         return any(len(step.facts.tensors) > 1 for step in self._steps)
 
     def _measurable(self) -> Iterator[Pass]:
-        """Passes of every sampled step whose exact output is known and not zero."""
-        for name in self._steps[0].passes:
-            facts = [step.facts.passes.get(name) for step in self._steps]
-            if all(one is not None and one.norm and one.product and isfinite(one.norm) for one in facts):
+        """Passes whose error is known in some sampled step."""
+        for name in OPERANDS:
+            if any(name in step.passes and not step.problem(name) for step in self._steps):
                 yield name
+
+    def _dropped(self) -> Iterator[DroppedPass]:
+        """Passes that ran but cannot be computed, in all sampled steps or in some. An output of zeros has no error to compute."""
+        for name in OPERANDS:
+            reasons: dict[str, list[int]] = {}
+            for step in self._steps:
+                if name in step.passes and (reason := step.problem(name)) != ZERO_OUTPUT and reason:
+                    reasons.setdefault(reason, []).append(step.facts.step)
+            for reason, steps in reasons.items():
+                yield DroppedPass.model_validate({"pass": name, "steps": tuple(steps), "reason": reason})
+
+    def _without_passes(self) -> str:
+        """Why no pass has an error."""
+        dropped = next(self._dropped(), None)
+        if dropped is None:
+            return f"{ZERO_OUTPUT} in all of its GEMMs, so there is no relative error"
+        return f"{dropped.reason} in {units.steps(dropped.steps)}"
 
     def _pass(self, name: Pass, pair: tuple[GemmOperand, GemmOperand]) -> PassError:
         noises: list[GemmNoise] = []
         errors: list[tuple[OperandError, OperandError]] = []
         for index, step in enumerate(self._steps):
+            if name not in step.passes or step.problem(name):
+                continue
             gemm = self._gemm(index, name)
             noise, quantized = gemm.noise(pair, scale_maxima(self.linear.facts.steps, step.facts))
             first, second = (

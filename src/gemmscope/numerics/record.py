@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.say import say
 from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +106,8 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
             self._guarded(self._finish)()
         elif kind is None:
             say(
-                f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {self.after + self.steps} are needed; "
+                f"gemmscope: nothing was recorded: the loop ran {counted(self._passed, 'step')}, "
+                f"{self.after + self.steps} are needed; "
                 f"call recording.step() after every step, or use an after= smaller than {self.after}"
             )
 
@@ -134,6 +136,8 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         recorder.end_step()
         problem = recorder.write(self.path)
         self._model = None
+        if problem and self._passed <= self.after:  # the loop ended before one recorded step did
+            problem = f"the loop ran {counted(self._passed, 'step')}, {self.after + self.steps} are needed; {problem}"
         if problem:
             self._failed = True
             say(f"gemmscope: no tensors were recorded: {problem}")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
 from gemmscope.reading import called, parse_json
 from gemmscope.results.base import Part
@@ -44,7 +44,8 @@ HISTORY = 1024  # steps: Transformer Engine's default
 EXPONENTS = 256  # biased exponents of float32: 0 holds zeros and subnormals, 255 Inf and NaN
 OPERANDS: dict[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
 COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}  # stored transposed: columns of the tensor are rows of the operand
-HINT = "give a file that gemmscope.record_tensors wrote, or a checkpoint with --checkpoint"
+ZERO_OUTPUT = "the exact output is zero"
+HINT = f"give a file that gemmscope.record_tensors wrote, or a checkpoint with {option('checkpoint')}"
 
 
 class TensorFacts(Part):
@@ -183,6 +184,18 @@ class LinearStep:
     def sampled(self) -> bool:
         return bool(self.facts.passes)
 
+    def problem(self, pass_name: Pass) -> str:
+        """Why a pass has no error in this step; empty if it has one."""
+        for tensor in OPERANDS[pass_name]:
+            if tensor not in self.facts.tensors:
+                return f"{tensor} was not recorded"
+            if self.facts.tensors[tensor].nonfinite:
+                return nonfinite_values(tensor)
+        facts = self.facts.passes[pass_name]
+        if not all(value is not None and isfinite(value) for value in (facts.norm, facts.product)):
+            return "the exact output is too large for float32"
+        return "" if facts.norm and facts.product else ZERO_OUTPUT
+
     def sample(self, pass_name: Pass) -> PassSample:
         """The operands of one pass."""
         facts = self.facts.passes[pass_name]
@@ -264,6 +277,11 @@ class TensorRecording:
             for name in tensor_names(step.facts)
         }
         write_recording(path, self.facts, tensors)
+
+
+def nonfinite_values(tensor: TensorName) -> str:
+    """What is wrong with a tensor that cannot be quantized."""
+    return f"{tensor} has NaN or Inf values"
 
 
 def earlier_maxima(steps: Iterable[StepFacts], step: int) -> dict[TensorName, float]:

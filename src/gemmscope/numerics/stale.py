@@ -18,10 +18,8 @@ def stale_scales(linear: RecordedLinear, seed: int = 0) -> Iterator[StaleScale]:
         return
     step = linear.sampled_steps[-1]
     history = earlier_maxima(linear.facts.steps, step.facts.step)
-    if any(facts.nonfinite for facts in step.facts.tensors.values()):
-        return
     for pass_name, place, tensor in PLACES:
-        if tensor not in history or pass_name not in step.passes:
+        if tensor not in history or pass_name not in step.passes or step.facts.tensors[tensor].nonfinite:
             continue
         sample = step.sample(pass_name)
         side = (sample.first, sample.second)[place]

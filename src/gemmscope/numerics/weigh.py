@@ -1,16 +1,17 @@
 """Combines errors and speeds: the table of recipes, and the recommended mix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gemmscope import units
 from gemmscope.findings import Finding, finding
-from gemmscope.numerics.cells import cells_of, recipe_errors
+from gemmscope.numerics.cells import Cells, cells_of, recipe_errors
 from gemmscope.numerics.mixes import recommend_mix
 from gemmscope.numerics.speeds import SpeedResult, nominal_speeds, speeds_of
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import Origin
+from gemmscope.results.base import ModelSummary, Origin
 from gemmscope.results.numerics import LinearError, MixedPrecision, RecipeError
 
 
@@ -31,10 +32,7 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
     cells = cells_of(linears)
     if cells is None:
         return Weighed()
-    findings = [
-        finding("numerics-stays-in-baseline", recipe=name, linears=list(names), baseline=BASELINE)
-        for name, names in cells.missing.items()
-    ]
+    findings = list(_stays_in_baseline(cells))
     speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
     findings += [*speeds.findings, *_other_model(linears, speed)]
     mixed = recommend_mix(cells, speeds, bound)
@@ -55,11 +53,32 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
     return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
 
 
+def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
+    """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, linears in cells.missing.items():
+        if name in cells.squares:
+            groups.setdefault(linears, []).append(name)
+    for linears, recipes in groups.items():
+        yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
+
+
 def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
-    """A warning if the speeds seem to be those of another model: no linear reads or writes its hidden size."""
-    width = speed.model.hidden_size if speed is not None and speed.model is not None else None
-    recorded = [linear for linear in linears if linear.layer is not None]  # SYNTHETIC ones have smaller sizes, and no layers
-    sizes = {size for linear in recorded for size in (linear.inputs, linear.outputs) if size}
-    if speed is None or speed.model is None or width is None or not sizes or width in sizes:
-        return []
-    return [finding("numerics-other-model", model=speed.model.name, width=width)]
+    """A warning if the speeds seem to be those of another model. SYNTHETIC linears have smaller sizes, and no layers."""
+    recorded = [linear for linear in linears if linear.layer is not None]
+    model = speed.model if speed is not None else None
+    reason = _mismatch(recorded, model) if recorded and model is not None else ""
+    return [finding("numerics-other-model", model=model.name, reason=reason)] if reason and model is not None else []
+
+
+def _mismatch(linears: Sequence[LinearError], model: ModelSummary) -> str:
+    """What the linears and a model disagree in; empty where they agree, as far as it is known."""
+    sizes = {size for linear in linears for size in (linear.inputs, linear.outputs) if size}
+    layers = max(linear.layer or 0 for linear in linears) + 1
+    if model.hidden_size is not None and sizes and model.hidden_size not in sizes:
+        return f"with hidden size {model.hidden_size}, but no linear here has that size"
+    if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
+        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but {layers} are here"
+    if model.layers == f"{model.num_hidden_layers} dense" and any(linear.op.startswith("Expert") for linear in linears):
+        return "which has no experts, but there are experts here"
+    return ""

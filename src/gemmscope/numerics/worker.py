@@ -81,7 +81,9 @@ def opened(request: Mapping[str, Any]) -> TensorRecording:
 
 def about(recording: TensorRecording, device: str) -> dict[str, Any]:
     """The facts that the result repeats."""
-    tokens = {step.facts.tokens for linear in recording.linears if linear.facts.expert is None for step in linear.sampled_steps}
+    plain = [linear for linear in recording.linears if linear.facts.expert is None]
+    inside = [linear for linear in plain if linear.facts.layer is not None]  # a head may read one token of each sequence
+    tokens = {step.facts.tokens for linear in inside or plain for step in linear.sampled_steps}
     return {
         "source": recording.source,
         "origin": recording.origin,
@@ -93,7 +95,12 @@ def about(recording: TensorRecording, device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "versions": {**recording.facts.packages, "torch": torch.__version__},
         "notes": list(recording.facts.notes),
-        "probed": all(step.facts.probes for linear in recording.linears for step in linear.sampled_steps),
+        "probed": all(
+            step.facts.probes
+            for linear in recording.linears
+            for step in linear.sampled_steps
+            if not all(map(step.problem, step.passes))
+        ),
     }
 
 

@@ -60,6 +60,15 @@ class PassError(Part):
         return decibels(self.relative.value)
 
 
+class DroppedPass(Part):
+    """A GEMM that ran, but is left out of the errors of its linear in some sampled steps, or in all of them."""
+
+    pass_name: Pass = Field(alias="pass")
+    steps: tuple[int, ...]
+    """The sampled steps that are left out. If there are others, the pass has an error, which is theirs."""
+    reason: str
+
+
 class LinearError(Part):
     """One linear of one layer in one recipe."""
 
@@ -76,12 +85,21 @@ class LinearError(Part):
     outputs: int = 0
     experts: int = 1
     """Experts of the layer that this stands for, all of this size."""
+    tokens: float | None = None
+    """Of one micro-batch that it reads, the mean of the recorded steps; of an expert, those that are routed to it."""
     recipe: str
     passes: tuple[PassError, ...] = ()
+    dropped: tuple[DroppedPass, ...] = ()
+    """Passes that ran but could not be computed, such as those that read a dY with NaN. The others count."""
     weight: OperandError | None = None
     """Where only the weight is known."""
     failure: str = ""
     """Why there are no numbers."""
+
+    @property
+    def gemms(self) -> int:
+        """How many passes run: fprop, dgrad and wgrad, or fewer where weights or inputs need no gradient."""
+        return len({one.pass_name for one in self.passes} | {one.pass_name for one in self.dropped}) or 1
 
     @property
     def error(self) -> float | None:

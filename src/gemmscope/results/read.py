@@ -50,6 +50,16 @@ def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Resu
         return _result(path, kinds)
 
 
+def _either(kinds: Collection[str]) -> str:
+    """The kinds in a sentence.
+
+    >>> _either(["numerics"]), _either(["bench", "step", "forecast"])
+    ('numerics', 'bench, step or forecast')
+    """
+    *most, last = kinds
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def _result(path: str | Path, kinds: Collection[str]) -> Result:
     data, values = _json(Path(path))
     path = called(path)
@@ -57,10 +67,9 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
     if "traceEvents" in data:
         raise UserError(f"{path} is a profiler trace, not a run file", f"gemmscope explain {path}")
     if not isinstance(kind, str) or kind not in kinds:
-        *most, last = kinds
         given = f"its kind is {shown(kind)}" if kind else "it has no kind"
         hint = "write one with --json PATH" + "; gemmscope report shows all kinds" * (isinstance(kind, str) and kind in KINDS)
-        raise UserError(f"{path} is not a run file of {', '.join(most)} or {last}: {given}", hint)
+        raise UserError(f"{path} is not a run file of {_either(kinds)}: {given}", hint)
     if version != SCHEMA_VERSION:
         older = isinstance(version, int) and version < SCHEMA_VERSION
         hint = f"run {command_of(kind)} again with --json" if older or version is None else "update gemmscope"
