@@ -13,7 +13,9 @@ from gemmscope.model.families import ALIASES, family, known_model_types
 from gemmscope.model.spec import RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.check import differences
+from gemmscope.workload.trace import as_workload
 from support.oracle import live, model_of
+from support.reading import codes
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
@@ -122,3 +124,36 @@ def test_what_the_class_refuses_is_refused(config: dict[str, Any], message: str)
         model_of(config)
     with pytest.raises(Exception, match=r"^(?!.*Padding_idx)"):  # each class with a message of its own
         trace_worker.answer({"config": config, "micro_batch": 1, "sequence": 16})
+
+
+MINIMAX = {**SMALL, "model_type": "minimax_text_01", "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
+
+
+def test_the_names_of_minimax_checkpoints() -> None:
+    """MiniMax-Text-01 and M1 name their model type and their layers in another way than transformers."""
+    source, run = hf.from_config({**MINIMAX, "attn_type_list": [0, 1], "auto_map": {}}, "config.json"), RunSpec(1, 16)
+    assert source.model is not None
+    assert [layer.mixer is not None for layer in source.model.layers] == [True, False]
+    assert differences(source.model, run, live(dict(source.config or {}), run)) == []
+    with pytest.raises(UserError, match="only 0"):
+        hf.from_config({**MINIMAX, "attn_type_list": [0, "1"]}, "config.json")
+
+
+def test_infinity_as_transformers_writes_it() -> None:
+    """A saved config has {"__float__": "Infinity"} where a number is infinite."""
+    config = {**SMALL, "model_type": "mamba2", "num_heads": 12, "head_dim": 16, "n_groups": 2}
+    config |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "bos_token_id": 0, "eos_token_id": 0}
+    run = RunSpec(1, 16)
+    assert differences(model_of(config), run, live(config, run)) == []
+
+
+def test_a_multimodal_model_is_traced_with_its_head() -> None:
+    """The class that is trained, not the bare model. Without images, its vision part does not run, and a warning says so."""
+    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 96}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": 16, "as_trained": True})
+    assert (trace.class_name, trace.heads, trace.has_loss) == ("Qwen3VLForConditionalGeneration", ("lm_head",), True)
+    assert trace.unreached == ("model.visual",)
+    assert 0.1 < trace.unreached_share < 1
+    assert "parts-without-gradient" in codes(as_workload(trace))

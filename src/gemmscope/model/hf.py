@@ -22,6 +22,7 @@ from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_WITH_TYPE_LIST = frozenset({"minimax_text_01", "minimax_m1"})
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -61,14 +62,36 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
         language = {"model_type": inner, **(language or {})}
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
-        source = from_config(language, origin)
+        source = from_config(_with_outer_ties(config, language), origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
+    config = _with_layer_types(config)
     label = f"{origin} (Hugging Face, {model_type})"
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
+
+
+def _with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with `layer_types`, which MiniMax's own checkpoints call `attn_type_list`: 0 is linear, 1 is full attention."""
+    numbers = config.get("attn_type_list")
+    if config["model_type"] not in _WITH_TYPE_LIST or not isinstance(numbers, list) or "layer_types" in config:
+        return config
+    if any(number not in (0, 1) for number in numbers):
+        raise UserError(
+            "attn_type_list must contain only 0 (linear attention) and 1 (full attention)", "correct it in the config"
+        )
+    return {**config, "layer_types": ["full_attention" if number else "linear_attention" for number in numbers]}
+
+
+def _with_outer_ties(config: Mapping[str, Any], language: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language part, tied to its embedding as the multimodal config around it says. (Llama 4 looks only inside.)"""
+    key = "tie_word_embeddings"
+    outer = config.get(key)
+    if not isinstance(outer, bool) or family_facts(str(language["model_type"])).get("ties_inside"):
+        return language
+    return {**language, key: outer or language.get(key, False)}
 
 
 def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
