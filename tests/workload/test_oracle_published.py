@@ -148,6 +148,15 @@ def test_infinity_as_transformers_writes_it() -> None:
     assert differences(model_of(config), run, live(config, run)) == []
 
 
+def test_long_positions_of_phi_moe() -> None:
+    """As Phi-3.5-MoE is published: its class reads the largest position, which has no value on the meta device."""
+    factors = {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "long_mscale": 1.24, "short_mscale": 1.24}
+    config = {**SMALL, "model_type": "phimoe", "num_key_value_heads": 2, "num_local_experts": 4, "lm_head_bias": True}
+    config |= {"rope_scaling": {**factors, "original_max_position_embeddings": 4096, "type": "longrope"}}
+    run = RunSpec(1, 16)
+    assert differences(model_of(config), run, live(config, run)) == []
+
+
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 96}
 VISION |= {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 LANGUAGE = {**SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}

@@ -25,6 +25,8 @@ def build_huggingface(
     for part in module.modules():
         if hasattr(part, "hc_sinkhorn_iters"):  # repeats elementwise work, which takes most of the time on the meta device
             part.hc_sinkhorn_iters = 1
+    if module.config.model_type == "phimoe":  # its rotary positions read the largest position, to scale them
+        module.config.rope_parameters["rope_type"] = "default"
     return module, _inputs(module, batch, sequence, precision)
 
 
