@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.errors import UserError
 from gemmscope.workload.ops import Gemm
 from gemmscope.workload.trace import ModuleTrace
 from support.command import Run, run  # noqa: F401 (a fixture)
@@ -32,3 +33,30 @@ def test_more_weights_than_any_model_has_experts(run: Run, tmp_path: Path, monke
     outcome = run(traced(monkeypatch, tmp_path, Gemm("up", "fprop", 2**40, 64, 64, groups=10**9)))
     assert outcome.code == 2
     assert "the number of weights of 'up' must be at most 65536, not 1000000000" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [
+        ('{"model_type": "gemma9"}', 'if it is built like gemma, set "model_type": "gemma"; '),
+        (
+            '{"model_type": "gemma9", "text_config": {}}',
+            'language part is built like gemma, set "model_type": "gemma" in text_config',
+        ),
+    ],
+)
+def test_where_to_write_a_similar_type(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    hint: str,
+) -> None:
+    def fails(*_: object, **__: object) -> ModuleTrace:
+        raise UserError("torch is needed")
+
+    monkeypatch.setattr("gemmscope.app.model.trace_huggingface", fails)
+    (tmp_path / "config.json").write_text(config)
+    outcome = run(f"{COMMAND} {tmp_path}")
+    assert outcome.code == 2
+    assert hint in outcome.err

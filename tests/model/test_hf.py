@@ -123,6 +123,24 @@ def test_the_language_part_of_a_multimodal_model() -> None:
     assert facts(source, "language-part-only") == {"model_type": "martian_vl"}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "outer", "inner", "tied"),
+    [
+        ("mistral3", {"tie_word_embeddings": True}, {}, True),
+        ("mistral3", {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),  # llava-onevision-qwen2-0.5b
+        ("gemma3", {"tie_word_embeddings": False}, {"model_type": "gemma3_text"}, False),
+        ("gemma3", {}, {"model_type": "gemma3_text"}, True),
+        ("llama4", {"tie_word_embeddings": True}, {"model_type": "llama4_text"}, False),
+    ],
+)
+def test_a_multimodal_config_may_tie_its_language_part(
+    model_type: str, outer: dict[str, bool], inner: dict[str, Any], tied: bool
+) -> None:
+    source = hf.from_config({"model_type": model_type, **outer, "text_config": {**LLAMA, **inner}}, "x")
+    assert source.model is not None
+    assert source.model.tied_embeddings == tied
+
+
 def test_experts_of_a_dense_model_are_ignored() -> None:
     source = hf.from_config({**LLAMA, "num_experts": 8}, "x")
     assert facts(source, "experts-ignored") == {"setting": "num_experts", "model_type": "llama"}

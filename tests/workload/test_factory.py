@@ -155,6 +155,16 @@ def no_scalar(): return Plain(), X(), lambda output: output
 def no_tensor(): return Plain(), X(), lambda output: 1.0
 def no_gradient(): return Plain(), X(), lambda output: output.detach().sum()
 def no_function(): return Plain(), X(), 3
+def other_device(): return Plain(), X(), lambda output: (output - torch.ones(8, device="cpu")).sum()
+class Scalar(Plain):
+    def forward(self, x): return super().forward(x).mean()
+class Both(Plain):
+    def forward(self, x): return (output := super().forward(x)), output.mean()
+class Scalars(Plain):
+    def forward(self, x): return (output := super().forward(x)).sum(), output.mean()
+def scalar(): return Scalar(), X()
+def pair(): return Both(), X()
+def scalars(): return Scalars(), X()
 def too_many(): return Plain(), X(), None, None
 def a_class(): return Plain
 def needs_kernels(): import mamba_ssm_that_is_missing
@@ -218,6 +228,11 @@ def test_on_another_device(file: Path) -> None:
     factory.loss_of(built, built.module(*built.args)).backward()
 
 
+@pytest.mark.parametrize(("name", "has_loss"), [("scalar", True), ("pair", True), ("scalars", False)])
+def test_the_only_scalar_that_a_module_returns_is_its_loss(file: Path, name: str, has_loss: bool) -> None:
+    assert trace_worker.answer({"module": f"{file}:{name}", "micro_batch": None, "sequence": None}).has_loss == has_loss
+
+
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
@@ -229,6 +244,7 @@ def test_on_another_device(file: Path) -> None:
         ("no_tensor", "the loss returned float", "scalar tensor"),
         ("no_gradient", "does not depend on a parameter", ".detach()"),
         ("no_function", "is int, not a function", "loss(output)"),
+        ("other_device", "is not on the expected device", "device=x.device"),
         ("too_many", "a tuple of 4", "for example"),
         ("a_class", "the class Plain", "return Plain(…)"),
         ("needs_kernels", "No module named", "pip install mamba_ssm_that_is_missing"),

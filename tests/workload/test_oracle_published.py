@@ -13,7 +13,10 @@ from gemmscope.model.families import ALIASES, family, known_model_types
 from gemmscope.model.spec import RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.check import differences
+from gemmscope.workload.derive import derive
+from gemmscope.workload.trace import as_workload
 from support.oracle import live, model_of
+from support.reading import codes
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
@@ -122,3 +125,84 @@ def test_what_the_class_refuses_is_refused(config: dict[str, Any], message: str)
         model_of(config)
     with pytest.raises(Exception, match=r"^(?!.*Padding_idx)"):  # each class with a message of its own
         trace_worker.answer({"config": config, "micro_batch": 1, "sequence": 16})
+
+
+MINIMAX = {**SMALL, "model_type": "minimax_text_01", "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
+
+
+def test_the_names_of_minimax_checkpoints() -> None:
+    """MiniMax-Text-01 and M1 name their model type and their layers in another way than transformers."""
+    source, run = hf.from_config({**MINIMAX, "attn_type_list": [0, 1], "auto_map": {}}, "config.json"), RunSpec(1, 16)
+    assert source.model is not None
+    assert [layer.mixer is not None for layer in source.model.layers] == [True, False]
+    assert differences(source.model, run, live(dict(source.config or {}), run)) == []
+    with pytest.raises(UserError, match="only 0"):
+        hf.from_config({**MINIMAX, "attn_type_list": [0, "1"]}, "config.json")
+
+
+def test_infinity_as_transformers_writes_it() -> None:
+    """A saved config has {"__float__": "Infinity"} where a number is infinite."""
+    config = {**SMALL, "model_type": "mamba2", "num_heads": 12, "head_dim": 16, "n_groups": 2}
+    config |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "bos_token_id": 0, "eos_token_id": 0}
+    run = RunSpec(1, 16)
+    assert differences(model_of(config), run, live(config, run)) == []
+
+
+def test_long_positions_of_phi_moe() -> None:
+    """As Phi-3.5-MoE is published: its class reads the largest position, which has no value on the meta device."""
+    factors = {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "long_mscale": 1.24, "short_mscale": 1.24}
+    config = {**SMALL, "model_type": "phimoe", "num_key_value_heads": 2, "num_local_experts": 4, "lm_head_bias": True}
+    config |= {"rope_scaling": {**factors, "original_max_position_embeddings": 4096, "type": "longrope"}}
+    run = RunSpec(1, 16)
+    assert differences(model_of(config), run, live(config, run)) == []
+
+
+VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 96}
+VISION |= {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
+LANGUAGE = {**SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
+QWEN = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+GLM = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen2_vl", QWEN),
+        ("qwen2_5_vl", QWEN),
+        ("qwen3_vl", {**QWEN, "attention_bias": True}),
+        ("qwen3_vl_moe", {**QWEN, **EXPERTS, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
+        ("glm4v", GLM),
+        ("glm4v_moe", {**GLM, **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "attention_bias": True}),
+    ],
+)
+def test_the_language_part_equals_a_known_type(model_type: str, settings: dict[str, Any]) -> None:
+    """Its class differs only in rotary positions: the whole model, run on text, has the GEMMs of the known type."""
+    text = {**LANGUAGE, **settings, "model_type": f"{model_type}_text"}
+    config = {"model_type": model_type, "text_config": text, "vision_config": VISION, "tie_word_embeddings": False}
+    source, run = hf.from_config(config, "config.json"), RunSpec(2, 16)
+    assert source.model is not None
+    assert [difference.what for difference in differences(source.model, run, live(config, run))] == ["parameters"]
+    assert differences(source.model, run, live(dict(source.config or {}), run)) == []
+    module, _ = trace_worker.build_huggingface(config, 1, 16)
+    others = sum(parameter.numel() for name, parameter in module.named_parameters() if "visual." in name)
+    assert derive(source.model, run).parameters + others == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_a_multimodal_config_with_all_sizes_on_one_level() -> None:
+    """As Qwen2.5-VL is published. Where sizes are missing, the class has other defaults, so the model is traced."""
+    source = hf.from_config({"model_type": "qwen2_5_vl", **LANGUAGE, "vision_config": VISION}, "config.json")
+    assert source.model is not None
+    assert (source.model.hidden_size, source.model.model_type) == (96, "qwen2")
+    assert hf.from_config({"model_type": "qwen2_5_vl", "vision_config": VISION}, "config.json").model is None
+
+
+def test_a_multimodal_model_is_traced_with_its_head() -> None:
+    """The class that is trained, not the bare model. Without images, its vision part does not run, and a warning says so."""
+    text = {key: value for key, value in LANGUAGE.items() if key != "intermediate_size"}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": VISION}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": 16, "as_trained": True})
+    assert (trace.class_name, trace.heads, trace.has_loss) == ("Qwen3VLForConditionalGeneration", ("lm_head",), True)
+    assert trace.unreached == ("model.visual",)
+    assert 0.01 < trace.unreached_share < 0.5
+    assert "parts-without-gradient" in codes(as_workload(trace))

@@ -258,6 +258,21 @@ def test_recomputation_is_forward_again(reentrant: bool) -> None:
     assert counts == three(6, 8, 8, count=2) + Counter({("fprop", 6, 8, 8, 1): 2})
 
 
+class CheckpointedAttention(Checkpointed):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.inner = nn.Sequential(SelfAttention(fused=True), nn.Linear(4, 4), nn.GELU())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_attention_is_attention(reentrant: bool) -> None:
+    """Also inside the backward pass, attention is one call of a fused kernel."""
+    result = record(Wrapped(CheckpointedAttention(reentrant)), TOKENS)
+    assert [(op.count, op.forward_runs, op.backward_runs) for op in result.attentions] == [(1, 2, 1)]
+    assert {gemm.role for gemm in result.batched_gemms} == {"fused"}
+
+
 class Fused(torch.autograd.Function):
     """A linear written by hand, as kernels of one's own are."""
 

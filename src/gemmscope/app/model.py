@@ -215,7 +215,8 @@ def _trace_unknown(config: Mapping[str, Any], micro_batch: int | None, sequence:
     except UserError as error:
         given = str(config.get("model_type"))
         similar = built_like(config) if given not in known_model_types() else ""
-        hint = f'if it is built like {similar}, set "model_type": "{similar}"; ' if similar else ""
+        part, place = ("its language part", " in text_config") if isinstance(config.get("text_config"), Mapping) else ("it", "")
+        hint = f'if {part} is built like {similar}, set "model_type": "{similar}"{place}; ' if similar else ""
         message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
         raise UserError(message, hint + error.hint) from error
 

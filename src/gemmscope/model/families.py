@@ -38,7 +38,8 @@ def known_keys() -> frozenset[str]:
 @cache
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that has a closed form."""
-    return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and "language" not in facts))
+    parts = {"language", "language_like"}
+    return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and parts.isdisjoint(facts)))
 
 
 def language_type(model_type: str) -> str:
@@ -48,6 +49,16 @@ def language_type(model_type: str) -> str:
     ('qwen3_5_text', '')
     """
     return str(_facts().get(model_type, {}).get("language", ""))
+
+
+def similar_language_type(model_type: str, language: Mapping[str, Any]) -> str:
+    """Of a multimodal model whose language part has a class of its own, the type that this class equals; or empty.
+
+    The two classes have other defaults, so the config must have the keys that matter.
+    """
+    facts = _facts().get(model_type, {})
+    required = {*_KEYS["language"]["required"], *facts.get("language_keys", ())}
+    return str(facts.get("language_like", "")) if language.keys() >= required else ""
 
 
 def built_like(config: Mapping[str, Any]) -> str:

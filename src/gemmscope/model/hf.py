@@ -12,7 +12,7 @@ from typing import Any, cast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import FamilyConfig, known_model_types, language_type
+from gemmscope.model.families import FamilyConfig, known_model_types, language_type, similar_language_type
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
@@ -22,6 +22,7 @@ from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_WITH_TYPE_LIST = frozenset({"minimax_text_01", "minimax_m1"})
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -57,18 +58,49 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
             "the config has no model_type" if model_type is None else f"model_type must be a name, not {shown(model_type)}",
             'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
         )
-    known, language = model_type in known_model_types(), config.get("text_config")
-    if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
-        language = {"model_type": inner, **(language or {})}
+    known, language = model_type in known_model_types(), _language(model_type, config)
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
-        source = from_config(language, origin)
+        source = from_config(_with_outer_ties(config, language), origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
+    config = _with_layer_types(config)
     label = f"{origin} (Hugging Face, {model_type})"
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
+
+
+def _language(model_type: str, config: Mapping[str, Any]) -> Any:
+    """The language part of a multimodal config, with its model type where that is known from the whole."""
+    language = config.get("text_config")
+    if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
+        return {"model_type": inner, **(language or {})}
+    flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
+    part = language if isinstance(language, Mapping) else flat
+    similar = similar_language_type(model_type, part) if part is language or language is None else ""
+    return {**part, "model_type": similar} if similar else language
+
+
+def _with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with `layer_types`, which MiniMax's own checkpoints call `attn_type_list`: 0 is linear, 1 is full attention."""
+    numbers = config.get("attn_type_list")
+    if config["model_type"] not in _WITH_TYPE_LIST or not isinstance(numbers, list) or "layer_types" in config:
+        return config
+    if any(number not in (0, 1) for number in numbers):
+        raise UserError(
+            "attn_type_list must contain only 0 (linear attention) and 1 (full attention)", "correct it in the config"
+        )
+    return {**config, "layer_types": ["full_attention" if number else "linear_attention" for number in numbers]}
+
+
+def _with_outer_ties(config: Mapping[str, Any], language: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language part, tied to its embedding as the multimodal config around it says. (Llama 4 looks only inside.)"""
+    key = "tie_word_embeddings"
+    outer = config.get(key)
+    if not isinstance(outer, bool) or family_facts(str(language["model_type"])).get("ties_inside"):
+        return language
+    return {**language, key: outer or language.get(key, False)}
 
 
 def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from gemmscope.step.huggingface import ModelKernels, live_huggingface, mixers
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.workload.factory import Built, load_factory
+from gemmscope.workload.factory import Built, load_factory, own_loss
 from gemmscope.workload.failures import TraceError, naming
 from gemmscope.workload.layers import find_layers
 from gemmscope.workload.nested import tensors_in, with_tensors
@@ -103,7 +103,7 @@ class LiveModule:
 
 
 class Objective(nn.Module):
-    """A module and its loss: the factory's own, the output's `.loss`, or the mean of the squares of all float outputs."""
+    """A module and its loss: the factory's own, the module's own, or the mean of the squares of all float outputs."""
 
     def __init__(self, built: Built) -> None:
         super().__init__()
@@ -112,8 +112,7 @@ class Objective(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.module(*args, **kwargs)
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        loss = self.given(output) if self.given is not None else _squares(output) if self.squares else own
+        loss = self.given(output) if self.given is not None else _squares(output) if self.squares else own_loss(output)
         if not isinstance(loss, torch.Tensor):
             raise TraceError(f"the loss is of type {type(loss).__name__}, not a tensor", "return a scalar tensor from the loss")
         if loss.numel() != 1:
@@ -133,8 +132,7 @@ class Objective(nn.Module):
 
         def call() -> None:
             output = built.module(*built.args, **built.kwargs)
-            own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-            self.squares = self.given is None and own is None
+            self.squares = self.given is None and own_loss(output) is None
 
         return call
 

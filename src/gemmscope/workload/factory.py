@@ -111,7 +111,7 @@ def loss_of(built: Built, output: Any) -> torch.Tensor | None:
     A `TraceError` where the loss is not a scalar that backward can start from.
     """
     if built.loss is None:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        own = own_loss(output)
         return own if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1 else None
     value = built.loss(output)
     if not isinstance(value, torch.Tensor):
@@ -125,6 +125,17 @@ def loss_of(built: Built, output: Any) -> torch.Tensor | None:
             "compute it from the module's output, without .detach(), .item() or torch.no_grad()",
         )
     return value
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a module computed itself: its output's `loss`, or the only scalar that it returns; None without one."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if (named := getattr(output, "loss", None)) is not None:
+        return named
+    returned = output if isinstance(output, (tuple, list)) else (output,)
+    scalars = [value for value in returned if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()]
+    return scalars[0] if len(scalars) == 1 else None
 
 
 def outputs_of(output: Any) -> list[torch.Tensor]:

@@ -43,7 +43,8 @@ _NEEDS_VALUES = (
 )  # fmt: skip
 
 
-_NO_META_KERNEL = ("no fake impl", "Meta kernel", "FlexAttention is only supported")
+_NO_META_KERNEL = ("no fake impl", "Meta kernel")
+_OTHER_DEVICE = ("is not on the expected device", "to be on the same device")
 _NEEDS_CUDA = ("compiled with CUDA", "_cuda_", "No CUDA GPUs", "NVIDIA driver", "CUDA-capable")
 
 
@@ -58,6 +59,11 @@ def advice(error: BaseException) -> str:
         return "install what it needs in gemmscope's environment, or build the module without it"
     if any(phrase in text for phrase in _NEEDS_CUDA):
         return "build the module without naming a device: it is moved to the one that it runs on"
+    if any(phrase in text for phrase in _OTHER_DEVICE):
+        return (
+            "a tensor that the module or the loss creates is on another device than the inputs: create it there, "
+            "for example with device=x.device, or in the function that returns the inputs"
+        )
     if any(phrase in text for phrase in _NO_META_KERNEL):
         return (
             "the module is traced on the meta device, where this operator cannot run: register a fake implementation "

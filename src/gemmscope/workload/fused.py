@@ -80,8 +80,9 @@ class _Shapes(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
-        ctx.calls.barrier([gradient, *ctx.saved_tensors], gradients)
+        saved = ctx.saved_tensors  # which a recomputed layer provides only once
+        gradients = [torch.empty_like(tensor) for tensor in saved]
+        ctx.calls.barrier([gradient, *saved], gradients)
         return None, None, *gradients
 
 

@@ -25,6 +25,8 @@ def build_huggingface(
     for part in module.modules():
         if hasattr(part, "hc_sinkhorn_iters"):  # repeats elementwise work, which takes most of the time on the meta device
             part.hc_sinkhorn_iters = 1
+    if module.config.model_type == "phimoe":  # its rotary positions read the largest position, to scale them
+        module.config.rope_parameters["rope_type"] = "default"
     return module, _inputs(module, batch, sequence, precision)
 
 
@@ -151,9 +153,14 @@ _STORAGE_ONLY_KEYS = frozenset(
 
 
 def _without_storage(config: Any) -> Any:
-    """The config, and the configs inside it, without those keys."""
+    """The config, and the configs inside it, without those keys. transformers writes infinity as {"__float__": "Infinity"}."""
+    if isinstance(config, list):
+        return [_without_storage(value) for value in config]
     if not isinstance(config, dict):
         return config
+    if config.keys() == {"__float__"}:
+        with contextlib.suppress(TypeError, ValueError):
+            return float(config["__float__"])
     return {key: _without_storage(value) for key, value in config.items() if key not in _STORAGE_ONLY_KEYS}
 
 
@@ -161,13 +168,15 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
     """The class that is trained with this config: a language model if there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
+    names = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")  # older versions do not have all of them
+    mixed = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
     senses = [transformers.AutoModelForImageClassification, transformers.AutoModelForAudioClassification]
     if getattr(config, "is_encoder_decoder", False):
-        order = [*pairs, causal, masked, bare]
+        order = [*pairs, causal, *mixed, masked, bare]
     elif type(config) in masked._model_mapping and not getattr(config, "is_decoder", False):
         order = [masked, causal, bare]
     else:
-        order = [causal, *pairs, masked, *senses, bare]
+        order = [causal, *pairs, *mixed, masked, *senses, bare]
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")

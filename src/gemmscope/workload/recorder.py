@@ -61,16 +61,17 @@ class _Forward:
 
 
 class AttentionCall(NamedTuple):
-    """The sizes of one call of scaled_dot_product_attention."""
+    """The sizes of one call of scaled_dot_product_attention or flex_attention."""
 
     path: str
     query: tuple[int, ...]  # [.., heads, queries, head_dim]
     kv_heads: int
     keys: int
     value_dim: int
-    mask: str  # none, causal, explicit
+    mask: str  # none, causal, explicit, blocks
     mask_bytes: int = 0  # of an explicit one
     mask_gradient: bool = False  # it is a bias that is learned
+    share: Fraction = ALL_VISIBLE  # of all pairs, that a block mask allows
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Recorder:
     gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
     remainder: Counter[Remainder] = field(default_factory=Counter)
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
+    recomputed: Counter[Scan | CausalConv] = field(default_factory=Counter)  # those that backward runs forward again
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
     attentions: dict[AttentionCall, Counter[Direction]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -264,7 +266,8 @@ class Recorder:
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
-        self.scans[replace(op, name=f"{self.path()}: {op.name}")] += 1
+        calls = self.scans if torch._C._current_graph_task_id() == -1 else self.recomputed
+        calls[replace(op, name=f"{self.path()}: {op.name}")] += 1
 
     def convolution(
         self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
@@ -360,7 +363,7 @@ def visible_share(call: AttentionCall) -> Fraction:
     """The share of all pairs that the mask allows. torch's `is_causal`: the first query sees the first key, and so on."""
     queries, keys = call.query[-2], call.keys
     if call.mask != "causal":
-        return ALL_VISIBLE
+        return call.share
     reach = min(queries, keys)
     pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
     return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE

@@ -1,22 +1,24 @@
 """Runs a module so that a `Recorder` sees everything it runs. Imports torch: only the trace worker imports this file.
 
-Scaled-dot-product attention, grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by functions that only produce
-shapes, because the operators they dispatch on the meta device are not those that a GPU runs.
+Scaled-dot-product attention, FlexAttention (`flex.py`), grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by
+functions that only produce shapes, because the operators they dispatch on the meta device are not those that a GPU runs.
 """
 
 import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from fractions import Fraction
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gemmscope.workload import fused
+from gemmscope.workload import flex, fused
 from gemmscope.workload.operators import tensors
+from gemmscope.workload.ops import ALL_VISIBLE
 from gemmscope.workload.recorder import AttentionCall, Recorder
 from gemmscope.workload.remembered import RememberedShapes
 
@@ -39,11 +41,12 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        calls = fused.KernelCalls(recorder.scan, recorder.barrier)
+        calls, functions = fused.KernelCalls(recorder.scan, recorder.barrier), _Functions(recorder)
         with (
             fused.replaced(module, calls),
+            flex.recorded(functions.flex_attention),
             _Dispatch(recorder, between_gemms, longest_s),
-            _Functions(recorder),
+            functions,
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
             contextlib.ExitStack() as stack,
         ):
@@ -128,7 +131,14 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         if not operands[0].is_meta:
             with torch.no_grad(), _disable_current_modes():
                 computed = _FUSED_ATTENTION(*args, **kwargs)
-        return _Attention.apply(self._recorder, mask, *operands, computed)
+        return _Attention.apply(self._recorder, (mask, ALL_VISIBLE), *operands, computed)
+
+    def flex_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Fraction | None) -> torch.Tensor:
+        """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
+        _check_sizes(query, key, value, grouped=True)
+        mask = ("explicit", ALL_VISIBLE) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share)
+        computed = None if query.is_meta else fused.blank(query, (*query.shape[:-1], value.shape[-1]))
+        return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
 
 
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> None:
@@ -150,7 +160,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any,
         recorder: Recorder,
-        mask: str,
+        mask: tuple[str, Fraction],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -162,7 +172,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
         ctx.recorder, moved = recorder, recorder.operand.bytes_of(bias) if bias is not None else 0
         sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
-        ctx.call = AttentionCall(recorder.path(), *sizes, mask, moved, ctx.needs_input_grad[5])
+        ctx.call = AttentionCall(recorder.path(), *sizes, mask[0], moved, ctx.needs_input_grad[5], mask[1])
         recorder.attention(ctx.call, "forward")
         output = query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed
         recorder.barrier(operands, [output])
@@ -171,9 +181,9 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.recorder.attention(ctx.call, "backward")
-        needed = 4 if ctx.call.mask_gradient else 3
-        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:needed]]
-        ctx.recorder.barrier([gradient, *ctx.saved_tensors], gradients)
+        needed, saved = 4 if ctx.call.mask_gradient else 3, ctx.saved_tensors  # which a recomputed layer provides only once
+        gradients = [torch.empty_like(tensor) for tensor in saved[:needed]]
+        ctx.recorder.barrier([gradient, *saved], gradients)
         return None, None, *gradients, *([None] * (5 - needed))
 
 

@@ -45,6 +45,7 @@ class ModuleTrace:
     backward. `inputs` are the sizes of inputs that the module brought with it, and `samples` how many a batch has. Of a Hugging
     Face model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and whether its attention is
     `causal`. `with_values`: it reads values, and was run on the CPU. `recurrent` are classes that cuDNN has kernels for.
+    `unreached` are parts of the module that no gradient reaches, and `unreached_share` is their share of the parameters.
     """
 
     class_name: str
@@ -66,6 +67,8 @@ class ModuleTrace:
     with_values: bool = False
     recurrent: tuple[str, ...] = ()
     trainable: int = 0
+    unreached: tuple[str, ...] = ()
+    unreached_share: float = 0.0
     saved_bytes: int = 0
     largest_saved_bytes: int = 0
     has_loss: bool = False
@@ -169,6 +172,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
+    if trace.unreached:
+        findings.append(finding("parts-without-gradient", names=list(trace.unreached), share=trace.unreached_share))
     if trace.ignored:
         findings.append(finding("sizes-ignored", names=[option(name) for name in trace.ignored], inputs=trace.inputs or ""))
     if trace.others and not trace.has_loss:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from gemmscope.workload import flex
 from gemmscope.workload.confine import limited_memory, offline
 from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
@@ -40,6 +41,7 @@ __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "mo
 RUNNING = "running the model on the meta device"
 LARGEST_WITH_VALUES = 2 * 2**30  # bytes of the parameters of a module that is run on the CPU
 LONGEST_WITH_VALUES_S = 120.0
+LEAST_UNREACHED = 0.01  # share of the parameters of a part that is worth a warning
 
 
 def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
@@ -55,11 +57,11 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         output = module(*built.args, **built.kwargs)
         with recorder.in_loss():
             loss = loss_of(built, output)
-        if loss is not None:
-            loss.backward()
-        else:
-            targets = outputs_of(output)
-            torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
+        targets = [loss] if loss is not None else outputs_of(output)
+        _backward(targets, [torch.empty_like(target) for target in targets])
+    again = recorder.recomputed
+    kernels = with_counts({replace(op, forward_runs=1 + again[op] // ran): ran for op, ran in recorder.scans.items()})
+    unreached, unreached_share = _unreached(module)
     unique = {id(parameter): parameter for parameter in module.parameters()}
     return ModuleTrace(
         class_name=type(module).__name__,
@@ -71,17 +73,43 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         remainder=with_counts(recorder.remainder),
         others=tuple(_others(recorder.traffic.sums())),
         masks=recorder.masks,
-        scans=tuple(op for op in with_counts(recorder.scans) if isinstance(op, Scan)),
-        convolutions=tuple(op for op in with_counts(recorder.scans) if isinstance(op, CausalConv)),
+        scans=tuple(op for op in kernels if isinstance(op, Scan)),
+        convolutions=tuple(op for op in kernels if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
         heads=_heads(module),
         layers=len(find_layers(module)),
         recurrent=tuple(sorted({type(part).__name__ for part in module.modules() if isinstance(part, torch.nn.RNNBase)})),
+        unreached=unreached,
+        unreached_share=unreached_share,
         saved_bytes=sum(recorder.saved.values()),
         largest_saved_bytes=max(recorder.saved.values(), default=0),
         has_loss=loss is not None,
         inputs=built.described_inputs() if built.own_inputs and built.taken != {*SIZES} else None,
         samples=built.samples,
+    )
+
+
+def _unreached(module: torch.nn.Module) -> tuple[tuple[str, ...], float]:
+    """The outermost parts whose parameters all lack the gradient that they require, and their share of all parameters.
+
+    Parts that have less than `LEAST_UNREACHED` of the parameters are left out."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    sizes: dict[str, int] = {}
+    for name, part in module.named_modules():
+        parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        size = sum(parameter.numel() for parameter in parameters)
+        inside = any(name.startswith(f"{outer}.") for outer in sizes)
+        if name and not inside and size > LEAST_UNREACHED * total and all(parameter.grad is None for parameter in parameters):
+            sizes[name] = size
+    return tuple(sizes), sum(sizes.values()) / max(total, 1)
+
+
+def _backward(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Run backward without `Tensor.backward`, inside which the replaced functions would not be seen: layers that are recomputed
+    call them again."""
+    keep_graph = create_graph = False
+    torch.autograd.graph._engine_run_backward(
+        tuple(targets), tuple(gradients), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -118,6 +146,7 @@ def _heads(module: torch.nn.Module) -> tuple[str, ...]:
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
     """Trace the requested Hugging Face config or module factory."""
+    flex.install()
     result = _trace_config(request) if "config" in request else _trace_factory(request)
     libraries = [name for name in ("torch", "transformers") if name in sys.modules]
     return replace(result, versions={name: sys.modules[name].__version__ for name in libraries})
