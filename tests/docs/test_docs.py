@@ -275,7 +275,7 @@ def test_methods_of_results_exist() -> None:
 
 
 def test_every_benchmark_is_in_their_index() -> None:
-    listed = re.findall(r"`(\w+\.(?:py|md))`", (ROOT / "benchmarks" / "README.md").read_text())
+    listed = re.findall(r"`(\w+\.(?:py|md|toml))`", (ROOT / "benchmarks" / "README.md").read_text())
     assert sorted(listed) == sorted({path.name for path in (ROOT / "benchmarks").iterdir() if path.is_file()} - {"README.md"})
 
 
