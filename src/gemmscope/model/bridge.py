@@ -8,6 +8,7 @@ which `bridge_classes` knows. For any other class, every setting that decides a 
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.findings import Finding, finding
@@ -179,7 +180,8 @@ def _load(text: str) -> dict[str, object]:
             aliases += isinstance(event, yaml.AliasEvent)
             problem = _problem(depth, count, event.value if isinstance(event, yaml.ScalarEvent) else "")
             if problem:
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+                start: Any = event.start_mark  # two classes of marks, which versions of the type stubs treat differently
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=start)
         if "<<" in text and aliases > MOST_ALIASES_WITH_MERGES:
             raise UserError(f"too many aliases (*name) with merges (<<): {aliases}", "write the values out instead")
         document = yaml.load(text, Loader=loader)
