@@ -1,4 +1,5 @@
-"""Starts worker processes: Python processes with the same packages as this one, which end when this one ends.
+"""Starts worker processes: Python processes with the same packages as this one, which end when this one ends. Also tells how
+much memory is free for them.
 
 ``python -m`` would put the working directory first on the import path, where a file named random.py or types.py would hide the
 standard library's. (``python -P`` avoids that, but Python 3.10 does not have it.)
@@ -89,3 +90,13 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def free_memory_bytes() -> int:
+    """Free memory of this machine in bytes; unlimited on unknown systems."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
+            facts = dict(line.split(":", 1) for line in lines)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.app.live import layers_that_fit
 from gemmscope.engine.messages import Failed, Noticed, Sampled
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
 from gemmscope.step.campaign import StepCampaign
 from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.recommend import Plan
 from support.campaigns import interrupt
 from support.command import Run, run
@@ -99,7 +101,7 @@ def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.Mo
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 8
     hybrid = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": kinds, "sliding_window": 8}
     (tmp_path / "config.json").write_text(json.dumps({**hybrid, "head_dim": 16}))
-    monkeypatch.setattr("gemmscope.app.step.layers_that_fit", lambda *_: 7)
+    monkeypatch.setattr("gemmscope.app.step.layers_that_fit", lambda *_, **__: 7)
     monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: 10.0 + variant.depth))
     sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
     outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --json {tmp_path}/step.json")
@@ -110,6 +112,23 @@ def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.Mo
     assert result.step.recipes[0].step_ms.value == pytest.approx(34.0, rel=0.01)
     [found] = [found for found in result.findings if found.code == "step-extrapolated-kinds"]
     assert found.facts == {"layers": 24, "depths": ["6", "3"]}
+
+
+def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The system would kill its process. With less memory than all layers need, fewer of them are run."""
+    config = {**LLAMA, "num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = "--micro-batch-size 1 --sequence-length 16 --device cpu"
+    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 1000)
+    outcome = run(f"step --config {tmp_path}/config.json {options} --hugging-face")
+    assert outcome.code == 2
+    assert "the model is too large for a step on this CPU: 2 of its layers need about" in outcome.err
+    assert "use a smaller model, or run it on a GPU" in outcome.err
+    plan = ModulePlan(module=None, config=config, depth=40, micro_batch_size=1, sequence_length=16)
+    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 400_000)
+    assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) == 12
+    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 4_000_000)
+    assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) is None
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ from gemmscope.app.model import ModelRun
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
+from gemmscope.process import free_memory_bytes
 from gemmscope.results.step import COMPILES, OPTIMIZERS, Compile, Optimizer, StepSettings
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
+from gemmscope.units import si
 
 BYTES_PER_PARAMETER = 8  # the weight, its gradient and both moments, in BF16
+CPU_BYTES_PER_PARAMETER = 16  # the same in FP32, which the CPU runs for comparison
 COMPILING_S = 1200.0  # allowed time without a message: compiling a whole model takes minutes, and so does tuning kernels
 ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory, for the parameters of all layers; of some layers, at two depths
 
@@ -79,12 +82,22 @@ def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:
     return plan, []
 
 
-def layers_that_fit(plan: ModulePlan, parameters: int, machine: Environment) -> int | None:
-    """How many layers to try first; None: all. Only running them shows whether they fit with their activations."""
+def layers_that_fit(plan: ModulePlan, parameters: int, machine: Environment, *, on_cpu: bool = False) -> int | None:
+    """How many layers to try first; None: all. Only running them shows whether they fit with their activations.
+
+    A CPU has no such second chance, because the system kills a process that needs too much memory: a `UserError` if even the
+    fewest layers do not fit.
+    """
     gpu = visible_gpu(machine)
-    if gpu is None or gpu.memory_bytes is None or not plan.depth or not parameters:
+    memory_bytes = free_memory_bytes() if on_cpu else gpu.memory_bytes if gpu is not None else None
+    if memory_bytes is None or not parameters:
         return None
-    needed = parameters * BYTES_PER_PARAMETER
-    if needed <= ALL_FIT * gpu.memory_bytes:
+    needed = parameters * (CPU_BYTES_PER_PARAMETER if on_cpu else BYTES_PER_PARAMETER)
+    if needed <= ALL_FIT * memory_bytes:
         return None
-    return max(LEAST_DEPTH, int(plan.depth * SOME_FIT * gpu.memory_bytes / needed))
+    least = needed * LEAST_DEPTH / max(plan.depth, LEAST_DEPTH)
+    if on_cpu and least > ALL_FIT * memory_bytes:
+        what = f"{LEAST_DEPTH} of its layers need" if plan.depth > LEAST_DEPTH else "it needs"
+        message = f"{what} about {si(least, 'B')} of memory, and this machine has {si(memory_bytes, 'B')} free"
+        raise UserError(f"the model is too large for a step on this CPU: {message}", "use a smaller model, or run it on a GPU")
+    return max(LEAST_DEPTH, int(plan.depth * SOME_FIT * memory_bytes / needed)) if plan.depth else None

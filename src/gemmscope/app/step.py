@@ -93,7 +93,9 @@ def run_step(
     plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
     mixes = _mixes(asked, choice, subject, live=live)
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
-    most_layers = layers_that_fit(plan, summed.parameters, machine) if isinstance(plan, ModulePlan) else None
+    most_layers = None
+    if isinstance(plan, ModulePlan):
+        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend == "cpu")
     with (
         closing(open_journal()) as journal,
         journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,

@@ -21,6 +21,7 @@ from torch import nn
 
 from gemmscope.errors import UserError, in_a_line, option
 from gemmscope.numerics.emulate import Emulation, Keep, emulate
+from gemmscope.process import free_memory_bytes
 from gemmscope.results.numerics import DepthError
 from gemmscope.units import parameters as parameters_text
 from gemmscope.workload.factory import Built, load_factory, loss_of, outputs_of
@@ -125,20 +126,10 @@ def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None
     elif parameters * tokens * 6 * (recipes + 1) > MOST_CPU_FLOPS:
         raise UserError(f"{name}: running it with every recipe would take too long on a CPU", f"{fewer}, or run it on a GPU")
     else:
-        free = _free_memory()
+        free = free_memory_bytes()
     if needed > free:
         have = f"{needed / 2**30:.0f} GiB are needed to run it in float32, and {free / 2**30:.0f} GiB are free"
         raise UserError(f"{name}: {have}", fewer)
-
-
-def _free_memory() -> int:
-    """Free memory of this machine in bytes; unlimited on unknown systems."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
-            facts = dict(line.split(":", 1) for line in lines)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 2**63
 
 
 @contextmanager
