@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,6 +263,16 @@ def test_a_slow_gpu_of_a_small_fleet_widens_no_spread(count: int) -> None:
     spreads = {figure.name: figure.spread.value for figure in fleet.figures if figure.unit == "ms" and figure.spread is not None}
     assert len(spreads) == 3
     assert max(spreads.values()) < 0.015
+
+
+def test_repeats_that_vary_a_lot_give_intervals_of_positive_times() -> None:
+    """As of a busy machine: an interval of a time never begins below zero."""
+    rng = np.random.default_rng(1)
+    for scale in (2, 200):
+        fleet = fleet_of([run_of(0, dict.fromkeys(TIMES, float(np.exp(scale * rng.standard_normal())))) for _ in range(7)])
+        [gpu] = fleet.gpus
+        for value in gpu.figures.values():
+            assert 0 < (value.low or 0) <= value.value <= (value.high or 0)
 
 
 def test_many_fast_gpus_may_be_the_healthy_ones() -> None:
