@@ -266,8 +266,8 @@ class _Sweep:
                 return f"all {counted(points, 'point')} were measured earlier"
             were = "was" if earlier == 1 else "were"
             return f"{earlier} of {counted(points, 'point')} {were} measured earlier; measuring the rest …"
-        each = "each " if points > 1 else ""
-        limit = f", {each}for at most {self.time_limit:g} s" if self.time_limit is not None else ""
+        prefix = "each " if points > 1 else ""
+        limit = f", {prefix}for at most {self.time_limit:g} s" if self.time_limit is not None else ""
         return f"measuring {counted(points, 'point')}{limit} …"
 
     def _check_choices(self, *, cache_weights: bool) -> None:

@@ -159,9 +159,9 @@ def _context(view: FleetView) -> Iterator[str]:
     result = view.result
     repeats = sorted({gpu.repeats for gpu in result.measured} or {1})
     times = " to ".join(map(str, repeats[:: max(len(repeats) - 1, 1)]))
-    each = "each " if len(result.measured) > 1 else ""
+    prefix = "each " if len(result.measured) > 1 else ""
     if result.measured:
-        yield f"{_where(view)}, {each}measured " + ("once" if repeats == [1] else f"{times} times: the median counts")
+        yield f"{_where(view)}, {prefix}measured " + ("once" if repeats == [1] else f"{times} times: the median counts")
     if len(view.groups) > 1:
         yield ", ".join(f"{count:,} x {kind}" for kind, count in view.groups.items())
     if result.model is not None and result.model.description:
