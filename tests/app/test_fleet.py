@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gemmscope.app.launched import Launched
 from gemmscope.app.spread import read_fleet, with_spread
 from gemmscope.app.units import MeasureUnit
 from gemmscope.cli.fleet import FleetOptions
+from gemmscope.engine.journal import open_journal
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.summaries import RunSummary
@@ -197,6 +199,7 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         ({"repeat": 0}, "repeat"),
+        ({"folder": ""}, "folder is empty"),
         ({"tolerance": 1.5}, "tolerance"),
         ({"step": True}, "no training step"),
         ({"gpus": "0", "ray": "auto"}, "ray"),
@@ -307,6 +310,24 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     file.write_text("{}")  # cut short by a full disk
     run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
     assert len(calls) == 2
+
+
+def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its journal is temporary: there is nothing to resume."""
+
+    def full(*_: object) -> None:
+        raise UserError("a.json cannot be written: No space left on device", "give another folder")
+
+    def run_bench(_: Any, **arguments: Any) -> Any:
+        with closing(open_journal()) as journal, journal.recording("mark", "command", resume=False) as recording:
+            recording.deliver(lambda: arguments["deliver"](recorded_bench("first")), complete=True)
+        return recorded_bench("first")
+
+    monkeypatch.setattr(app_fleet, "run_bench", run_bench)
+    monkeypatch.setattr(app_fleet, "write_text", full)
+    with pytest.raises(UserError, match="No space left") as error:
+        run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, choices=Choices(device="cpu"))
+    assert error.value.hint == "give another folder"
 
 
 def test_command_line_and_python_have_the_tolerance_of_the_rule() -> None:

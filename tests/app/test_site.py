@@ -76,7 +76,7 @@ def test_a_gpu_that_another_place_uses_now_is_waited_for(serve: Serve) -> None:
 def test_a_gpu_that_stays_in_use_is_refused(serve: Serve) -> None:
     _, refused = serve([free(processes=(4711,))] * 10_000, ANSWER, ANSWER, patience_s=0.0)
     assert isinstance(refused, PlaceRefused)
-    assert "in use by processes 4711" in refused.why
+    assert "in use by process 4711" in refused.why
     assert (refused.name, refused.place) == ("node GPU 0", "a")
 
 

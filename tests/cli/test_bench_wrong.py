@@ -90,7 +90,7 @@ def test_a_place_without_permission(run: Run, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("busy", "message"),
-    [({"processes": (4711,)}, "in use by processes 4711"), ({"utilization": 60}, "is 60% busy with other work")],
+    [({"processes": (4711,)}, "in use by process 4711"), ({"utilization": 60}, "is 60% busy with other work")],
 )
 def test_a_busy_gpu_is_refused(run: Run, busy: dict[str, object], message: str, pretend: Pretend) -> None:
     pretend(machine(**busy))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.app import fleet as app_fleet
+from gemmscope.findings import finding
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetResult
 from support.command import Run, run
@@ -47,6 +48,14 @@ def test_a_health_check_fails_for_slow_gpus_only(
     assert ("node0000 GPU 5" in outcome.out) or not slow
 
 
+def test_run_files_that_could_not_be_written_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    unwritten = finding("fleet-files-missing", files=["node0000-gpu0.json"], folder="out")
+    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(16, {}), [unwritten]))
+    assert run("fleet somewhere").code == 2
+    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(16, {5: 0.1}), [unwritten]))
+    assert run("fleet somewhere --fail-if-outlier").code == 3
+
+
 def test_a_launched_process_needs_a_folder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
@@ -63,10 +72,11 @@ def test_a_launched_process_needs_a_folder(run: Run, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("runs --shapes 8k", "apply only to measuring"),
-        ("runs --preset llama-3.1-8b", "apply only to measuring"),
+        ("runs --shapes 8k", "--shapes applies only to measuring"),
+        ("runs --preset llama-3.1-8b --shapes 8", "apply only to measuring"),
         ("runs", "cannot be read"),
         ("--gpus 0,1", "no NVIDIA GPU"),
+        ("--gpus 0,x", "--gpus must be all, or the numbers of GPUs"),
         ("--device cpu --gpus 0", "--device cpu uses none"),
         ("--device cpu --step", "needs a model"),
         ("--device cpu --shapes 8 --preset gpt2", "--shapes measures bare GEMMs"),

@@ -87,9 +87,57 @@ def test_three_fleets() -> None:
     assert len(row.times_ms) == 3
 
 
-def test_few_gpus_are_too_close_to_call() -> None:
-    result = compared(fleet(1, gpus=4), fleet(2, gpus=4, factor=0.05))
-    assert {row.changes[0].verdict for row in result.rows} == {"too close to call"}
+def test_few_gpus_have_their_own_rows() -> None:
+    """Too few for the rule: each is compared by the uncertainty of its own runs."""
+    same = compared(fleet(1, gpus=4), fleet(2, gpus=4), limit=0.03)
+    assert {row.changes[0].verdict for row in same.rows} == {"too close to call"}
+    assert not same.unresolved()
+    assert len(same.rows) == 3 * (1 + 4)
+    slower = compared(fleet(1, gpus=4), fleet(2, gpus=4, factor=0.05))
+    assert {row.changes[0].verdict for row in slower.rows} == {"slower"}
+    one = compared(fleet(1, gpus=4), fleet(2, gpus=4, slow={2: 0.1}))
+    assert {row.what for row in one.rows if row.changes[0].verdict == "slower"} == {"node0000 GPU 2"}
+    assert one.rows[3].times_ms[1] == pytest.approx((one.rows[3].times_ms[0] or 0) * 1.1, rel=0.01)
+    single = compared(fleet(1, gpus=1), fleet(2, gpus=1, factor=0.05))
+    assert [row.what for row in single.rows] == ["NVIDIA H200, all GPUs"] * 3
+    assert {row.changes[0].verdict for row in single.rows} == {"slower"}
+
+
+def test_a_gpu_of_a_small_fleet_that_one_of_three_fleets_lacks() -> None:
+    fewer = fleet(2, gpus=3).model_copy(update={"gpus": fleet(2, gpus=3).gpus[1:]})
+    result = compared(fleet(1, gpus=3), fewer, fleet(3, gpus=3))
+    first = next(row for row in result.rows if row.what == "node0000 GPU 0")
+    assert [change.verdict for change in first.changes] == ["missing", "too close to call"]
+    assert first.times_ms[1] is None
+
+
+def test_equal_fleets_rarely_differ() -> None:
+    """The intervals of all recipes hold together: of 100 pairs of equal fleets, about five have any verdict."""
+    wrong = sum(
+        any(
+            row.changes[0].verdict != "too close to call" for row in compared(fleet(seed, gpus=16), fleet(seed + 1, gpus=16)).rows
+        )
+        for seed in range(1000, 1200, 2)
+    )
+    assert wrong <= 8
+
+
+def test_a_replaced_gpu_is_neither_missing_nor_new() -> None:
+    after = fleet(2)
+    other = after.gpus[10].model_copy(update={"uuid": "GPU-other"})
+    result = compared(fleet(1), after.model_copy(update={"gpus": (*after.gpus[:10], other, *after.gpus[11:])}))
+    assert {found.code: found.facts.get("places") for found in result.findings} == {
+        "fleets-compared": None,
+        "fleets-replaced": [other.place],
+    }
+
+
+def test_many_missing_gpus_are_all_counted() -> None:
+    after = fleet(2)
+    result = compared(fleet(1), after.model_copy(update={"gpus": after.gpus[:32]}))
+    missing = next(found for found in result.findings if found.code == "fleets-missing")
+    assert "32 GPUs" in missing.text
+    assert missing.text.endswith("node0004 GPU 7 and 24 more).")
 
 
 def test_fleets_that_are_not_comparable() -> None:
@@ -99,3 +147,11 @@ def test_fleets_that_are_not_comparable() -> None:
     elsewhere = fleet_result([run_of(99, {})])
     with pytest.raises(UserError, match="no GPU in common"):
         compared(fleet(1), elsewhere)
+
+
+def test_fleets_of_other_gpu_types_have_nothing_to_compare() -> None:
+    """Nothing compared must not pass as no difference."""
+    with pytest.raises(UserError, match=r"no time in common: NVIDIA H200 \(BF16, .*\) and NVIDIA H100 \(BF16"):
+        compared(fleet(1), fleet(2, product="NVIDIA H100"), limit=0.03)
+    with pytest.raises(UserError, match=r"0\.json and 2\.json have no time in common"):
+        compared(fleet(1), fleet(2), fleet(2, product="NVIDIA H100"))

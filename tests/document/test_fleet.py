@@ -117,6 +117,29 @@ def test_figures_have_center_spread_noise_and_limit() -> None:
     assert row["Chip-to-chip spread"].value == (figure.spread.value if figure.spread else None)
 
 
+def test_many_gpus_that_were_not_measured_do_not_hide_the_others() -> None:
+    found = document(shown_fleet(32, {}, failed=32))
+    assert found.summary is not None
+    verdicts = [row[1].text for row in found.summary.rows]
+    assert verdicts.count("not measured") == 2
+    assert verdicts.count("-") == 4
+    assert "58 more GPUs" in found.summary.note
+
+
+def test_fast_gpus_are_not_listed_as_the_slowest() -> None:
+    view = FleetView(shown_fleet(64, {13: -0.1}, failed=0))
+    assert view.ordered[-1].place == "node0001 GPU 5"
+
+
+def test_a_single_gpu_is_not_called_each() -> None:
+    assert document(shown_fleet(1, {}, failed=0)).context[0] == "1 GPU (NVIDIA H200), measured once"
+
+
+def test_the_map_of_a_large_fleet_says_which_nodes_it_shows() -> None:
+    [plane] = [chart for chart in document(shown_fleet(400)).charts() if isinstance(chart, HeatMap)]
+    assert plane.title == "Slowdown of GPUs: the slowest 32 of 51 nodes"
+
+
 def test_the_map_has_nodes_and_gpus_with_outliers_beyond_the_line() -> None:
     found = document(fleet(64, 13))
     [plane] = [chart for chart in found.charts() if isinstance(chart, HeatMap)]

@@ -100,6 +100,14 @@ def test_the_batch_script_notices_gpus_that_were_not_measured(tmp_path: Path) ->
     assert "2 of 3 GPUs were measured" in ended.stdout
 
 
+def test_the_batch_script_if_no_gpu_was_measured(tmp_path: Path) -> None:
+    """Its options are wrong: one message of each process, and the exit code that the docs give."""
+    ended = Cluster(tmp_path, recorded=False).run(FILES / "slurm.sbatch", "--shapes", "8y", **JOB)
+    assert ended.returncode == 3
+    assert "0 of 2 GPUs were measured" in ended.stdout
+    assert "find:" not in ended.stderr
+
+
 @pytest.mark.parametrize(("found", "code", "message"), [(0, 0, ""), (3, 1, "a GPU is slow"), (2, 1, "could not be checked")])
 def test_the_health_check(found: int, code: int, message: str, tmp_path: Path) -> None:
     ended = Cluster(tmp_path, recorded=True).run(FILES / "health-check.sh", GATHERED=str(found))

@@ -104,6 +104,15 @@ def test_one_damaged_file_is_reported_and_left_out(damage: str, tmp_path: Path) 
         read_runs([tmp_path / "broken.json"])
 
 
+def test_many_damaged_files_are_all_counted(tmp_path: Path) -> None:
+    folder_of(tmp_path, 2)
+    for number in range(12):
+        (tmp_path / f"broken{number:02}.json").write_text("[]" + " " * number)
+    _, [left_out] = read_runs([tmp_path])
+    assert left_out.text.startswith("12 files skipped: ")
+    assert left_out.text.endswith(" and 4 more.")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1.0", "0.0", "1e300"])
 def test_times_that_are_none(number: str, tmp_path: Path) -> None:
     """They are not among the figures, so this GPU lacks them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +246,40 @@ def test_other_models_and_settings_are_refused() -> None:
         UserError, match=r"node0000 GPU 0 and node0000 GPU 1 did not measure the same: linears is .* and .*; setting"
     ):
         fleet_of([*simulated_runs(1), other])
+
+
+def test_runs_of_other_commands_are_refused_by_that_alone() -> None:
+    other = run_of(1, {}, measured={"command": "step", "ran": "stack", "layers": "2"})
+    with pytest.raises(UserError, match=r"did not measure the same: command is bench and step\n"):
+        fleet_of([*simulated_runs(1), other])
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_a_slow_gpu_of_a_small_fleet_widens_no_spread(count: int) -> None:
+    """Only the baseline may reach its limit there, but the chip is slow in every time."""
+    fleet = fleet_result(simulated_runs(count, spread=0.005, noise=0.002, slow={2: 0.1}, seed=3))
+    [outlier] = fleet.outliers
+    assert outlier.where == "node0000 GPU 2"
+    spreads = {figure.name: figure.spread.value for figure in fleet.figures if figure.unit == "ms" and figure.spread is not None}
+    assert len(spreads) == 3
+    assert max(spreads.values()) < 0.015
+
+
+def test_repeats_that_vary_a_lot_give_intervals_of_positive_times() -> None:
+    """As of a busy machine: an interval of a time never begins below zero."""
+    rng = np.random.default_rng(1)
+    for scale in (2, 200):
+        fleet = fleet_of([run_of(0, dict.fromkeys(TIMES, float(np.exp(scale * rng.standard_normal())))) for _ in range(7)])
+        [gpu] = fleet.gpus
+        for value in gpu.figures.values():
+            assert 0 < (value.low or 0) <= value.value <= (value.high or 0)
+
+
+def test_many_fast_gpus_may_be_the_healthy_ones() -> None:
+    most_slow = fleet_result(simulated_runs(64, seed=5, slow=dict.fromkeys(range(40), 0.1)))
+    [warned] = [found for found in most_slow.findings if found.code == "fleet-many-fast"]
+    assert "64" in warned.text
+    assert not fleet_result(simulated_runs(64, seed=5, slow={3: -0.1})).has("fleet-many-fast")
 
 
 def test_warnings_that_every_gpu_has_are_said_once() -> None:

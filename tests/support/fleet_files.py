@@ -42,7 +42,7 @@ def runs(count: int, slow: Mapping[int, float] = SLOW, *, seed: int = 1, chip: f
 def shown_fleet(count: int = 64, slow: Mapping[int, float] = SLOW, *, failed: int = 1) -> FleetResult:
     """The result of such a fleet; `failed`: how many GPUs were in use."""
     unmeasured = [
-        FleetGpu(place=f"node{number:04} GPU 7", node=f"node{number:04}", index=7, failure="the GPU is in use by processes 40217")
+        FleetGpu(place=f"node{number:04} GPU 7", node=f"node{number:04}", index=7, failure="the GPU is in use by process 40217")
         for number in range(9000, 9000 + failed)
     ]
     return fleet_result(runs(count, slow), failed=unmeasured, tolerance=0.02, command=COMMAND)

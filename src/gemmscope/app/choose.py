@@ -171,7 +171,8 @@ def usable_gpu(machine: Environment, *, share: bool) -> GpuFacts:
             f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
         )
     if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
-        in_use = f"in use by processes {', '.join(map(str, gpu.processes))}"
+        plural = "es" if len(gpu.processes) > 1 else ""
+        in_use = f"in use by process{plural} {', '.join(map(str, gpu.processes))}"
         state = in_use if gpu.processes else f"{gpu.utilization}% busy with other work"
         raise UserError(f"the GPU is {state}, which would distort the times", f"wait, or add {option('share_gpu')}")
     return gpu

@@ -215,12 +215,20 @@ def run_own_gpu(
         if resume and _is_complete(file):
             return None, file
 
+        unwritten: list[UserError] = []
+
         def deliver(result: BenchResult | StepResult) -> None:
-            write_text(file, result.to_json(), f"{option('folder')} must be a folder that every process can write to")
+            try:
+                write_text(file, result.to_json(), f"{option('folder')} must be a folder that every process can write to")
+            except UserError as error:  # raised below: the journal of this process is temporary, so nothing can be resumed
+                unwritten.append(error)
 
         arguments = {**unit.arguments(), "command": command, "reporter": reporter, "deliver": deliver}
         measured = arguments.pop("job")
-        return (run_step if step else run_bench)(measured, **arguments), file
+        result = (run_step if step else run_bench)(measured, **arguments)
+    if unwritten:
+        raise unwritten[0]
+    return result, file
 
 
 def _is_complete(file: Path) -> bool:
@@ -274,6 +282,8 @@ def _cpu_rank(rank: Launched) -> int:
 def _create_folder(folder: str | Path) -> Path:
     """The folder, created if it does not exist. A `UserError` if files cannot be written there."""
     path, given = Path(folder).absolute(), f"{option('folder')} {shown(str(folder))}"
+    if not str(folder):
+        raise UserError(f"{option('folder')} is empty", f"give the name of a folder, for example {option('folder', 'runs')}")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # also a name with a zero byte

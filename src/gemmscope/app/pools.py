@@ -62,6 +62,8 @@ def local_gpus(text: str | None, machine: Environment) -> list[GpuFacts]:
     """The GPUs of this machine that were named: "all", or numbers as nvidia-smi shows them, separated by commas; None for the one
     that a single measurement uses. A number may be repeated: its places take turns. With CUDA_VISIBLE_DEVICES, only the GPUs
     that it shows."""
+    every = text is not None and text.strip().lower() == "all"
+    numbers = _numbers(text) if text is not None and not every else []
     visible = visible_gpus(machine)
     if not visible:
         hidden = f" ({VISIBLE} is {machine.visible_devices!r})" if machine.gpus else ""
@@ -72,9 +74,8 @@ def local_gpus(text: str | None, machine: Environment) -> list[GpuFacts]:
     if text is None:
         gpu = visible_gpu(machine)
         return [gpu] if gpu is not None else visible[:1]
-    if text.strip().lower() == "all":
+    if every:
         return visible
-    numbers = _numbers(text)
     by_number = {gpu.index: gpu for gpu in visible}
     for number in numbers:
         if number not in by_number:

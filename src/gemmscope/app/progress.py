@@ -136,7 +136,7 @@ def spread_text(state: PoolProgress, what: str) -> str:
     done = f"{state.done:,} of {counted(state.total, what)} done" + (f", {state.failed:,} failed" if state.failed else "")
     left = f", about {duration(state.seconds_left)} left" if state.seconds_left is not None and state.done < state.total else ""
     machines = f" on {state.nodes:,} machines" if state.nodes > 1 and state.kind == "GPU" else ""
-    busy = f"{state.busy:,} of {counted(state.places, state.kind)}{machines} busy"
+    busy = f"{state.busy:,} of {counted(state.places, state.kind)}{machines} busy" if state.places else ""
     return "; ".join(filter(None, [done + left, busy, state.doing, state.last]))
 
 

@@ -262,8 +262,12 @@ class _Sweep:
     def _plan(self, points: int, earlier: int) -> str:
         """What will be done, in one line."""
         if earlier:
-            return f"{earlier} of {counted(points, 'point')} were measured earlier; measuring the rest …"
-        limit = f", each for at most {self.time_limit:g} s" if self.time_limit is not None else ""
+            if earlier == points:
+                return f"all {counted(points, 'point')} were measured earlier"
+            were = "was" if earlier == 1 else "were"
+            return f"{earlier} of {counted(points, 'point')} {were} measured earlier; measuring the rest …"
+        prefix = "each " if points > 1 else ""
+        limit = f", {prefix}for at most {self.time_limit:g} s" if self.time_limit is not None else ""
         return f"measuring {counted(points, 'point')}{limit} …"
 
     def _check_choices(self, *, cache_weights: bool) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from gemmscope import app
 from gemmscope.cli.bench_options import ChoiceOptions, ShapesCommand, TimingOptions, parse_shapes
-from gemmscope.cli.codes import NOTHING_MEASURED, OUTLIERS
+from gemmscope.cli.codes import NOTHING_MEASURED, OUTLIERS, UNWRITTEN
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import PageOptions, check_targets, deliver, say, typed_command
 from gemmscope.errors import UserError, option
@@ -66,8 +66,8 @@ def command(
         if given:
             listed = ", ".join(map(option, given))
             raise UserError(
-                f"{listed}: these options apply only to measuring, but run files were given",
-                "remove the options, or the run files",
+                f"{listed} {'applies' if len(given) == 1 else 'apply'} only to measuring, but run files were given",
+                f"remove {'it' if len(given) == 1 else 'them'}, or the run files",
             )
         result = app.fleet.gather_fleet(runs, tolerance=options.tolerance, command=typed_command())
         deliver(result, outputs)
@@ -147,8 +147,11 @@ def _own_gpu(
 
 
 def _exit(result: FleetResult, *, strict: bool) -> None:
-    """The exit code: nothing measured; with --fail-if-outlier, slow GPUs or GPUs that were not measured."""
+    """The exit code: nothing measured; with --fail-if-outlier, slow GPUs or GPUs that were not measured; run files of --folder
+    that could not be written."""
     if not result.measured:
         raise typer.Exit(NOTHING_MEASURED)
     if strict and app.fleet.unhealthy(result):
         raise typer.Exit(OUTLIERS)
+    if result.has("fleet-files-missing"):
+        raise typer.Exit(UNWRITTEN)

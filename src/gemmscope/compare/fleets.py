@@ -2,26 +2,30 @@
 
 GPUs are matched by their UUID, else by their place. The change of a fleet is the median of the changes of its GPUs, so the spread
 from chip to chip cancels. A GPU has its own row if it changed more than the others by more than chance allows: the rule that
-calls outliers in a fleet, applied to the changes.
+calls outliers in a fleet, applied to the changes. Where there are too few GPUs for the rule, each has its own row, with the
+uncertainty of its measurement, as in `rows`.
+
+The intervals of all GPUs and figures hold together with 95% (Bonferroni).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import exp
+from math import exp, isfinite, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
+from gemmscope.compare.rows import BETWEEN_RUNS, CONFIDENCE, change
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
-from gemmscope.fleet.rule import NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
+from gemmscope.fleet.rule import MEDIAN_ERROR, NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
 from gemmscope.fleet.spread import median_interval
 from gemmscope.interval import Interval
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult
 
 MOST_ROWS = 200  # GPUs that have a row of their own, those that changed most
-MOST_NAMED = 20
 
 
 def compare_fleets(
@@ -36,9 +40,18 @@ def compare_fleets(
                 "compare fleets of the same model, batch and settings",
             )
     pairs = [_Pair(first, fleet) for fleet in fleets[1:]]
-    if not any(pair.matched for pair in pairs):
-        raise UserError(f"{names[0]} and {names[-1]} have no GPU in common", "compare the same GPUs before and after a change")
-    rows = [row for figure in _figures(first, pairs) for row in _rows(figure, pairs)]
+    figures = _figures(first, pairs)
+    for pair, name in zip(pairs, names[1:], strict=True):
+        if not pair.matched:
+            raise UserError(f"{names[0]} and {name} have no GPU in common", "compare the same GPUs before and after a change")
+        if not any(pair.changes(figure)[0] for figure in figures):
+            times = " and ".join(map(_measured_times, (first, pair.after)))
+            raise UserError(
+                f"{names[0]} and {name} have no time in common: {times}",
+                "compare fleets of the same GPU type, power limit and recipes",
+            )
+    tests = len(figures) * len(pairs)
+    rows = [row for figure in figures for row in _rows(figure, pairs, tests)]
     findings = [note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name)]
     result = CompareResult(
         command=command, runs=tuple(names), rows=tuple(rows), differences=tuple(_differences(fleets)), limit=limit
@@ -51,12 +64,19 @@ def _what(fleet: FleetResult) -> str:
     return f"{fleet.of} of {fleet.name}{batch}"
 
 
+def _measured_times(fleet: FleetResult) -> str:
+    """The GPU types and the recipes of a fleet, for a message."""
+    times = [figure for figure in fleet.figures if figure.unit == "ms"]
+    groups, recipes = dict.fromkeys(figure.group for figure in times), dict.fromkeys(figure.recipe for figure in times)
+    return f"{', '.join(groups)} ({', '.join(recipes)})" if times else "nothing"
+
+
 def _figures(first: FleetResult, pairs: Sequence[_Pair]) -> list[FleetFigure]:
-    """The times that all fleets have; speedups follow from them. One group after the other."""
+    """The times of the first fleet that another one has, too; speedups follow from them. One group after the other."""
     return [
         figure
         for figure in first.figures
-        if figure.unit == "ms" and all(pair.after.figure(figure.name, figure.group) is not None for pair in pairs)
+        if figure.unit == "ms" and any(pair.after.figure(figure.name, figure.group) is not None for pair in pairs)
     ]
 
 
@@ -83,57 +103,97 @@ class _Pair:
         return gpus, Sample(figure.name, np.log(np.array(values, dtype=float)), np.where(np.isfinite(own), own, np.nan))
 
     def findings(self, name: str) -> Iterator[Finding]:
-        """The GPUs that became slow, are no longer slow, are missing or are new."""
+        """The GPUs that became slow, are no longer slow, were replaced, are missing or are new."""
         old, new = {_key(gpu): gpu.place for gpu in self.before.measured}, {_key(gpu): gpu.place for gpu in self.after.measured}
+        gone = [place for key, place in old.items() if key not in new]
+        added = [place for key, place in new.items() if key not in old]
+        replaced = [place for place in gone if place in set(added)]  # another UUID in the same place
         slow = [{outlier.where for outlier in fleet.outliers if outlier.side == "slow"} for fleet in (self.before, self.after)]
         yield finding("fleets-compared", gpus=len(self.matched), name=name)
         for code, places in (
             ("fleets-became-slow", sorted(slow[1] - slow[0])),
             ("fleets-no-longer-slow", sorted(slow[0] - slow[1])),
-            ("fleets-missing", [place for key, place in old.items() if key not in new]),
-            ("fleets-new", [place for key, place in new.items() if key not in old]),
+            ("fleets-replaced", replaced),
+            ("fleets-missing", [place for place in gone if place not in replaced]),
+            ("fleets-new", [place for place in added if place not in replaced]),
         ):
             if places:
-                yield finding(code, gpus=len(places), places=places[:MOST_NAMED], name=name)
+                yield finding(code, gpus=len(places), places=places, name=name)
 
 
 def _key(gpu: FleetGpu) -> str:
     return gpu.uuid or gpu.place
 
 
-def _rows(figure: FleetFigure, pairs: Sequence[_Pair]) -> Iterator[ComparedRow]:
-    """All GPUs of a group in one figure, then those that changed differently."""
+def _rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
+    """All GPUs of a group in one figure, then those that changed differently; each GPU, if they are too few to tell. `tests`: how
+    many figures are compared, over all fleets."""
     kept = [(pair, *pair.changes(figure)) for pair in pairs]
     medians = [pair.after.figure(figure.name, figure.group) for pair in pairs]
     times = (figure.center.value, *(median.center.value if median is not None else None for median in medians))
-    changes = tuple(_fleet_change(sample) for _, _, sample in kept)
+    changes = tuple(_fleet_change(sample, tests) for _, _, sample in kept)
     yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times, changes=changes)
-    tests = [_test(sample) for _, _, sample in kept]
+    outcomes = [_test(sample, tests) for _, _, sample in kept]
+    if all(outcome is None for outcome in outcomes):
+        yield from _single_rows(figure, pairs, tests)
+        return
     outside: dict[str, float] = {}
-    for (_, gpus, _), test in zip(kept, tests, strict=True):
+    for (_, gpus, _), test in zip(kept, outcomes, strict=True):
         if test is not None:
             for row in np.flatnonzero(test.outside).tolist():
                 outside[gpus[row].place] = max(abs(float(test.deviations[row])), outside.get(gpus[row].place, 0.0))
     for place in sorted(outside, key=lambda name: -outside[name])[:MOST_ROWS]:
-        yield _gpu_row(place, figure, [(gpus, sample, test) for (_, gpus, sample), test in zip(kept, tests, strict=True)])
+        yield _gpu_row(place, figure, [(gpus, sample, test) for (_, gpus, sample), test in zip(kept, outcomes, strict=True)])
 
 
-def _fleet_change(sample: Sample) -> Change:
-    """The median change of all GPUs."""
+def _single_rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
+    """Every GPU of a group that is too small for the rule."""
+    matched = [{gpu.place: gpu for gpu in pair.changes(figure)[0]} for pair in pairs]
+    places = dict.fromkeys(place for gpus in matched for place in gpus)
+    width = _width(tests * len(places))
+    if len(places) == 1:  # the row of all GPUs has it
+        return
+    for place in places:
+        old = next(gpus[place] for gpus in matched if place in gpus)
+        new = [pair.by_key.get(_key(old)) if place in gpus else None for pair, gpus in zip(pairs, matched, strict=True)]
+        times = [gpu.figures.get(figure.name) if gpu is not None else None for gpu in (old, *new)]
+        yield ComparedRow(
+            what=place,
+            recipe=figure.recipe,
+            mode=figure.mode,
+            times_ms=tuple(time.value if time is not None else None for time in times),
+            changes=tuple(change(times[0], time, width) for time in times[1:]),
+        )
+
+
+def _width(tests: int) -> float:
+    """How many standard errors an interval extends on either side, if so many hold together."""
+    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
+
+
+def _fleet_change(sample: Sample, tests: int) -> Change:
+    """The median change of all GPUs. The interval is that of order statistics; with too few GPUs for it, that of the noise."""
     if not len(sample.speeds):
         return Change(ratio=None, verdict="missing")
-    ends = median_interval(sample.speeds)
+    middle = float(np.median(sample.speeds))
+    ends = median_interval(sample.speeds, (1 - CONFIDENCE) / tests)
     if ends is None:
-        return Change(ratio=Interval(exp(float(np.median(sample.speeds)))), verdict="too close to call")
-    ratio = Interval(exp(float(np.median(sample.speeds))), exp(ends[0]), exp(ends[1]))
+        variance = float(np.mean(sample.errors**2)) + 2 * BETWEEN_RUNS**2
+        if not isfinite(variance):
+            return Change(ratio=Interval(exp(middle)), verdict="too close to call")
+        reach = _width(tests) * MEDIAN_ERROR * sqrt(variance / len(sample.speeds))
+        ends = middle - reach, middle + reach
+    ratio = Interval(exp(middle), exp(ends[0]), exp(ends[1]))
     verdict: Verdict = "slower" if ratio.above_one else "faster" if ratio.below_one else "too close to call"
     return Change(ratio=ratio, verdict=verdict)
 
 
-def _test(sample: Sample) -> RuleOutcome | None:
+def _test(sample: Sample, tests: int) -> RuleOutcome | None:
     """Which GPUs changed differently from the others; None for too few GPUs."""
     rule = rule_data()
-    return apply_rule(sample, rule["false_alarms"], rule["tolerance"]) if len(sample.speeds) >= rule["least_gpus"] else None
+    return (
+        apply_rule(sample, rule["false_alarms"] / tests, rule["tolerance"]) if len(sample.speeds) >= rule["least_gpus"] else None
+    )
 
 
 def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu], Sample, RuleOutcome | None]]) -> ComparedRow:

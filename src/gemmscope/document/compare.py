@@ -18,7 +18,8 @@ METHOD = (
 )
 FLEETS = (
     "Change compares the new time with the first: plus is slower. The change of all GPUs is the median over the GPUs, so that "
-    "chip-to-chip differences cancel. A GPU has its own row if its change differs from the others by more than chance allows."
+    "chip-to-chip differences cancel. A GPU has its own row if its change differs from the others by more than chance allows, "
+    "or if there are too few GPUs to tell. The intervals hold for all GPUs and recipes together with 95% confidence."
 )
 
 

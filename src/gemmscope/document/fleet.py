@@ -89,7 +89,8 @@ def _answer(view: FleetView) -> str:
             f"No outlier among {of}, but the measurements are noisy: a GPU would have to differ by {units.percent(max(limits))} "
             "to be detected."
         )
-    none = f"None of the {count:,} GPUs is slower than the others by more than {units.percent(max(limits))}"
+    others = "the others" if len(view.groups) == 1 else "the others of its type"
+    none = f"None of the {count:,} GPUs is slower than {others} by more than {units.percent(max(limits))}"
     return (
         f"{none}; {len(view.fast)} {'is' if len(view.fast) == 1 else 'are'} faster: {_listed(view.fast)}."
         if view.fast
@@ -108,7 +109,8 @@ def _slowest(view: FleetView) -> str:
     worst = view.worst(gpu)
     if worst is None:
         return ""
-    return f"The slowest, {gpu.place}, differs from the median by {units.difference(worst.ratio.value)} ({worst.figure.name})."
+    slower = 1 - worst.ratio.value
+    return f"The slowest, {gpu.place}, is {100 * slower:.1f}% slower than the median ({worst.figure.name})." if slower > 0 else ""
 
 
 def _main_figures(view: FleetView) -> list[FleetFigure]:
@@ -143,7 +145,7 @@ def _because(view: FleetView) -> Iterator[str]:
     spreads = [(figure.name, figure.spread.value) for figure in times if figure.spread is not None]
     if spreads:
         listed = [f"{name} {100 * spread:.1f}%" for name, spread in spreads[:MOST_FIGURES]]
-        yield f"Chip-to-chip spread: {', '.join(listed)}."
+        yield f"Chip-to-chip spread{f' ({next(iter(view.groups))})' if len(view.groups) > 1 else ''}: {', '.join(listed)}."
 
 
 def _key_figures(view: FleetView) -> Iterator[KeyFigure]:
@@ -157,7 +159,9 @@ def _context(view: FleetView) -> Iterator[str]:
     result = view.result
     repeats = sorted({gpu.repeats for gpu in result.measured} or {1})
     times = " to ".join(map(str, repeats[:: max(len(repeats) - 1, 1)]))
-    yield f"{_where(view)}, " + ("each measured once" if repeats == [1] else f"each measured {times} times: the median counts")
+    prefix = "each " if len(result.measured) > 1 else ""
+    if result.measured:
+        yield f"{_where(view)}, {prefix}measured " + ("once" if repeats == [1] else f"{times} times: the median counts")
     if len(view.groups) > 1:
         yield ", ".join(f"{count:,} x {kind}" for kind, count in view.groups.items())
     if result.model is not None and result.model.description:
@@ -223,7 +227,7 @@ def _method(result: FleetResult) -> Facts:
         ("measured", f"the same {OF[result.of]} on every GPU; both sides of every ratio on the same GPU"),
         ("outliers", called),
         ("minimum number of GPUs", f"{rule.least_gpus} of one type; with fewer, none is reported as an outlier"),
-        ("spread", "chip to chip: a robust standard deviation, with the measurement noise removed"),
+        ("spread", "the standard deviation from chip to chip, without outliers, with the measurement noise removed"),
         *command_facts(result),
     ]
     return tuple((name, value) for name, value in lines if value)

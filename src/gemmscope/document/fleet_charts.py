@@ -114,9 +114,9 @@ def heat_map(view: FleetView) -> HeatMap | None:
         by_column = {gpu_column(gpu): gpu for gpu in view.nodes[node]}
         cells.append(tuple(_heat_cell(view, by_column.get(name), len(across)) for name in across))
     left = len(nodes) - len(shown)
-    more = f" {units.counted(left, 'more node')} with faster GPUs not shown." if left else ""
+    more = f" {units.counted(left, 'more node')} not shown." if left else ""
     return HeatMap(
-        "Slowdown of every GPU, by node",
+        f"Slowdown of GPUs: the slowest {len(shown)} of {len(nodes):,} nodes" if left else "Slowdown of every GPU, by node",
         row_name="node",
         column_name="GPU",
         rows=tuple(shown),

@@ -11,6 +11,7 @@ from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, Outlier
 
 MOST_LISTED, MOST_ALIKE = 6, 8  # rows of the short table: beside warnings, and without outliers
+MOST_FAILED = 2  # of these rows, for GPUs that were not measured: a warning lists them too
 LEAST_THROTTLED = 0.05  # reasons with a smaller share of bursts are not named
 SHORT_DROPS = {"Limited by": 4, "°C": 2, "W": 3, "MHz": 1}
 OUTLIER_NOTE = (
@@ -56,7 +57,9 @@ def _level(view: FleetView, gpu: FleetGpu) -> Literal["warning", ""]:
 def summary_table(view: FleetView) -> Table | None:
     """The GPUs to look at first: outliers, those that were not measured, then the slowest others."""
     quiet = not view.result.outliers and len(view.result.measured) == len(view.result.gpus)
-    listed = view.ordered[: MOST_ALIKE if quiet else MOST_LISTED]
+    failed = [gpu for gpu in view.ordered if gpu.failure]
+    left_out = {gpu.place for gpu in failed[MOST_FAILED:]} if len(failed) < len(view.ordered) else set()
+    listed = [gpu for gpu in view.ordered if gpu.place not in left_out][: MOST_ALIKE if quiet else MOST_LISTED]
     if not listed:
         return None
     rows = []
@@ -86,7 +89,8 @@ def summary_table(view: FleetView) -> Table | None:
     )
     more = len(view.result.gpus) - len(listed)
     note = f"{units.counted(more, 'more GPU')}: add --detail. " if more > 0 else ""
-    return without_empty(Table("GPUs, slowest first", heads, tuple(rows), f"{note}Speed: difference from the median GPU."))
+    note += "Speed: difference from the median GPU." if view.result.measured else ""
+    return without_empty(Table("GPUs, slowest first", heads, tuple(rows), note.strip()))
 
 
 def outlier_table(view: FleetView) -> Table | None:
@@ -162,7 +166,7 @@ def figure_table(view: FleetView) -> Table | None:
         "Noise of one GPU",
         "Outlier limit",
     )
-    heads = columns(("Metric", "Type of GPU"), numbers)
+    heads = columns(("Metric", "GPU type"), numbers)
     return without_empty(Table("Metrics over all GPUs", heads, rows, FIGURE_NOTE))
 
 
@@ -240,7 +244,7 @@ def gpu_table(view: FleetView) -> Table:
         )
     states = ("SM clock MHz", "Power W", "Power limit W", "Temperature °C", "Repeats")
     heads = (
-        *columns(("GPU", "Kind", "Outlier"), ("Speed",)),
+        *columns(("GPU", "GPU type", "Outlier"), ("Speed",)),
         *columns(("Slowest metric",), (*(titles[name] for name in view.names), *states)),
         *columns(("Limited by", *varying, "Not measured because", "UUID", "Run file"), ()),
     )

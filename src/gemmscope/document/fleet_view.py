@@ -109,12 +109,12 @@ class FleetView:
 
     @cached_property
     def ordered(self) -> list[FleetGpu]:
-        """Slow outliers, then GPUs that were not measured, then fast outliers, then the others; the slowest first in each."""
+        """Slow outliers, then GPUs that were not measured, then the others; the slowest first in each."""
 
         def order(gpu: FleetGpu) -> tuple[int, float]:
             worst = self.worst(gpu)
             slowness = worst.ratio.value if worst is not None else math.inf
-            rank = 1 if gpu.failure else 0 if self.is_slow(gpu) else 2 if self.outliers_of(gpu) else 3
+            rank = 1 if gpu.failure else 0 if self.is_slow(gpu) else 2
             return rank, slowness
 
         return sorted(self.result.gpus, key=order)

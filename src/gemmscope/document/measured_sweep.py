@@ -20,6 +20,7 @@ def measured_sweep_document(result: SweepResult, name: str = "") -> Document:
     for sweep in result.sweeps[1:]:
         because += sweep_answer(sweep)[1]
     sections = [sweep_section(sweep) for sweep in result.sweeps]
+    until = _until(result) if result.sample_count != 1 else _until(result).removeprefix("each ")
     return Document(
         kind="sweep",
         title=f"Measured sweep over {sizes}{model} on {result.where}",
@@ -32,7 +33,7 @@ def measured_sweep_document(result: SweepResult, name: str = "") -> Document:
         context=(
             *([result.model.description] if result.model is not None and result.model.description else []),
             *([fixed] if (fixed := _fixed(result)) else []),
-            f"{units.counted(result.sample_count, 'point')} measured by gemmscope {result.of}, {_until(result)}",
+            f"{units.counted(result.sample_count, 'point')} measured by gemmscope {result.of}, {until}",
             f"{result.backend} backend; every interval is a 95% confidence interval",
         ),
         sections=(*sections, *([_gpus(result)] if result.gpus else [])),

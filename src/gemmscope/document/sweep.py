@@ -122,7 +122,7 @@ def _begins(sweep: GpuSweep) -> str:
     smallest, parts = min(point.values[sweep.sizes[0]] for point in sweep.points), []
     for since, names in groups.items():
         who = "every recipe" if len(names) == len(sweep.break_even) > 1 else units.names(names)
-        where = "nowhere" if since is None else "everywhere" if since == smallest else f"from {sweep.sizes[0]} {since}"
+        where = "at no size" if since is None else "at every size" if since == smallest else f"from {sweep.sizes[0]} {since}"
         parts.append(f"{who} {where}")
     return "; ".join(parts)
 

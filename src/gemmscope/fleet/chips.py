@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, nan, pi, sqrt
+from math import exp, inf, nan, pi, sqrt
 from statistics import median
 from typing import Literal
 
@@ -23,6 +23,7 @@ LEAST_FREEDOM = 5  # degrees of freedom from repeats, below which the intervals 
 LEAST_ROBUST = 5  # repeated GPUs, from which one unstable GPU does not spoil the noise of all
 ROBUST_EFFICIENCY = 0.37  # of a median of variances
 UNSTABLE = 3.09  # normal quantile of 99.9%: a GPU that varies more than that allows has its own noise
+LARGEST_REACH = 100.0  # of an interval, as a logarithm: damaged files hold anything
 # The variance of the median of so many normal values, over that of one.
 MEDIAN_VARIANCE = {1: 1.0, 2: 0.5, 3: 0.4487, 4: 0.2982, 5: 0.2868, 6: 0.2147, 7: 0.2104, 8: 0.1682, 9: 0.1661}
 
@@ -126,7 +127,8 @@ class FigureColumn:
             return own
         if not np.isfinite(error):
             return rounded(Interval(value))
-        return rounded(Interval(value, value * (1 - NORMAL_95 * error), value * (1 + NORMAL_95 * error)))
+        reach = exp(min(NORMAL_95 * error, LARGEST_REACH))  # errors are those of logarithms
+        return rounded(Interval(value, value / reach, value * reach))
 
 
 def columns(chips: Sequence[Chip]) -> list[FigureColumn]:

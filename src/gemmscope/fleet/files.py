@@ -46,11 +46,11 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[Finding]]:
     if not runs:
         if problems:
             raise problems[0]
-        problem = "only results of fleet or compare" if skipped else "no run files"
+        problem = "no run files of single GPUs, only results of fleet or compare" if skipped else "no run files"
         raise UserError(f"{', '.join(called(path) for path in paths[:MOST_NAMED])}: {problem}", NOTHING)
     findings = []
     if problems:
-        reasons = [problem.message for problem in problems[:MOST_NAMED]]
+        reasons = [problem.message for problem in problems]
         findings = [finding("fleet-files-left-out", files=len(problems), reasons=reasons)]
     return runs, findings
 

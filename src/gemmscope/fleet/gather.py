@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetNode, FleetResul
 __all__ = ["Run", "fleet_result", "summary"]
 
 MOST_DIFFERENCES_NAMED = 4
+MANY_FAST, SHARE_OF_FAST = 3, 0.1  # fast outliers from which on the others may be slow
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,24 @@ def _chip(run: Run, own: RunSummary) -> Chip:
 
 def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Mapping[str, str]) -> None:
     names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    texts = [
-        f"{key} is {before.get(key, 'not given')} and {after.get(key, 'not given')}" for key in names[:MOST_DIFFERENCES_NAMED]
-    ]
+    if "command" in names:  # everything else differs with it
+        names = ["command"]
+    texts = [f"{key} is {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in names]
+    texts = texts[:MOST_DIFFERENCES_NAMED]
     more = f" and {len(names) - len(texts)} more differences" if len(names) > len(texts) else ""
     raise UserError(
         f"{first} and {name} did not measure the same: {'; '.join(texts)}{more}",
         "gather the run files of one measurement, with the same model, batch and options on every GPU",
     )
+
+
+def _plain(value: str | None) -> str:
+    """What was measured, for people: without the digest of a long list, and a bare GEMM, whose name is its size, once.
+
+    >>> _plain("QKV Proj 8192x4096x6144 and 3 more (0b15f4e6960f2f5e)"), _plain("8x8x8 8x8x8 (0b15f4e6960f2f5e)"), _plain(None)
+    ('QKV Proj 8192x4096x6144 and 3 more', '8x8x8', 'not given')
+    """
+    return re.sub(r" \([0-9a-f]{16}\)$|^(\S+) (?=\1\b)", "", value) if value is not None else "not given"
 
 
 def _failed(chip: Chip) -> FleetGpu:
@@ -199,12 +211,19 @@ class _Group:
         least = rule_data()["least_gpus"]
         self.calls = call_group(samples, self.baseline, nodes, alarms=alarms, tolerance=tolerance, least=least)
 
+    def fast(self) -> int:
+        """How many chips the rule calls fast, alone or with their node."""
+        calls = [call for call in self.calls.calls if call.ratio.value > 1]
+        nodes = {call.node for call in calls if call.gpu < 0}
+        return sum(chip.node in nodes for chip in self.chips) + sum(call.gpu >= 0 and call.node not in nodes for call in calls)
+
     def outside(self, name: str) -> NDArray[np.bool_]:
-        """The chips that the rule calls in this figure, alone or with their node; for untested figures, in any figure."""
+        """The chips that the rule calls in this figure, alone or with their node. A chip that is called in one time counts in all
+        times: with few GPUs, only the baseline may reach its limit. For untested figures, the chips called in any figure."""
         called = np.zeros(len(self.chips), dtype=bool)
-        tests = self.calls.figures
+        tests, units = self.calls.figures, {column.figure.name: column.figure.unit for column in self.columns}
         for call in self.calls.calls:
-            if name in tests and name != call.figure and name not in call.also:
+            if name in tests and not any(units[own] == units[name] == "ms" or own == name for own in (call.figure, *call.also)):
                 continue
             if call.gpu >= 0:
                 called[call.gpu] = True
@@ -373,10 +392,12 @@ def _notes(groups: Sequence[_Group]) -> Iterable[Finding]:
     for group in groups:
         if not group.testable:
             yield finding("fleet-too-few", group=group.name, gpus=len(group.chips), least=least)
+        if (fast := group.fast()) >= max(MANY_FAST, SHARE_OF_FAST * len(group.chips)):
+            yield finding("fleet-many-fast", group=group.name, fast=fast, gpus=len(group.chips))
         for column in group.columns:
             missing = [chip.place for chip, value in zip(group.chips, column.values, strict=True) if not np.isfinite(value)]
             if missing:
-                yield finding("fleet-figure-missing", figure=column.figure.name, gpus=len(missing), places=missing[:20])
+                yield finding("fleet-figure-missing", figure=column.figure.name, gpus=len(missing), places=missing)
         unknown = sum(not chip.node for chip in group.chips)
         if unknown:
             yield finding("fleet-place-unknown", runs=unknown)

@@ -12,6 +12,7 @@ fewer, by Student's prediction interval of those that are not outliers.
 from __future__ import annotations
 
 from math import exp, inf, log, sqrt
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,19 +90,20 @@ def another_gpu(speeds: Floats, outliers: NDArray[np.bool_]) -> tuple[float, flo
     return center - reach, center + reach
 
 
-def median_interval(speeds: Floats) -> tuple[float, float] | None:
-    """A 95% interval of the median, by order statistics; None for fewer than six values, whose extremes do not reach 95%.
+def median_interval(speeds: Floats, chance: float = 0.05) -> tuple[float, float] | None:
+    """An interval that misses the median with this probability at most, by order statistics; None for too few values: with 5%,
+    fewer than six.
 
-    >>> median_interval(np.arange(1.0, 10.0)), median_interval(np.arange(5.0))
-    ((2.0, 8.0), None)
+    >>> median_interval(np.arange(1.0, 10.0)), median_interval(np.arange(5.0)), median_interval(np.arange(8.0), 0.01)
+    ((2.0, 8.0), None, (0.0, 7.0))
     """
     count = len(speeds)
     if count > 1000:
-        rank = int((count - NORMAL_95 * sqrt(count)) / 2)
+        rank = int((count - NormalDist().inv_cdf(1 - chance / 2) * sqrt(count)) / 2)
     else:
-        rank, chance, term = 0, 0.0, 0.5**count
-        while chance + term <= 0.025:
-            chance += term
+        rank, outside, term = 0, 0.0, 0.5**count
+        while outside + term <= chance / 2:
+            outside += term
             rank += 1
             term *= (count - rank + 1) / rank
     if rank < 1:
