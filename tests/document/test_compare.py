@@ -82,7 +82,7 @@ def test_differences_in_the_environment_are_in_the_short_view() -> None:
     assert document(compared()).context[-1] == "Also different: driver (580, -)"
     many = tuple(EnvironmentDifference(name=f"package {number}", values=("1", "2")) for number in range(9))
     context = document(compared().model_copy(update={"differences": many})).context
-    assert context[-1].endswith("package 3 (1, 2), 5 more (add --detail)")
+    assert context[-1].endswith("package 3 (1, 2), 5 more")
     assert not any("different" in line for line in document(compared().model_copy(update={"differences": ()})).context)
 
 

@@ -226,7 +226,7 @@ def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:
     for name in inside:
         texts = tuple("; ".join(_difference(fleet, name).values) for fleet in fleets)
         if any(texts) and len(set(texts)) > 1:
-            rows.append(EnvironmentDifference(name=f"{name}, by GPU", values=texts))
+            rows.append(EnvironmentDifference(name=f"{name} of single GPUs", values=texts))
     return rows
 
 

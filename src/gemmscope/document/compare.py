@@ -66,7 +66,7 @@ def _also_different(result: CompareResult) -> list[str]:
     """The differences in the environment in one line: a time that changed with the driver is not due to the code."""
     listed = [f"{row.name} ({', '.join(value or '-' for value in row.values)})" for row in result.differences]
     more = len(listed) - MOST_DIFFERENCES
-    named = [*listed[:MOST_DIFFERENCES], *([f"{more} more (add --detail)"] if more > 0 else [])]
+    named = [*listed[:MOST_DIFFERENCES], *([f"{more} more"] if more > 0 else [])]
     return [f"Also different: {', '.join(named)}"] if named else []
 
 
@@ -87,7 +87,7 @@ def _summary(result: CompareResult, letters: list[str]) -> Table:
 
     rows = sorted(table.rows, key=order)
     left_out = len(rows) - MOST_ROWS
-    note = f"{units.counted(left_out, 'more row')}: add --detail. " if left_out > 0 else ""
+    note = f"{units.counted(left_out, 'more row')} not shown here. " if left_out > 0 else ""
     return replace(table, rows=tuple(rows[:MOST_ROWS]), note=f"{note}Plus is slower.")
 
 

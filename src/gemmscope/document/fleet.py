@@ -135,7 +135,7 @@ def _because(view: FleetView) -> Iterator[str]:
     if result.differences:
         listed = [f"{row.name}: {units.names(row.values, MOST_NAMED)}" for row in result.differences]
         yield f"Differs between GPUs: {'; '.join(listed[:MOST_NAMED])}" + (
-            f"; {len(listed) - MOST_NAMED} more (add --detail)" if len(listed) > MOST_NAMED else "."
+            f"; {len(listed) - MOST_NAMED} more." if len(listed) > MOST_NAMED else "."
         )
     elif len(result.measured) > 1:
         yield "Driver and library versions are the same on all GPUs."

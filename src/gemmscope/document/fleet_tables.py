@@ -88,7 +88,7 @@ def summary_table(view: FleetView) -> Table | None:
         *columns(("Limited by",), (), SHORT_DROPS),
     )
     more = len(view.result.gpus) - len(listed)
-    note = f"{units.counted(more, 'more GPU')}: add --detail. " if more > 0 else ""
+    note = f"{units.counted(more, 'more GPU')} not shown here. " if more > 0 else ""
     note += "Speed: difference from the median GPU." if view.result.measured else ""
     return without_empty(Table("GPUs, slowest first", heads, tuple(rows), note.strip()))
 

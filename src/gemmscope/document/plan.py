@@ -112,7 +112,7 @@ def _close_text(point: PlanPoint) -> str:
         return f"It is faster than all others of the {fitting}, beyond the error bar of each ratio."
     recipes = units.names(layout.recipe for layout in close)
     which = "1 is" if len(close) == 1 else f"{len(close):,} are"
-    return f"Of the {fitting}, {which} too close to call against it (in {recipes}): see --detail."
+    return f"Of the {fitting}, {which} too close to call against it (in {recipes})."
 
 
 def _pruned_text(point: PlanPoint) -> str:
