@@ -1,4 +1,4 @@
-"""Modules that are no language models, as factories for `--module`: a vision transformer, T5 and a diffusion transformer.
+"""Factories for `--module` of modules that are not language models: a vision transformer, T5 and a diffusion transformer.
 
     gemmscope step --module benchmarks/any_modules.py:vit
     gemmscope forecast --module benchmarks/any_modules.py:t5 --gpu h200

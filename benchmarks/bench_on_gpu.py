@@ -109,36 +109,36 @@ def must(result: BenchResult | None) -> BenchResult:
 
 def speedups(result: BenchResult) -> dict[tuple[str, str, str, str, str], Interval]:
     """By mode, recipe, the recipe that it is compared with, op (empty: all linears) and pass."""
-    return {(each.mode, each.recipe, each.over, each.op, each.pass_name): each.speedup for each in result.linears.speedups}
+    return {(entry.mode, entry.recipe, entry.over, entry.op, entry.pass_name): entry.speedup for entry in result.linears.speedups}
 
 
 def reference_twice() -> tuple[list[str], BenchResult]:
     """The reference model, all recipes, both modes, two runs in a row."""
     (run, seconds, _), (repeat, again, _) = bench(REFERENCE), bench(REFERENCE)
     first, second = must(run), must(repeat)
-    found, other = speedups(first), speedups(second)
+    own, other = speedups(first), speedups(second)
     lines = [
         f"Wall time {seconds:.1f} s and {again:.1f} s ({first.rounds} and {second.rounds} rounds). "
-        f"The widest interval of all {len(found)} speedups, including single ops, passes and pairs of recipes: "
-        f"±{max(each.half_width for each in found.values()):.2%}.",
+        f"The widest interval of all {len(own)} speedups, including single ops, passes and pairs of recipes: "
+        f"±{max(speedup.half_width for speedup in own.values()):.2%}.",
         "",
         "| mode | recipe | speedup | 95% interval | again | difference |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for key, speedup in found.items():
+    for key, speedup in own.items():
         mode, name, over, op, _ = key
         if not op and over == "BF16":
             repeated = other[key].value
             difference = f"{repeated / speedup.value - 1:+.2%}"
             lines.append(f"| {mode} | {name} | {speedup.value:.3f} | {ends(speedup)} | {repeated:.3f} | {difference} |")
-    moved = [abs(other[key].value / speedup.value - 1) for key, speedup in found.items() if key[3]]
+    moved = [abs(other[key].value / speedup.value - 1) for key, speedup in own.items() if key[3]]
     return [*lines, "", f"Speedups of single ops and passes moved by {max(moved):.2%} at most between the two runs."], first
 
 
 def profiled_ms(result: BenchResult, cell: OpTime) -> float:
     """Time of the profiled kernels of one execution."""
     named = (cell.op, cell.recipe, cell.mode)
-    task = next(each for each in result.tasks if (each.task.case.op, each.task.recipe, each.task.mode) == named)
+    task = next(task for task in result.tasks if (task.task.case.op, task.task.recipe, task.task.mode) == named)
     return float(sum(kernel[1] for kernel in task.kernels)) / 1000 / int(task.facts["copies"])
 
 
@@ -174,13 +174,13 @@ def told_apart() -> list[str]:
     )
     result = must(run)
     ran = {cell.evidence["dgrad"].ran for cell in result.linears.ops if cell.recipe == "FP8Current"}
-    counted = [each for each in result.linears.speedups if each.recipe == "FP8Current"]
+    counted = [speedup for speedup in result.linears.speedups if speedup.recipe == "FP8Current"]
     lines.append(
         f"- `NVTE_BACKWARD_OVERRIDE=high_precision`, `--strict`: exit code {code}; dgrad ran in {', '.join(sorted(ran))}; "
         f"{len(counted)} speedups formed"
     )
     run, _, _ = bench(f"{UNALIGNED} --sequence_length 1024 --recipes fp8current --longest 4")
-    failures = dict.fromkeys(f"{each.task.case.op}: {each.failure}" for each in must(run).tasks if each.failure)
+    failures = dict.fromkeys(f"{task.task.case.op}: {task.failure}" for task in must(run).tasks if task.failure)
     lines.append(f"- an intermediate size of 16380: {'; '.join(failures)}")
     run, _, _ = bench(f"{TINY} --sequence_length 1024 --recipes fp8rowwise --longest 4")
     notes = dict.fromkeys(f"{cell.op}: {cell.left_in_baseline}" for cell in must(run).linears.ops if cell.left_in_baseline)
@@ -191,7 +191,7 @@ def told_apart() -> list[str]:
 def too_large_and_killed() -> list[str]:
     """Failures that must cost only the tasks they affect."""
     run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
-    failed = {each.task.case.op: each.failure_kind for each in must(run).tasks if each.failure}
+    failed = {task.task.case.op: task.failure_kind for task in must(run).tasks if task.failure}
     measured = sorted({cell.op for cell in must(run).linears.ops})
     large = f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}"
     return [large, *killed()]
@@ -219,8 +219,8 @@ def killed() -> list[str]:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and _rounds(Path(state, "gemmscope", "journal.sqlite3")) < 1:
                 time.sleep(0.2)
-            found = subprocess.run(["pgrep", "-f", "gemmscope.bench.worker"], capture_output=True, text=True, check=False)
-            for pid in found.stdout.split():
+            listed = subprocess.run(["pgrep", "-f", "gemmscope.bench.worker"], capture_output=True, text=True, check=False)
+            for pid in listed.stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
 
         thread = threading.Thread(target=kill)
@@ -228,8 +228,8 @@ def killed() -> list[str]:
         run, _, code = bench(f"{REFERENCE} --recipes fp8current --longest 6", XDG_STATE_HOME=state)
         thread.join()
     tasks = must(run).tasks
-    failed = [f"{each.task.key}: {each.failure}" for each in tasks if each.failure]
-    counts = f"{sum(not each.failure for each in tasks)} of {len(tasks)} tasks measured"
+    failed = [f"{task.task.key}: {task.failure}" for task in tasks if task.failure]
+    counts = f"{sum(not task.failure for task in tasks)} of {len(tasks)} tasks measured"
     return [f"- worker killed: exit code {code}; {counts}; failed: {'; '.join(failed) or 'none'}"]
 
 
@@ -288,7 +288,7 @@ def main() -> None:
     for number, (title, section) in enumerate(sections.items(), 1):
         if not wanted or str(number) in wanted:
             texts[title] = "\n".join([f"{time.strftime('%Y-%m-%d')}.", "", *section()])
-        parts = [f"\n## {each}\n\n{texts[each]}\n" for each in sections if each in texts]
+        parts = [f"\n## {section}\n\n{texts[section]}\n" for section in sections if section in texts]
         target.write_text(head + "".join(parts), encoding="utf-8")
     print(target.read_text(encoding="utf-8"))
 

@@ -24,7 +24,7 @@ from train_recipes import REAL
 
 Run = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 EMULATED_ONLY = ("MXFP8", "NVFP4")
-COMPILED = ("FP8Current", *EMULATED_ONLY)  # compiling takes long: those that are trained
+COMPILED = ("FP8Current", *EMULATED_ONLY)  # only the recipes that are trained, because compiling takes long
 
 
 class Holder(nn.Module):
@@ -59,7 +59,7 @@ def run(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, context: Any, time
 
 
 def real(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear) -> Run:
-    """With the recipe's library."""
+    """Run the linear with the recipe's library."""
     if REAL[name] == "torchao":
         from gemmscope.step.kits.torchao import TorchaoKit as Kit
     else:
@@ -70,7 +70,7 @@ def real(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear) -> Run
 
 
 def emulated(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear, *, compiled: bool) -> Run:
-    """With emulated linears."""
+    """Run the emulated linear."""
     emulation = emulate(Holder(linear), name, compiled=compiled)
     return run(linear, x, dy, lambda: emulation, 2)
 
@@ -93,13 +93,13 @@ def changed_by_compiling(name: str, x: torch.Tensor) -> float:
 
 
 def wait(x: torch.Tensor) -> None:
-    """For the GPU, if the tensor is there."""
+    """Wait for the GPU if the tensor is on one."""
     if x.is_cuda:
         torch.cuda.synchronize()
 
 
 def milliseconds(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, context: Any) -> float:
-    """Of one forward and backward pass."""
+    """The time of one forward and backward pass."""
     run(module, x, dy, context, 5)
     wait(x)
     begin = time.perf_counter()

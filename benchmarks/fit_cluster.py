@@ -28,11 +28,11 @@ COEFFICIENTS: dict[tuple[str, ...], tuple[float, float]] = {
     ("steps", "10.0"): (1.0, 0.05),
     ("several", "factor"): (1.02, 0.02),
 }
-PULL = 0.01  # of one width, against a mean error
+PULL = 0.01  # penalty of one prior width, relative to the mean error
 
 
 def place(path: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    """Where a coefficient is: its table and its name there."""
+    """The table and the name of a coefficient."""
     table = cluster()
     for name in path[:-1]:
         table = table[name]
@@ -41,7 +41,7 @@ def place(path: tuple[str, ...]) -> tuple[dict[str, Any], str]:
 
 @contextmanager
 def coefficients(values: dict[tuple[str, ...], float]) -> Any:
-    """With these instead of what the table has."""
+    """Replace these values in the table inside a `with` block."""
     before = {}
     for path, value in values.items():
         table, name = place(path)
@@ -55,8 +55,8 @@ def coefficients(values: dict[tuple[str, ...], float]) -> Any:
 
 
 def loss(compared: Sequence[Compared], values: dict[tuple[str, ...], float]) -> float:
-    """What the fit makes smallest."""
-    errors = sum(abs(log(1 + each.error)) for each in compared) / len(compared)
+    """The loss that the fit minimizes."""
+    errors = sum(abs(log(1 + run.error)) for run in compared) / len(compared)
     pulled = sum((log(values[path] / prior) / width) ** 2 for path, (prior, width) in COEFFICIENTS.items())
     return errors + PULL * pulled / len(COEFFICIENTS)
 
@@ -76,9 +76,9 @@ def fitted(runs: Sequence[PublishedRun]) -> dict[tuple[str, ...], float]:
         for path, (_, width) in COEFFICIENTS.items():
             for way in (1 + step * width, 1 / (1 + step * width)):
                 candidate = {**values, path: values[path] * way}
-                found = lost(candidate)
-                if found < best - 1e-6:
-                    values, best, moved = candidate, found, True
+                candidate_loss = lost(candidate)
+                if candidate_loss < best - 1e-6:
+                    values, best, moved = candidate, candidate_loss, True
                     break
         if not moved:
             step /= 2
@@ -87,13 +87,13 @@ def fitted(runs: Sequence[PublishedRun]) -> dict[tuple[str, ...], float]:
 
 def left_out(runs: Sequence[PublishedRun], group: Callable[[PublishedRun], str]) -> list[Compared]:
     """Every run, forecast with coefficients that were fitted without its group."""
-    found = []
+    comparisons = []
     for name in dict.fromkeys(map(group, runs)):
         values = fitted([run for run in runs if group(run) != name])
         print(f"  without {name}:", ", ".join(f"{'.'.join(path)} {value:.3g}" for path, value in values.items()))
         with coefficients(values):
-            found += Scorer([run for run in runs if group(run) == name]).compared()
-    return found
+            comparisons += Scorer([run for run in runs if group(run) == name]).compared()
+    return comparisons
 
 
 def main() -> None:

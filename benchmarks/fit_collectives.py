@@ -38,16 +38,16 @@ def main() -> None:
         lines.append(f"\n[{name}]\n")
         for op, of_op in mine.groupby("op_name"):
             parts = []
-            for ranks, each in of_op.groupby("num_gpus"):
-                each = each.groupby("message_size").latency.median()
-                size, time = each.index.to_numpy() * 2.0, each.to_numpy()
+            for ranks, latencies in of_op.groupby("num_gpus"):
+                latencies = latencies.groupby("message_size").latency.median()
+                size, time = latencies.index.to_numpy() * 2.0, latencies.to_numpy()
                 left = np.arange(len(size)) % 4 == 2
                 terms = np.stack([np.ones_like(size), np.sqrt(size), size], axis=1)
                 scale = np.array([1.0, 1e-4, 1e-8])
-                found, _ = nnls(terms[~left] * scale / time[~left, None], np.ones((~left).sum()))
-                found = found * scale
-                errors.append(np.abs(terms[left] @ found / time[left] - 1))
-                parts.append(f"{ranks} = [{', '.join(f'{value:.4g}' for value in found)}]")
+                coefficients, _ = nnls(terms[~left] * scale / time[~left, None], np.ones((~left).sum()))
+                coefficients = coefficients * scale
+                errors.append(np.abs(terms[left] @ coefficients / time[left] - 1))
+                parts.append(f"{ranks} = [{', '.join(f'{value:.4g}' for value in coefficients)}]")
             lines.append(f"{op} = {{ {', '.join(parts)} }}\n")
     error = np.median(np.concatenate(errors))
     p90 = np.quantile(np.concatenate(errors), 0.9)

@@ -100,7 +100,7 @@ class Data:
         self.rows = rows
         self.x = np.zeros((len(rows), 0), dtype=np.float32)
         self.base, self.quantize_bytes, self.roofline = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
-        made: list[tuple[np.ndarray, np.ndarray]] = []
+        computed: list[tuple[np.ndarray, np.ndarray]] = []
         for (name, fmt), chosen in rows.groupby(["gpu", "fmt"]):
             chip, shapes = gpu(name), Shapes.of(chosen.m, chosen.k, chosen.n)
             work = tile_work(shapes, chip.sms)
@@ -111,9 +111,9 @@ class Data:
                 self.quantize_bytes[chosen.index] = quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
                 plain = plain + self.quantize_bytes[chosen.index]
             self.roofline[chosen.index] = plain
-            made.append((chosen.index.to_numpy(), features(shapes, chip.sms, work)))
-        self.x = np.zeros((len(rows), made[0][1].shape[1]), dtype=np.float32)
-        for index, values in made:
+            computed.append((chosen.index.to_numpy(), features(shapes, chip.sms, work)))
+        self.x = np.zeros((len(rows), computed[0][1].shape[1]), dtype=np.float32)
+        for index, values in computed:
             self.x[index] = values
         self.y = np.log(rows.latency_ms.to_numpy())
         self.names = names_of(rows)
@@ -125,15 +125,15 @@ def quantize_prior(folder: Path, names: list[dict[str, str]]) -> np.ndarray:
     times = times[times.m * times.k > 3e7]
     times["gpu"] = times.system.astype(str).map(GPUS)
     prior = []
-    for each in names:
+    for series in names:
         passes = 1.3
-        if each["fmt"] == "fp8":
-            mine = times[(times.gpu == each["gpu"]) & (times.framework.astype(str) == each["library"])]
+        if series["fmt"] == "fp8":
+            mine = times[(times.gpu == series["gpu"]) & (times.framework.astype(str) == series["library"])]
             mine = mine[
                 mine.fw_version.astype(str)
-                == sorted(mine.fw_version.astype(str).unique())[-1 if each["library"] == "trtllm" else 0]
+                == sorted(mine.fw_version.astype(str).unique())[-1 if series["library"] == "trtllm" else 0]
             ]
-            ideal = quantize_bytes_ms((mine.m * mine.k).to_numpy(dtype=float), gpu(each["gpu"]).bandwidth_tbps)
+            ideal = quantize_bytes_ms((mine.m * mine.k).to_numpy(dtype=float), gpu(series["gpu"]).bandwidth_tbps)
             ratio = (mine.latency_ms / ideal).groupby(mine.op_name.astype(str)).median()
             passes = float(ratio.sum())
         prior.append(np.log(passes))
@@ -170,7 +170,7 @@ def fit(data: Data, chosen: np.ndarray, prior: np.ndarray, known: np.ndarray, se
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
     network = Network(data, prior)
-    tensors = [torch.tensor(each, dtype=torch.float32) for each in (data.x, data.base, data.quantize_bytes, data.y)]
+    tensors = [torch.tensor(column, dtype=torch.float32) for column in (data.x, data.base, data.quantize_bytes, data.y)]
     series = torch.tensor(data.rows.series.to_numpy())
     prior_t, known_t = torch.tensor(prior, dtype=torch.float32), torch.tensor(known, dtype=torch.float32)
     steps = EPOCHS * len(chosen) // BATCH
@@ -178,9 +178,9 @@ def fit(data: Data, chosen: np.ndarray, prior: np.ndarray, known: np.ndarray, se
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
         index = torch.tensor(random.choice(chosen, BATCH))
-        x, base, bytes_ms, y = (each[index] for each in tensors)
-        found, scale = network(x, series[index], base, bytes_ms)
-        loss = ((found - y).abs() * torch.exp(-scale) + scale).mean()
+        x, base, bytes_ms, y = (tensor[index] for tensor in tensors)
+        predicted, scale = network(x, series[index], base, bytes_ms)
+        loss = ((predicted - y).abs() * torch.exp(-scale) + scale).mean()
         loss = loss + (known_t * (network.passes - prior_t) ** 2).mean()  # quantization alone was measured: stay near it
         optimizer.zero_grad()
         loss.backward()
@@ -193,29 +193,29 @@ def fit(data: Data, chosen: np.ndarray, prior: np.ndarray, known: np.ndarray, se
 def predict(data: Data, networks: list[Network], index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Log time and log scale, means over networks."""
     with torch.no_grad():
-        inputs = [torch.tensor(each[index], dtype=torch.float32) for each in (data.x, data.base, data.quantize_bytes)]
+        inputs = [torch.tensor(column[index], dtype=torch.float32) for column in (data.x, data.base, data.quantize_bytes)]
         series = torch.tensor(data.rows.series.to_numpy()[index])
-        found = [network(inputs[0], series, inputs[1], inputs[2]) for network in networks]
-    return np.mean([each[0].numpy() for each in found], axis=0), np.mean([each[1].numpy() for each in found], axis=0)
+        outputs = [network(inputs[0], series, inputs[1], inputs[2]) for network in networks]
+    return np.mean([output[0].numpy() for output in outputs], axis=0), np.mean([output[1].numpy() for output in outputs], axis=0)
 
 
 def errors_of(data: Data, network: Network, which: int) -> tuple[np.ndarray, np.ndarray]:
     """Errors on a part that was not used to fit this network, in units of its scale, and the series of each."""
     index = np.flatnonzero((data.rows.part == which).to_numpy())
-    found, scale = predict(data, [network], index)
-    return (data.y[index] - found) / np.exp(scale), data.rows.series.to_numpy()[index]
+    predicted, scale = predict(data, [network], index)
+    return (data.y[index] - predicted) / np.exp(scale), data.rows.series.to_numpy()[index]
 
 
 def quantiles(errors: np.ndarray, series: np.ndarray) -> dict[int, tuple[float, float]]:
     """Per series: the interval that contains 90% of the errors. Series with few rows are shrunk towards all series together."""
     everyone = np.quantile(errors, [0.05, 0.95])
-    found = {}
-    for each in np.unique(series):
-        mine = errors[series == each]
+    limits = {}
+    for number in np.unique(series):
+        mine = errors[series == number]
         trust = len(mine) / (len(mine) + LEANING_ROWS)
         low, high = trust * np.quantile(mine, [0.05, 0.95]) + (1 - trust) * everyone
-        found[int(each)] = (float(low), float(high))
-    return found
+        limits[int(number)] = (float(low), float(high))
+    return limits
 
 
 def pack(values: np.ndarray) -> dict[str, object]:
@@ -243,13 +243,13 @@ def main() -> None:
     data = Data(load(folder))
     described = describe(data.rows)
     prior = quantize_prior(folder, data.names)
-    known = np.array([each["fmt"] == "fp8" for each in data.names], dtype=float)
+    known = np.array([series["fmt"] == "fp8" for series in data.names], dtype=float)
     parts = data.rows.part.to_numpy()
     seen = []
     for which in CALIBRATION:
         others = np.flatnonzero((parts != HELD_OUT) & (parts != which))
         seen.append(errors_of(data, fit(data, others, prior, known, seed=100 + which), which))
-    limits = quantiles(*(np.concatenate(each) for each in zip(*seen, strict=True)))
+    limits = quantiles(*(np.concatenate(parts) for parts in zip(*seen, strict=True)))
     print(f"calibrated after {time.time() - began:.0f} s", flush=True)
     networks = [fit(data, np.flatnonzero(parts != HELD_OUT), prior, known, seed) for seed in SEEDS]
     print(f"fitted after {time.time() - began:.0f} s", flush=True)
@@ -258,7 +258,7 @@ def main() -> None:
         launch = np.mean([float(torch.exp(network.launch[number].detach())) for network in networks])
         passes = np.mean([float(torch.exp(network.passes[number].detach())) for network in networks])
         quantize = [0.0, 0.0] if name["fmt"] == "bf16" else [round(launch, 5), round(passes, 3)]
-        low, high = (round(float(each), 3) for each in limits[number])
+        low, high = (round(float(limit), 3) for limit in limits[number])
         default = tuple(name.values()) not in NOT_DEFAULT
         series.append(
             {
@@ -295,19 +295,19 @@ def evaluate(data: Data, document: dict) -> None:
         mine = left[left.series == number]
         fitted, shapes = model.coefficients.series[number], Shapes.of(mine.m, mine.k, mine.n)
         chip = gpu(fitted.gpu)
-        basis = Basis(chip, fitted.fmt, fitted.state, fitted, factor=1.0, uncertainty=0.0)  # as this very series measured them
-        found = model._time(basis, shapes, "tn", tile_work(shapes, chip.sms), {})
-        measured, total = mine.latency_ms.to_numpy(), found.total_ms
+        basis = Basis(chip, fitted.fmt, fitted.state, fitted, factor=1.0, uncertainty=0.0)  # with this series' own measurements
+        estimate = model._time(basis, shapes, "tn", tile_work(shapes, chip.sms), {})
+        measured, total = mine.latency_ms.to_numpy(), estimate.total_ms
         error = np.abs(total / measured - 1)
-        covered = float(((measured >= found.low_ms) & (measured <= found.high_ms)).mean())
+        covered = float(((measured >= estimate.low_ms) & (measured <= estimate.high_ms)).mean())
         plain = np.abs(data.roofline[mine.index] / measured - 1)
         facts["held_out"] = {
             "rows": len(mine), "median": round(float(np.median(error)), 4), "p90": round(float(np.quantile(error, 0.9)), 4),
             "covered": round(covered, 3), "roofline_median": round(float(np.median(plain)), 4),
         }  # fmt: skip
-        held = facts["held_out"]
+        held_out = facts["held_out"]
         name = " ".join(facts[key] for key in ("gpu", "fmt", "state", "library"))
-        print(f"{name}: median {held['median']:.1%}, p90 {held['p90']:.1%}, covered {covered:.0%}", flush=True)
+        print(f"{name}: median {held_out['median']:.1%}, p90 {held_out['p90']:.1%}, covered {covered:.0%}", flush=True)
 
 
 def sample(data: Data) -> None:

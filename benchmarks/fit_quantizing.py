@@ -56,9 +56,9 @@ def ratios(table: pd.DataFrame, name: str) -> pd.DataFrame:
         elements = ratio.index.get_level_values("m") * ratio.index.get_level_values("k")
         long = elements >= LEAST_ELEMENTS
         columns[f"{library} {column}"] = ratio[long].groupby(np.floor(np.log2(elements[long]))).median()
-    found = pd.DataFrame(columns)
-    found.index = 2 ** (found.index + 0.5)
-    return found
+    by_size = pd.DataFrame(columns)
+    by_size.index = 2 ** (by_size.index + 0.5)
+    return by_size
 
 
 def main() -> None:
@@ -66,16 +66,16 @@ def main() -> None:
     table = load(Path(sys.argv[1]))
     for architecture in ARCHITECTURES:
         chips = [name for name in CHIPS.values() if gpu(name).architecture == architecture]
-        found = pd.concat([ratios(table, name) for name in chips])
-        mean = np.exp(np.log(found).mean(axis=1))
+        by_size = pd.concat([ratios(table, name) for name in chips])
+        mean = np.exp(np.log(by_size).mean(axis=1))
         (excess, half_at), _ = curve_fit(slower, mean.index.to_numpy(), mean.to_numpy(), p0=(0.5, 5e7))
-        fitted = slower(found.index.to_numpy(), excess, half_at)
-        spread = np.quantile(np.abs(np.log(found.to_numpy() / fitted[:, None])), 0.9)
+        fitted = slower(by_size.index.to_numpy(), excess, half_at)
+        spread = np.quantile(np.abs(np.log(by_size.to_numpy() / fitted[:, None])), 0.9)
         print(f'"{architecture}" = {{ excess = {excess:.2f}, half_at = {half_at:.1e} }}')
         print(f"# {', '.join(chips)}: nine of ten medians within {spread:.2f} (logarithmic) of it")
         print(
             "#",
-            found.assign(mean=mean, fitted=fitted).round(2).groupby(level=0).mean().round(2).to_string().replace("\n", "\n# "),
+            by_size.assign(mean=mean, fitted=fitted).round(2).groupby(level=0).mean().round(2).to_string().replace("\n", "\n# "),
         )
 
 

@@ -34,8 +34,8 @@ def scales(fleets: Floats) -> Floats:
     left, right = np.triu_indices(count, 1)
     rows = max(PAIRS // len(left), 1)
     pieces = [fleets[start : start + rows] for start in range(0, len(fleets), rows)]
-    found = [np.partition(np.abs(piece[:, left] - piece[:, right]), rank, axis=1)[:, rank] for piece in pieces]
-    return unbiased_qn(count) * np.concatenate(found)
+    scale_parts = [np.partition(np.abs(piece[:, left] - piece[:, right]), rank, axis=1)[:, rank] for piece in pieces]
+    return unbiased_qn(count) * np.concatenate(scale_parts)
 
 
 class Tail:

@@ -53,14 +53,14 @@ def called(rng: np.random.Generator, chips: Floats) -> tuple[set[int], set[str]]
     samples = [Sample(name, values, errors[name]) for name, values in figures.items()]
     nodes = NODES[: len(chips)]
     rule = rule_data()
-    found = call_group(
+    group = call_group(
         samples, "BF16 linears", nodes, alarms=rule["false_alarms"], tolerance=rule["tolerance"], least=rule["least_gpus"]
     )
-    return {call.gpu for call in found.calls if call.gpu >= 0}, {call.node for call in found.calls if call.gpu < 0}
+    return {call.gpu for call in group.calls if call.gpu >= 0}, {call.node for call in group.calls if call.gpu < 0}
 
 
 def share(hits: Sequence[int], of: int = 1) -> str:
-    """A rate with its 95% interval (Wilson). `hits`: how many of `of` there are in each fleet.
+    """A rate with its 95% interval (Wilson). `hits`: the hits among `of` in each fleet.
 
     The members of one fleet share its limits: the effective number of them is such that the variance of the rate is the one that
     the fleets show.

@@ -28,7 +28,7 @@ sys.path.append(str(TESTS))
 
 def write_summaries(path: Path, gpus: int) -> None:
     """Simulated runs with 5% of slow GPUs, one slow node and another driver on one node."""
-    from support.fleets import VERSIONS, simulated_runs  # the measured process must not pay for it
+    from support.fleets import VERSIONS, simulated_runs  # so that the measured process does not import it
 
     slow = dict.fromkeys(range(0, gpus, 20), 0.08) | dict.fromkeys(range(16, 24), 0.1)
     runs = simulated_runs(gpus, spread=0.01, slow=slow, modes=("autocast", "pre-quantized"))
@@ -55,7 +55,7 @@ class Watch:
 
 
 def measured(folder: Path) -> None:
-    """Everything that a user waits for, in this process."""
+    """Run and time every step that a user waits for, in this process."""
     watch = Watch()
 
     def gather() -> Any:
@@ -114,13 +114,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         write_summaries(Path(name) / "summaries.jsonl", arguments.gpus)
         output = subprocess.run([sys.executable, __file__, "--measure", name], check=True, capture_output=True, text=True).stdout
-    found = json.loads(output)
-    print(f"{arguments.gpus:,} GPUs, {found['outliers']} outliers\n\n| | seconds | peak memory |\n| --- | ---: | ---: |")
-    for what, seconds, peak in found["rows"]:
+    report = json.loads(output)
+    print(f"{arguments.gpus:,} GPUs, {report['outliers']} outliers\n\n| | seconds | peak memory |\n| --- | ---: | ---: |")
+    for what, seconds, peak in report["rows"]:
         print(f"| {what} | {seconds:.1f} | {peak:.0f} MiB |")
-    print(f"| **all** | **{found['total']:.1f}** ({found['cpu']:.1f} of CPU time) | **{found['peak']:.0f} MiB** |\n")
-    print(", ".join(f"{file} {size / 1e6:.1f} MB" for file, size in found["sizes"].items()))
-    return int(found["cpu"] > MOST_SECONDS or found["peak"] * (1 << 20) > MOST_BYTES)
+    print(f"| **all** | **{report['total']:.1f}** ({report['cpu']:.1f} of CPU time) | **{report['peak']:.0f} MiB** |\n")
+    print(", ".join(f"{file} {size / 1e6:.1f} MB" for file, size in report["sizes"].items()))
+    return int(report["cpu"] > MOST_SECONDS or report["peak"] * (1 << 20) > MOST_BYTES)
 
 
 if __name__ == "__main__":

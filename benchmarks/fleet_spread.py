@@ -44,8 +44,8 @@ def main() -> None:
                 for _ in range(of):
                     chips = SPREAD * draw(rng, count + 1)
                     seen = chips + noise * rng.standard_normal(count + 1)
-                    found = chip_spread(seen[:-1], noise)
-                    spread += found is not None and found.low <= SPREAD <= found.high  # type: ignore[operator]
+                    interval = chip_spread(seen[:-1], noise)
+                    spread += interval is not None and interval.low <= SPREAD <= interval.high  # type: ignore[operator]
                     low, high = another_gpu(seen[:-1], np.zeros(count, dtype=bool)) or (0.0, 0.0)
                     measured += low <= seen[-1] <= high
                     true += low <= chips[-1] <= high

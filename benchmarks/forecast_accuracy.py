@@ -83,15 +83,16 @@ def table(columns: str, rows: list[str]) -> str:
 
 def held_out(coefficients: Coefficients) -> Iterator[str]:
     """Every series, then each GPU and format."""
-    series = [
+    of_series = [
         " | ".join(
-            [each.gpu, each.fmt, each.state, each.library, f"{each.held_out['rows']:.0f}", f"{each.held_out['median']:.1%}",
-             f"{each.held_out['p90']:.1%}", f"{each.held_out['covered']:.0%}", f"{each.held_out['roofline_median']:.0%}"]
+            [series.gpu, series.fmt, series.state, series.library,
+             f"{series.held_out['rows']:.0f}", f"{series.held_out['median']:.1%}", f"{series.held_out['p90']:.1%}",
+             f"{series.held_out['covered']:.0%}", f"{series.held_out['roofline_median']:.0%}"]
         )
-        for each in coefficients.series
+        for series in coefficients.series
     ]  # fmt: skip
     yield table(
-        "GPU | format | state | library | rows | median | 90th percentile | inside the bar | plain roofline, median", series
+        "GPU | format | state | library | rows | median | 90th percentile | inside the bar | plain roofline, median", of_series
     )
     yield "\nAll libraries and states of a GPU and format together, from the sample of these rows in `tests/data/`:\n\n"
     pairs: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
@@ -99,8 +100,8 @@ def held_out(coefficients: Coefficients) -> Iterator[str]:
         group = leave_out.forecast(GemmModel(coefficients), key, rows, key[3])
         pairs[key[:2]].append((np.exp(-group.errors) - 1, group.inside))
     lines = []
-    for (name, fmt), found in sorted(pairs.items()):
-        error, inside = (np.concatenate(each) for each in zip(*found, strict=True))
+    for (name, fmt), arrays in sorted(pairs.items()):
+        error, inside = (np.concatenate(parts) for parts in zip(*arrays, strict=True))
         spread = f"{np.median(np.abs(error)):.1%} | {np.quantile(np.abs(error), 0.9):.1%}"
         lines.append(f"{name} | {fmt} | {len(error)} | {spread} | {inside.mean():.0%}")
     yield table("GPU | format | rows | median | 90th percentile | inside the bar", lines)
@@ -111,7 +112,7 @@ def transfers(coefficients: Coefficients) -> Iterator[str]:
     lines = []
     for kind, (rule, named) in leave_out.KINDS.items():
         groups = list(leave_out.left_out(coefficients, rule, named=named))
-        width = np.median(np.concatenate([each.high for each in groups]))
+        width = np.median(np.concatenate([group.high for group in groups]))
         lines.append(
             f"{kind} | {len(groups)} | {leave_out.share_inside(groups):.0%} | {np.exp(width) - 1:+.0%} | {_short(groups)}"
         )
@@ -121,7 +122,7 @@ def transfers(coefficients: Coefficients) -> Iterator[str]:
     for kind in ("its library, on every GPU", "its GPU", "its state on that GPU"):
         pairs = list(leave_out.speedups(coefficients, leave_out.KINDS[kind][0]))
         errors, width, independent = (
-            np.concatenate([getattr(each, name) for each in pairs]) for name in ("errors", "width", "independent")
+            np.concatenate([getattr(pair, name) for pair in pairs]) for name in ("errors", "width", "independent")
         )
         inside = f"{(np.abs(errors) <= width).mean():.0%} | {np.exp(np.median(width)) - 1:+.0%}"
         lines.append(f"{kind} | {len(errors)} | {inside} | {np.exp(np.median(independent)) - 1:+.0%}")
@@ -145,13 +146,13 @@ def transfers(coefficients: Coefficients) -> Iterator[str]:
 
 
 def _short(groups: list[leave_out.Group]) -> str:
-    low = [f"{' '.join(each.key)} ({each.inside.mean():.0%})" for each in groups if each.inside.mean() < leave_out.GOAL]
+    low = [f"{' '.join(group.key)} ({group.inside.mean():.0%})" for group in groups if group.inside.mean() < leave_out.GOAL]
     return ", ".join(low) or "none"
 
 
 def steps(measured: Adjustment | None) -> Iterator[str]:
     """Training steps measured on an H200."""
-    lines, off, times_off, held = [], [], [], 0
+    lines, off, times_off, inside = [], [], [], 0
     for name, facts in json.loads((ROOT / "tests/data/h200_training_steps.json").read_text())["models"].items():
         sizes, real = dict(facts["config"]), facts["median_ms"]
         run = RunSpec(sizes.pop("micro_batch_size"), sizes.pop("sequence_length"))
@@ -161,24 +162,24 @@ def steps(measured: Adjustment | None) -> Iterator[str]:
         times_off.append(abs(baseline.total.value / slow - 1))
         lines.append(f"{name} | BF16 | {slow:.1f} | {baseline.total.value:.1f} | {baseline.total.value / slow - 1:+.1%} | | |")
         for recipe in ("FP8Current", "FP8Delayed", "FP8Block"):
-            found = forecast.step(recipe)
-            gain, truth = speedup(baseline, found, in_common()).interval(), slow / real[recipe]
+            forecasted = forecast.step(recipe)
+            gain, truth = speedup(baseline, forecasted, in_common()).interval(), slow / real[recipe]
             off.append(abs(gain.value / truth - 1))
-            times_off.append(abs(found.total.value / real[recipe] - 1))
-            held += gain.low <= truth <= gain.high
-            times = f"{real[recipe]:.1f} | {found.total.value:.1f} | {found.total.value / real[recipe] - 1:+.1%}"
+            times_off.append(abs(forecasted.total.value / real[recipe] - 1))
+            inside += gain.low <= truth <= gain.high
+            times = f"{real[recipe]:.1f} | {forecasted.total.value:.1f} | {forecasted.total.value / real[recipe] - 1:+.1%}"
             forecast_gain = f"{gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]"
             lines.append(f"{name} | {recipe} | {times} | {truth:.3f} | {forecast_gain} | {gain.value / truth - 1:+.1%}")
     yield table("model | recipe | step ms | forecast ms | error | speedup | forecast [90%] | error", lines)
-    yield f"\nSpeedups: {np.mean(off):.1%} off on average, {max(off):.1%} at worst; {held} of {len(off)} inside the bar. "
+    yield f"\nSpeedups: {np.mean(off):.1%} off on average, {max(off):.1%} at worst; {inside} of {len(off)} inside the bar. "
     yield f"Times: {np.mean(times_off):.1%} and {max(times_off):.1%}.\n"
 
 
 def training_steps() -> str:
     """These steps from public measurements alone, and with the calibration of another H200."""
-    found = shipped("h200")
-    assert found is not None
-    return "".join([STEPS, *steps(None), CALIBRATED, *steps(found.adjustment(other_chip=True))])
+    calibration = shipped("h200")
+    assert calibration is not None
+    return "".join([STEPS, *steps(None), CALIBRATED, *steps(calibration.adjustment(other_chip=True))])
 
 
 def text(coefficients: Coefficients) -> str:

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, metavar="FILE", help="Run one saved input again, without limits.")
     options = parser.parse_args()
     targets = {
-        name: each for name, each in collect().items() if not options.target or any(part in name for part in options.target)
+        name: target for name, target in collect().items() if not options.target or any(part in name for part in options.target)
     }
     if options.replay is not None:
         print(replay(options.replay, collect()))
@@ -70,7 +70,7 @@ def show_progress(done: int, inputs: int, seconds: float) -> None:
 def run_batches(
     targets: dict[str, Target], inputs: int, seed: int, jobs: int, summaries: dict[str, Summary]
 ) -> Iterator[tuple[str, Summary]]:
-    """Batches of all targets, as they are done. The next one is of the target that has had the least for its speed."""
+    """Yield finished batches. The next batch is for the target with the lowest cost so far."""
     context = get_context("fork")
     batches, exhausted, planned = dict.fromkeys(targets, 0), set[str](), dict.fromkeys(targets, 0)
     workers: dict[Connection, str | None] = {}
@@ -88,7 +88,7 @@ def run_batches(
                 if sum(planned.values()) >= inputs or len(exhausted) == len(targets):
                     break
                 name = min(
-                    (name for name in targets if name not in exhausted), key=lambda each: cost(planned[each], summaries[each])
+                    (name for name in targets if name not in exhausted), key=lambda name: cost(planned[name], summaries[name])
                 )
                 count = min(batch_size(summaries[name]), inputs - sum(planned.values()))
                 worker.send((name, count, zlib.crc32(f"{seed} {name} {batches[name]}".encode())))
@@ -117,13 +117,13 @@ def run_batches(
 
 
 def cost(planned: int, summary: Summary) -> float:
-    """Between equal numbers and equal times: a target that is four times slower gets half as many inputs."""
+    """A compromise between equal counts and equal times: a target that is four times slower gets half as many inputs."""
     seconds = summary.seconds / summary.inputs if summary.inputs else 1e-3
     return planned * max(seconds, 1e-4) ** 0.5
 
 
 def batch_size(summary: Summary) -> int:
-    """So many that a batch takes some seconds."""
+    """The number of inputs for a batch of a few seconds."""
     if not summary.inputs:
         return FIRST_BATCH
     return max(FIRST_BATCH, min(LARGEST_BATCH, int(BATCH_S * summary.inputs / max(summary.seconds, 1e-6))))

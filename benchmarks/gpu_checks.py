@@ -38,7 +38,7 @@ class Check:
     command: str
     limit_s: float
 
-    def words(self, out: Path) -> list[str]:
+    def command_line(self, out: Path) -> list[str]:
         """The command line, run with this Python."""
         program, *arguments = shlex.split(self.command.replace("{out}", shlex.quote(str(out))))
         start = {"python": [sys.executable], "gemmscope": [sys.executable, "-m", "gemmscope"]}.get(program, [program])
@@ -55,7 +55,7 @@ def run(check: Check, out: Path) -> str:
     """Run one check, with its output in a log file. Returns how it ended."""
     with (out / f"{check.name}.log").open("w") as log:
         process = subprocess.Popen(
-            check.words(out), cwd=FOLDER.parent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            check.command_line(out), cwd=FOLDER.parent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:

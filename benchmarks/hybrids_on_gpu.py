@@ -47,7 +47,7 @@ MODELS = {
 
 
 def mean_ms(step: Step | CapturedStep, count: int = 5) -> float:
-    """Of so many steps, one after the other."""
+    """The time of one step, averaged over consecutive steps."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     step.run()
     wait()
@@ -80,8 +80,8 @@ def main() -> None:
             preset = presets.load(name).model
             assert preset is not None
             model = preset
-        plan, found = plan_step(model, RunSpec(batch, length, ep=arguments.ep))
-        print(f"{name}: {plan.depth} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
+        plan, findings = plan_step(model, RunSpec(batch, length, ep=arguments.ep))
+        print(f"{name}: {plan.depth} layers, {batch} x {length}; {[one.code for one in findings]}", flush=True)
         weights, memory = Weights(), GraphMemory() if device == "cuda" else None
         for recipe_name in arguments.recipes.split(","):
             try:

@@ -54,7 +54,7 @@ PROBLEMS = (
 )  # fmt: skip
 
 
-# --- what a run leaves -------------------------------------------------------------------------------------------------------
+# --- results of a run -------------------------------------------------------------------------------------------------------
 
 Bursts = Counter[tuple[float, ...]]
 
@@ -123,7 +123,7 @@ class Ended:
 def run_with_fault(
     arguments: list[str], folder: Path, marker: str, fault: str | None, at_s: float, choice: random.Random
 ) -> Ended:
-    """Run the command; `at_s` seconds after it handles signals, the fault. It runs in a process group of its own."""
+    """Run the command in its own process group. The fault comes `at_s` seconds after the command handles signals."""
     environment = {
         **os.environ,
         **{f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG")},
@@ -175,7 +175,7 @@ def wait_for_handlers(process: subprocess.Popen[bytes]) -> bool:
 
 
 def inflict(fault: str, process: subprocess.Popen[bytes], choice: random.Random) -> bool:
-    """Whether it hit a living process."""
+    """Cause the fault. Returns whether it hit a living process."""
     if process.poll() is not None:
         return False
     if fault == "stdout closed":
@@ -200,19 +200,19 @@ def inflict(fault: str, process: subprocess.Popen[bytes], choice: random.Random)
 
 
 def pythons_own(path: Path) -> bool:
-    """Whether it is the file with which Python's tempfile tries a folder: a kill at that moment leaves it."""
+    """Whether this is the test file of Python's tempfile, which a kill at that moment leaves behind."""
     return path.is_file() and path.read_bytes() in (b"blat", b"")
 
 
 def children(parent: int) -> list[int]:
     """Its child processes."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = path.read_text().rsplit(")", 1)[1].split()
             if int(fields[1]) == parent and fields[0] != "Z":
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 # --- a chain of runs ---------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Chain:
         return sorted(self.result.parent.glob(f"{self.result.stem}.interrupted*"))
 
     def _check_size(self, size: int) -> None:
-        """A file that was written has at least what was measured before; of another measurement, something."""
+        """A written file has at least the samples measured before. For another measurement, it is not empty."""
         written_at = self.result.stat().st_mtime_ns if self.result.exists() else 0
         if size < self.size:
             self._problem("files replaced by less", f"{self.size}, then {size}")
@@ -419,7 +419,7 @@ def main() -> None:
     def work() -> None:
         while tally.hits < tally.wanted:
             with tally.lock:
-                number, name = next(numbers), which.choices(names, [OFTEN[each] for each in names])[0]
+                number, name = next(numbers), which.choices(names, [OFTEN[candidate] for candidate in names])[0]
             Chain(name, number, options.seed, tally, resumes=resumes[name]).run()
 
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -65,7 +65,7 @@ def sample() -> dict[Key, np.ndarray]:
     rows: dict[Key, list[list[float]]] = defaultdict(list)
     for row in csv.DictReader(gzip.decompress((DATA / "held_out_gemms.csv.gz").read_bytes()).decode().splitlines()):
         key = (row["gpu"], row["fmt"], row["state"], row["library"])
-        rows[key].append([float(row[each]) for each in ("m", "k", "n", "latency_ms")])
+        rows[key].append([float(row[column]) for column in ("m", "k", "n", "latency_ms")])
     return {key: np.array(values) for key, values in rows.items()}
 
 
@@ -76,7 +76,7 @@ def state_of(key: Key) -> State:
 
 def without(coefficients: Coefficients, rule: Rule, key: Key) -> GemmModel:
     """A model that has not seen the series of a rule."""
-    return GemmModel(replace(coefficients, series=tuple(each for each in coefficients.series if not rule(each, key))))
+    return GemmModel(replace(coefficients, series=tuple(series for series in coefficients.series if not rule(series, key))))
 
 
 def forecast(gemms: GemmModel, key: Key, rows: np.ndarray, library: str | None) -> Group:
@@ -99,7 +99,7 @@ def left_out(coefficients: Coefficients, rule: Rule, *, named: bool) -> Iterator
 
 def share_inside(groups: list[Group]) -> float:
     """Over all rows."""
-    return float(np.concatenate([each.inside for each in groups]).mean())
+    return float(np.concatenate([group.inside for group in groups]).mean())
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def speedups(coefficients: Coefficients, rule: Rule) -> Iterator[Speedups]:
 
 def _estimates(times: Times) -> list[Estimate]:
     own = np.sqrt(np.maximum(times.high**2 - times.shared**2, 0.0))
-    return [Estimate(*each) for each in zip(times.total_ms.tolist(), own.tolist(), times.shared.tolist(), strict=True)]
+    return [Estimate(*facts) for facts in zip(times.total_ms.tolist(), own.tolist(), times.shared.tolist(), strict=True)]
 
 
 def on_h200(coefficients: Coefficients, fmt: str, library: str | None, *, few: bool) -> Group:
@@ -148,7 +148,7 @@ def on_h200(coefficients: Coefficients, fmt: str, library: str | None, *, few: b
     Only the GEMM was measured there, without quantization.
     """
     rows = [
-        [float(row[each]) for each in ("m", "k", "n", "ms")]
+        [float(row[column]) for column in ("m", "k", "n", "ms")]
         for row in csv.DictReader(gzip.decompress((DATA / "h200_small_m.csv.gz").read_bytes()).decode().splitlines())
         if row["format"] == fmt and (float(row["m"]) < FITTED_ROWS) == few
     ]

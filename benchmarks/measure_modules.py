@@ -93,7 +93,7 @@ def main():
     references = sys.argv[1:]
     context = multiprocessing.get_context("spawn")
     everyone, turn, results = context.Barrier(len(references)), context.Lock(), context.Queue()
-    workers = [context.Process(target=one_module, args=(each, everyone, turn, results)) for each in references]
+    workers = [context.Process(target=one_module, args=(reference, everyone, turn, results)) for reference in references]
     for worker in workers:
         worker.start()
     for _ in range(2 * len(references)):

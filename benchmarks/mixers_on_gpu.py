@@ -124,7 +124,7 @@ KINDS: dict[str, tuple[Callable[..., Case], Sequence[tuple[int, int, int, int]]]
 
 
 def elapsed_ms(work: Callable[[], Any]) -> float:
-    """Of one run, in a burst that keeps the GPU busy; the median."""
+    """The median time of one run, in a burst that keeps the GPU busy."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         work()
@@ -152,7 +152,7 @@ def kernels_of(work: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    """Every kind that was asked for."""
+    """Time every requested kind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("kinds", nargs="*")
@@ -193,7 +193,7 @@ def check(kind: str, device: str, without: Sequence[str], size: Sequence[int], m
         results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
         package = package or "+".join(dict.fromkeys(kernels.sources.values()))
     far = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(*results, strict=True)]
-    print(f"check {kind:18} {tuple(size)} {package}: " + " ".join(f"{each:.1e}" for each in far), flush=True)
+    print(f"check {kind:18} {tuple(size)} {package}: " + " ".join(f"{error:.1e}" for error in far), flush=True)
 
 
 def measure(

@@ -39,8 +39,8 @@ def main() -> None:
             timed([str(program), *shlex.split(command)], folder)
         taken = time.monotonic() - begin
         print(f"{taken:5.1f} s  in all; the page has {Path(folder, 'report.html').stat().st_size / 1e6:.1f} MB")
-        found = subprocess.run([str(program.parent / "python"), "-c", "import torch"], capture_output=True, check=False)
-    if found.returncode == 0:
+        imported = subprocess.run([str(program.parent / "python"), "-c", "import torch"], capture_output=True, check=False)
+    if imported.returncode == 0:
         sys.exit("torch was installed beside gemmscope")
     if given.is_dir() and taken > MOST_S:
         sys.exit(f"this took more than {MOST_S:.0f} s")

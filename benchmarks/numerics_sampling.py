@@ -159,8 +159,8 @@ def table(rows: list[tuple[str, str, str, str, float, float, bool]]) -> str:
     for key, values in groups.items():
         deviations = [abs(deviation) for deviation, _ in values]
         rms = (sum(one**2 for one in deviations) / len(values)) ** 0.5
-        near, held = sum(one < 0.05 for one in deviations) / len(values), sum(inside for _, inside in values) / len(values)
-        lines.append(f"| {' | '.join(key)} | {len(values)} | {rms:.1%} | {max(deviations):.1%} | {near:.1%} | {held:.0%} |")
+        near, covered = sum(one < 0.05 for one in deviations) / len(values), sum(inside for _, inside in values) / len(values)
+        lines.append(f"| {' | '.join(key)} | {len(values)} | {rms:.1%} | {max(deviations):.1%} | {near:.1%} | {covered:.0%} |")
     return "\n".join(lines)
 
 

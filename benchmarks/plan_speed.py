@@ -39,7 +39,7 @@ def main() -> None:
             result = read_result(path)
             assert isinstance(result, PlanResult)
             [point] = result.points
-            considered = point.fitting + sum(each.count for each in point.pruned if each.unit == "layouts")
+            considered = point.fitting + sum(entry.count for entry in point.pruned if entry.unit == "layouts")
             rate = considered / wall
             print(f"{name}: {considered:,} layouts, {point.fitting:,} of them fit, in {wall:.1f} s: {rate:,.0f} layouts/s")
 

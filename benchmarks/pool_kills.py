@@ -33,7 +33,7 @@ FAULTS = ("kill the site", "stop the site", "kill the measuring process")
 
 
 class Killed(LocalPool):
-    """A pool to whose processes something happens every now and then."""
+    """A pool whose processes are killed, stopped or ended at random times."""
 
     def __init__(self, places: int, kills: int, seed: int, pause_s: float) -> None:
         super().__init__([LocalPlace()] * places, alive_s=0.5)
@@ -62,20 +62,20 @@ class Killed(LocalPool):
 
 def problems(outcomes: Outcomes, seen: Counter[str], stored: set[str], units: set[str]) -> list[str]:
     """Errors in the outcomes."""
-    found = []
+    wrong = []
     if set(outcomes.done) | set(outcomes.failed) != units or set(outcomes.done) & set(outcomes.failed):
-        found.append("units without exactly one end")
+        wrong.append("units without exactly one end")
     if set(seen) != set(outcomes.done) or set(seen.values()) - {1}:
-        found.append("outcomes that were not handed over exactly once")
+        wrong.append("outcomes that were not handed over exactly once")
     if stored != set(outcomes.done):
-        found.append("outcomes that the journal does not have")
+        wrong.append("outcomes that the journal does not have")
     if any(f"lost {MOST_TRIES} times" not in failure.why for failure in outcomes.failed.values()):
-        found.append("failures for another reason than three losses")
-    return found
+        wrong.append("failures for another reason than three losses")
+    return wrong
 
 
 def main() -> int:
-    """Run it, and say what was found."""
+    """Run the pool and print the errors."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("units", 40), ("kills", 20), ("places", 3), ("seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -97,15 +97,15 @@ def main() -> int:
                     lambda unit, *_: seen.update([unit.key]),
                     limits=Limits(silence_s=10.0),
                 ).run()
-            found = problems(outcomes, seen, set(recording.outcomes()), {unit.key for unit in units})
+            wrong = problems(outcomes, seen, set(recording.outcomes()), {unit.key for unit in units})
         left, folders = left_running(folder), [path.name for path in Path(folder).iterdir() if path.is_dir()]
-        found += [f"{len(left)} processes left"] * bool(left) + [f"folders left: {folders}"] * bool(folders)
-        found += ["open files left"] * (len(list(Path("/proc/self/fd").iterdir())) != files)
+        wrong += [f"{len(left)} processes left"] * bool(left) + [f"folders left: {folders}"] * bool(folders)
+        wrong += ["open files left"] * (len(list(Path("/proc/self/fd").iterdir())) != files)
     faults = ", ".join(f"{count} x {fault}" for fault, count in pool.faults.items())
     print(f"{options.units} units at {options.places} places in {time.monotonic() - began:.0f} s; {faults}")
     print(f"{len(outcomes.done)} done, {len(outcomes.failed)} failed, {len(outcomes.lost)} losses, {outcomes.repeated} repeated")
-    print("\n".join(found) if found else "each unit has exactly one end; nothing is left")
-    return 1 if found or pool.faults.total() < options.kills else 0
+    print("\n".join(wrong) if wrong else "each unit has exactly one end; nothing is left")
+    return 1 if wrong or pool.faults.total() < options.kills else 0
 
 
 if __name__ == "__main__":

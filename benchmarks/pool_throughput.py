@@ -50,10 +50,10 @@ class Ready:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The pool is ended by whoever made it."""
+        """Does nothing: the caller ends the pool."""
 
     def events(self, wait_s: float) -> Iterable[Event]:
-        """The places first."""
+        """Yield the events of the places first."""
         if self._first:
             events, self._first = self._first, []
             return events
@@ -94,9 +94,9 @@ def main() -> int:
 
 
 def cpu_places(count: int) -> list[LocalPlace]:
-    """So many places on this machine's CPU, which divide its cores."""
+    """Places on this machine's CPU that share its cores."""
     cores = divide_cores([()] * count, allowed_cores()) if count > 1 else [()]
-    return [LocalPlace(cores=each) for each in cores]
+    return [LocalPlace(cores=core) for core in cores]
 
 
 def compare(name: str, chosen: argparse.Namespace, make: Callable[[int], Pool]) -> list[float]:

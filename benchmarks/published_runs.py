@@ -111,29 +111,30 @@ class Scorer:
     def __init__(self, runs: Iterable[PublishedRun]) -> None:
         forecasters: dict[str, Forecaster] = {}
         self.prepared = []
-        for each in runs:
-            chip = gpu(each.gpu)
+        for published in runs:
+            chip = gpu(published.gpu)
             if chip.name not in forecasters:
                 forecasters[chip.name] = Forecaster(chip, "sustained", measured=calibrated(chip.name)[0])
-            model, run = each.model, each.run
-            self.prepared.append((each, forecasters[chip.name], model, run, derive(model, run)))
+            model, run = published.model, published.run
+            self.prepared.append((published, forecasters[chip.name], model, run, derive(model, run)))
 
     def compared(self) -> list[Compared]:
-        found = []
-        for each, forecaster, model, run, workload in self.prepared:
-            step = StepForecast(forecaster, model, run, workload).step(each.recipe).total
-            found.append(Compared(each, run.tokens_per_gpu / step.value * 1000, step.uncertainty))
-        return found
+        comparisons = []
+        for published, forecaster, model, run, workload in self.prepared:
+            step = StepForecast(forecaster, model, run, workload).step(published.recipe).total
+            comparisons.append(Compared(published, run.tokens_per_gpu / step.value * 1000, step.uncertainty))
+        return comparisons
 
 
 def summary(compared: Iterable[Compared]) -> dict[str, tuple[int, float, int]]:
     """By kind: how many, their median error, and how many lie inside their error bars."""
     groups: dict[str, list[Compared]] = {}
-    for each in compared:
-        kind = f"{'fitted' if each.run.fitted else 'not fitted'}, {'with experts' if each.run.has_experts else 'dense'}"
-        groups.setdefault(kind, []).append(each)
+    for comparison in compared:
+        run = comparison.run
+        kind = f"{'fitted' if run.fitted else 'not fitted'}, {'with experts' if run.has_experts else 'dense'}"
+        groups.setdefault(kind, []).append(comparison)
     return {
-        kind: (len(some), median(abs(each.error) for each in some), sum(each.holds for each in some))
+        kind: (len(some), median(abs(comparison.error) for comparison in some), sum(comparison.holds for comparison in some))
         for kind, some in groups.items()
     }
 
@@ -141,14 +142,14 @@ def summary(compared: Iterable[Compared]) -> dict[str, tuple[int, float, int]]:
 def main() -> None:
     """Print the table."""
     compared = Scorer(published_runs()).compared()
-    for each in compared:
-        run = each.run
+    for comparison in compared:
+        run, forecast = comparison.run, comparison.tokens_per_s
+        low, high = forecast * exp(-comparison.uncertainty), forecast * exp(comparison.uncertainty)
         print(
             f"{'*' if run.fitted else ' '} {run.preset:16} {run.gpu:6} {run.gpus:5} {run.recipe:10} {run.layout:24}"
             f" mbs {run.micro_batch} gbs {run.global_batch:5} {run.container:8}"
-            f" {run.tokens_per_s:7.0f} {each.tokens_per_s:7.0f} {each.error:+7.1%}"
-            f"  [{each.tokens_per_s * exp(-each.uncertainty):.0f}, {each.tokens_per_s * exp(each.uncertainty):.0f}]"
-            f"{'' if each.holds else '  outside'}"
+            f" {run.tokens_per_s:7.0f} {forecast:7.0f} {comparison.error:+7.1%}  [{low:.0f}, {high:.0f}]"
+            f"{'' if comparison.holds else '  outside'}"
         )
     for kind, (count, error, inside) in summary(compared).items():
         print(f"{kind}: {count} runs, median error {error:.1%}, {inside} inside the error bar")

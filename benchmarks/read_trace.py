@@ -69,20 +69,20 @@ def _text(event: dict[str, Any], copy: int, later: float, steps: int) -> str:
     name = event["name"]
     if name.startswith("ProfilerStep"):
         name = f"ProfilerStep#{int(name.split('#')[1]) + copy * steps}"
-    made = {**event, "name": name, "ts": round(event["ts"] + later, 3), "args": arguments}
-    text = json.dumps(made, indent=2)
+    copied = {**event, "name": name, "ts": round(event["ts"] + later, 3), "args": arguments}
+    text = json.dumps(copied, indent=2)
     if event["cat"] != "cpu_op":
         return text
-    frame = {**made, "cat": "python_function", "args": {"Python parent id": 41, "Python id": 42, "Ev Idx": 2905}}
+    frame = {**copied, "cat": "python_function", "args": {"Python parent id": 41, "Python id": 42, "Ev Idx": 2905}}
     frames = [{**frame, "name": f"torch/nn/modules/module.py({line}): _wrapped_call_impl"} for line in (1751, 1762, 1790, 1805)]
-    return ",\n".join([text, *(json.dumps(each, indent=2) for each in frames)])
+    return ",\n".join([text, *(json.dumps(frame, indent=2) for frame in frames)])
 
 
 def measure(code: str, path: Path) -> list[Any]:
     """Seconds to read, total seconds, peak memory in KiB, events, steps, and the verdict."""
     child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    found: list[Any] = json.loads(child.stdout)
-    return found
+    numbers: list[Any] = json.loads(child.stdout)
+    return numbers
 
 
 def main() -> None:

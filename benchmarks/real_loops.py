@@ -69,11 +69,11 @@ def build(config: dict[str, Any], recipe: str, compiled: str, device: str) -> An
     import transformers
 
     settings = dict(config)
-    made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    made.use_cache = False
+    model_config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model_config.use_cache = False
     precision = torch.float32 if recipe == "FP32" else torch.bfloat16
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa", dtype=precision)
+        model = transformers.AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", dtype=precision)
     if config["model_type"] == "qwen3_next":
         model.set_experts_implementation("grouped_mm")
     model.train()
@@ -152,7 +152,7 @@ class Loop:
                 return
 
     def is_ready(self, until: float) -> bool:
-        """Whether it is compiled by then."""
+        """Whether it is compiled before the deadline."""
         self.waiting.join(max(until - time.monotonic(), 0.1))
         return self.ready_s > 0
 
@@ -165,7 +165,7 @@ class Loop:
         self.times.append(float(self.process.stdout.readline()))
 
     def end(self) -> None:
-        """Give its memory back; say what went wrong, if something did."""
+        """Release its memory, and print its error if there was one."""
         self.process.kill()
         self.process.wait()
         if not self.ready_s:
@@ -197,7 +197,7 @@ def predicted(case: str, recipes: list[str], seconds: float, folder: Path, *, ti
 
 def table(case: str, real: dict[str, list[float]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Both sides, recipe by recipe."""
-    steps = {each["recipe"]: each for each in result["step"]["recipes"]} if result else {}
+    steps = {recipe["recipe"]: recipe for recipe in result["step"]["recipes"]} if result else {}
     means = {recipe: sum(times) / len(times) for recipe, times in real.items() if times}
     print(f"\n{case}  (step ms: loop, gemmscope; speedup over BF16: loop, gemmscope)")
     rows = []
@@ -220,9 +220,9 @@ def table(case: str, real: dict[str, list[float]], result: dict[str, Any]) -> li
             "speedup": own_speedup, "speedup_error": speedup_error, "loop_bursts_ms": real[recipe],
             "attention": step.get("attention_kernels"), "parts_ms": step.get("parts_ms"),
         })  # fmt: skip
-    for found in result.get("findings", ()):
-        if found["code"] in TOLD:
-            print(f"    {found['code']}: {found['facts']}")
+    for finding in result.get("findings", ()):
+        if finding["code"] in TOLD:
+            print(f"    {finding['code']}: {finding['facts']}")
     return rows
 
 

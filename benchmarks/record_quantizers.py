@@ -129,28 +129,28 @@ def transformer_engine_checks() -> Iterator[Check]:
     from transformer_engine.pytorch.quantization import RecipeState
 
     def quantizers(recipe: Any) -> dict[str, Any]:
-        made = RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()
+        forward = RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()
         grad = RecipeState.create(recipe, mode="backward", num_quantizers=2).make_quantizers()
-        found = {"X": made[0], "W": made[1], "dY": grad[0]}
-        for one in found.values():
+        by_tensor = {"X": forward[0], "W": forward[1], "dY": grad[0]}
+        for one in by_tensor.values():
             one.set_usage(rowwise=True, columnwise=True)
-        return found
+        return by_tensor
 
     def per_tensor(quantizer: Any, columnwise: bool, dtype: torch.dtype, history: float = 0.0) -> Callable[[Tensor], Output]:
         def run(x: Tensor) -> Output:
             if history:
                 amax = tensor_amax(x) * history
                 quantizer.scale.copy_(te(amax, E4M3 if dtype == torch.float8_e4m3fn else E5M2, amax).encode)
-            made = quantizer(x)
-            return (made._transpose if columnwise else made._data).view(dtype), made._scale_inv.reshape(())
+            quantized = quantizer(x)
+            return (quantized._transpose if columnwise else quantized._data).view(dtype), quantized._scale_inv.reshape(())
 
         return run
 
     def blocks(quantizer: Any, columnwise: bool, tiles: bool) -> Callable[[Tensor], Output]:
         def run(x: Tensor) -> Output:
-            made = quantizer(x)
-            codes = (made._columnwise_data if columnwise else made._rowwise_data).view(torch.float8_e4m3fn)
-            scales = made._columnwise_scale_inv if columnwise else made._rowwise_scale_inv
+            quantized = quantizer(x)
+            codes = (quantized._columnwise_data if columnwise else quantized._rowwise_data).view(torch.float8_e4m3fn)
+            scales = quantized._columnwise_scale_inv if columnwise else quantized._rowwise_scale_inv
             rows, count = codes.shape[0], -(-codes.shape[1] // 128)
             if tiles:
                 return codes, scales[: -(-rows // 128), :count].repeat_interleave(128, 0)[:rows]
@@ -181,10 +181,10 @@ def load_reference() -> ModuleType:
         return import_module(f"{package}.reference_nvfp4")
     except Exception as problem:
         print(f"Transformer Engine does not import here, its reference is loaded alone: {problem!r}"[:300])
-    found = find_spec("transformer_engine")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("transformer_engine")
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("put the unpacked wheel of Transformer Engine on PYTHONPATH")
-    folder = Path(found.submodule_search_locations[0]) / "pytorch" / "custom_recipes"
+    folder = Path(spec.submodule_search_locations[0]) / "pytorch" / "custom_recipes"
     for name in [one for one in sys.modules if one.split(".")[0] == "transformer_engine"]:
         del sys.modules[name]
     quantized = {"Quantizer": StandInQuantizer, "QuantizedTensorStorage": object}
@@ -275,11 +275,13 @@ def difference(check: Check, given: Tensor, output: Output, device: str) -> str:
     x = given.to(device)
     x = x.T.contiguous() if check.direction == "columns" else x
     quantizer = quantizer_named(check.quantizer)
-    made = quantizer(x, amax=tensor_amax(x) * check.history if check.history else None)
-    codes = torch.where(made.rounded.isnan(), output[0].to(device), made.codes) if quantizer.format == "e2m1" else made.codes
+    quantized = quantizer(x, amax=tensor_amax(x) * check.history if check.history else None)
+    codes = quantized.codes
+    if quantizer.format == "e2m1":
+        codes = torch.where(quantized.rounded.isnan(), output[0].to(device), codes)
     if check.zeros_lose_their_sign:
         codes = torch.where(quantized_values(quantizer, x) == 0, 0, codes)
-    for what, own, theirs in (("scale", made.scales, output[1]), ("code", codes, output[0])):
+    for what, own, theirs in (("scale", quantized.scales, output[1]), ("code", codes, output[0])):
         own, theirs = comparable(own).cpu(), comparable(theirs).cpu()
         if own.shape != theirs.shape:
             return f"{what} shapes: ours {tuple(own.shape)}, theirs {tuple(theirs.shape)}"

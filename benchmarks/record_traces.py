@@ -180,8 +180,8 @@ def build(case: Case, device: str) -> Any:
         def forward(self, x: Any, how: dict[str, Any]) -> Any:
             inner = self.qkv(x, **how) if case.kit == "te" else self.qkv(self.norm(x))
             q, k, v = inner.view(-1, case.sequence, inner.shape[-1]).split([q_width, kv_width, kv_width], dim=-1)
-            q, k, v = (each.unflatten(-1, (-1, case.head_dim)) for each in (q, k, v))
-            q, k, v = (each.transpose(1, 2) for each in (rotate(q), rotate(k), v))
+            q, k, v = (tensor.unflatten(-1, (-1, case.head_dim)) for tensor in (q, k, v))
+            q, k, v = (tensor.transpose(1, 2) for tensor in (rotate(q), rotate(k), v))
             grouped = case.heads != case.kv_heads
             inner = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             x = x + self.out(inner.transpose(1, 2).flatten(2).flatten(0, 1), **how)
@@ -323,9 +323,9 @@ def work(names: list[str], folder: Path, dry: bool) -> None:
 
 
 def _clock(*arguments: str) -> None:
-    made = subprocess.run(["nvidia-smi", *arguments], check=False, capture_output=True, text=True)
-    if made.returncode or "permission" in (made.stdout + made.stderr).lower():
-        raise PermissionError(f"the clock cannot be set here: {(made.stdout + made.stderr).strip()[:200]}")
+    ended = subprocess.run(["nvidia-smi", *arguments], check=False, capture_output=True, text=True)
+    if ended.returncode or "permission" in (ended.stdout + ended.stderr).lower():
+        raise PermissionError(f"the clock cannot be set here: {(ended.stdout + ended.stderr).strip()[:200]}")
 
 
 def main() -> None:

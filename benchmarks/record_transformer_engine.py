@@ -93,8 +93,8 @@ def main() -> None:
         for name, twin in (("mlp.fc1", "fc1"), ("mlp.fc2", "fc2")):
             norms = []
             for file, linear in ((path, name), (other, twin)):
-                found = next(one for one in read_recording(file).linears if one.name == f"1.{linear}")
-                norms.append({name: facts.norm for name, facts in found.sampled_steps[0].facts.passes.items()})
+                recorded = next(one for one in read_recording(file).linears if one.name == f"1.{linear}")
+                norms.append({name: facts.norm for name, facts in recorded.sampled_steps[0].facts.passes.items()})
             print(f"  norms of {name}, stand-in and plain:", norms)
 
 

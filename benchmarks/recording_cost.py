@@ -34,7 +34,7 @@ T_95 = [2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.
 
 
 def options() -> argparse.Namespace:
-    """Of the command line."""
+    """The settings from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
@@ -136,17 +136,17 @@ def cost(given: argparse.Namespace, kind: str, folder: Path) -> dict[str, Any]:
 
 
 def losses(given: argparse.Namespace, kind: str, path: Path | None) -> tuple[list[float], list[torch.Tensor]]:
-    """Of 20 steps from the same seed, recorded where there is a path; and the weights after them."""
+    """The losses of 20 steps from the same seed, recorded if there is a path, and the weights after them."""
     training = Training(given, kind)
-    found = []
+    losses_of_steps = []
     recording = gemmscope.record_tensors(training.model, path, steps=5, after=8) if path is not None else None
     if recording is not None:
         recording.__enter__()
     for _ in range(20):
-        found.append(training.step())
+        losses_of_steps.append(training.step())
         if recording is not None:
             recording.step()
-    return [loss.item() for loss in found], [parameter.detach().cpu() for parameter in training.model.parameters()]
+    return [loss.item() for loss in losses_of_steps], [parameter.detach().cpu() for parameter in training.model.parameters()]
 
 
 def same(one: tuple[list[float], list[torch.Tensor]], other: tuple[list[float], list[torch.Tensor]]) -> bool:

@@ -66,7 +66,7 @@ def time_ms(calls: list) -> float:
     end.record()
     torch.cuda.synchronize()
     replays = max(1, round(LEAST_MS / begin.elapsed_time(end)))
-    found = []
+    times = []
     for _ in range(ROUNDS):
         time.sleep(REST_S)
         begin.record()
@@ -74,8 +74,8 @@ def time_ms(calls: list) -> float:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / replays / len(kept))
-    return sorted(found)[ROUNDS // 2]
+        times.append(begin.elapsed_time(end) / replays / len(kept))
+    return sorted(times)[ROUNDS // 2]
 
 
 def main() -> None:

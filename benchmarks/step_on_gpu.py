@@ -52,16 +52,16 @@ def summary(run: StepResult, model: dict[str, Any], backend: str) -> dict[str, A
     real = {name.replace("bf16", "BF16"): measured["median_ms"] for name, measured in model.get(backend, {}).items()}
     base = statistics.mean([real["BF16"], real.get("BF16_again", real["BF16"])]) if real else None
     kept = {}
-    for each in run.step.recipes:
-        before = real.get(NAMES.get(each.recipe, each.recipe))
-        if each.speedup is not None and each.speedup.known:
-            kept[each.recipe] = {
-                "predicted": {key: round(value, 4) for key, value in asdict(each.speedup).items()},
+    for recipe in run.step.recipes:
+        before = real.get(NAMES.get(recipe.recipe, recipe.recipe))
+        if recipe.speedup is not None and recipe.speedup.known:
+            kept[recipe.recipe] = {
+                "predicted": {key: round(value, 4) for key, value in asdict(recipe.speedup).items()},
                 "before": round(base / before, 4) if base and before else None,
-                "real": round(each.verified.actual.value, 4) if each.verified else None,
-                "verdict": _kept_finding(each.verdict) if each.verdict else None,
+                "real": round(recipe.verified.actual.value, 4) if recipe.verified else None,
+                "verdict": _kept_finding(recipe.verdict) if recipe.verdict else None,
             }
-    named = min((each.named_share for each in run.step.recipes if each.named_share is not None), default=0.0)
+    named = min((recipe.named_share for recipe in run.step.recipes if recipe.named_share is not None), default=0.0)
     advice = document(run).advice
     return {
         "date": time.strftime("%Y-%m-%d"), "config": model["config"], "seconds": run.seconds, "named": round(named, 4),
@@ -92,10 +92,10 @@ HOST_BOUND = ("gpt1b_l16",)  # partly: the CPU of another machine launches at an
 def _errors(models: dict[str, Any], truth: str, *, own: Sequence[str] = ()) -> list[float]:
     """Errors of every case relative to that truth; for the models in `own`, relative to the real model of the same run."""
     every = [
-        (each["predicted"]["value"], each["real" if name in own else truth])
+        (recipe["predicted"]["value"], recipe["real" if name in own else truth])
         for name, model in models.items()
-        for each in model["recipes"].values()
-        if each[truth]
+        for recipe in model["recipes"].values()
+        if recipe[truth]
     ]
     return [abs(predicted / real - 1) for predicted, real in every]
 
@@ -127,7 +127,7 @@ def markdown(kept: dict[str, Any]) -> str:
 
 def _section(models: dict[str, Any]) -> list[str]:
     same, before = _errors(models, "real"), _errors(models, "before")
-    own = [name for name in HOST_BOUND if name in models and any(each["before"] for each in models[name]["recipes"].values())]
+    own = [name for name in HOST_BOUND if name in models and any(recipe["before"] for recipe in models[name]["recipes"].values())]
     fair = _errors(models, "before", own=own)
     lines = [
         "",
@@ -139,12 +139,12 @@ def _section(models: dict[str, Any]) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for name, model in models.items():
-        for recipe, each in model["recipes"].items():
-            found = each["predicted"]
-            cells = [name, recipe, f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"]
-            for truth in (each["real"], each["before"]):
-                cells += [f"{truth:.3f}", f"{found['value'] / truth - 1:+.1%}"] if truth else ["", ""]
-            lines.append(f"| {' | '.join([*cells, verdict_text(each['verdict'])])} |")
+        for recipe, times in model["recipes"].items():
+            predicted = times["predicted"]
+            cells = [name, recipe, f"{predicted['value']:.3f} [{predicted['low']:.3f}, {predicted['high']:.3f}]"]
+            for truth in (times["real"], times["before"]):
+                cells += [f"{truth:.3f}", f"{predicted['value'] / truth - 1:+.1%}"] if truth else ["", ""]
+            lines.append(f"| {' | '.join([*cells, verdict_text(times['verdict'])])} |")
     if any(FUSED in line for line in lines):
         lines += ["", FUSED_NOTE]
     heads = "| model | predicting took | verifying took | GPU time in known kernels | recommendation |"

@@ -80,7 +80,7 @@ Precision = Callable[[], AbstractContextManager[Any]]
 
 
 def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Precision:
-    """Make the model run in the recipe: what to enter around every forward pass."""
+    """Convert the model to the recipe. Returns what makes the context of a forward pass."""
     if recipe.startswith(EMULATED):
         from gemmscope.numerics.emulate import emulate
 
@@ -241,13 +241,13 @@ def _pieces(values: list[float], count: int) -> list[list[float]]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in ("torch", "transformer_engine", "torchao", "triton"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def file_of(folder: Path, recipe: str, seed: int) -> Path:
@@ -266,7 +266,7 @@ class Running:
 
 
 def run_all(folder: Path, recipes: list[str], seeds: list[int], jobs: int, limit: float, options: list[str]) -> int:
-    """Run what is not there yet, `jobs` at a time, the seeds one after the other; returns how many failed or were left."""
+    """Train the missing runs, `jobs` at a time, seed by seed. Returns how many failed or were not started."""
     begin, longest = time.perf_counter(), dict[str, float]()
     waiting = [(recipe, seed) for seed in seeds for recipe in recipes if not file_of(folder, recipe, seed).exists()]
     running: list[Running] = []

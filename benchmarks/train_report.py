@@ -94,12 +94,12 @@ class Comparison:
     @property
     def recipes(self) -> list[str]:
         """Recipes that were run with at least one seed of the baseline: the smallest validation gap first."""
-        found = [name for name in self.losses if name not in BASELINES and self.losses[name].keys() & self.seeds]
-        return sorted(found, key=lambda name: self.gap(name, "validation_loss").mean)
+        names = [name for name in self.losses if name not in BASELINES and self.losses[name].keys() & self.seeds]
+        return sorted(names, key=lambda name: self.gap(name, "validation_loss").mean)
 
     @property
     def seeds(self) -> set[int]:
-        """Those with a BF16 run."""
+        """The seeds with a BF16 run."""
         return {seed for name in BASELINES for seed in self.losses.get(name, {})}
 
     def baselines(self, seed: int, measure: str) -> list[float]:
@@ -112,7 +112,7 @@ class Comparison:
         return [runs[seed][measure] - others[seed][measure] for seed in sorted(runs.keys() & others.keys())]
 
     def gap(self, recipe: str, measure: str) -> Gap:
-        """To the mean of the BF16 runs of each seed."""
+        """The gap to the mean of the BF16 runs of each seed."""
         runs = self.losses[recipe]
         seeds = sorted(runs.keys() & self.seeds)
         return gap_of([runs[seed][measure] - fmean(self.baselines(seed, measure)) for seed in seeds])

@@ -17,7 +17,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of one step."""
+    """The sizes of the model and of one step."""
 
     hidden: int
     intermediate: int
@@ -115,8 +115,8 @@ class Llama(nn.Module):
 
     def low_precision_linears(self) -> list[str]:
         """All linears of the layers. The head stays in BF16, as in other trainings."""
-        found = [path for path, part in self.named_modules() if isinstance(part, nn.Linear)]
-        return [path for path in found if path != "lm_head"]
+        paths = [path for path, part in self.named_modules() if isinstance(part, nn.Linear)]
+        return [path for path in paths if path != "lm_head"]
 
 
 def standard_library() -> tuple[bytes, bytes]:

@@ -30,13 +30,16 @@ PAGES = {
 def summary() -> str:
     """Every command with its sentence."""
     lines = ["| command | what it does | more |", "| --- | --- | --- |"]
-    lines += [f"| [`{each.name}`](#{each.name}) | {each.summary} | [how it works]({PAGES[each.name]}) |" for each in commands()]
+    lines += [
+        f"| [`{command.name}`](#{command.name}) | {command.summary} | [how it works]({PAGES[command.name]}) |"
+        for command in commands()
+    ]
     return "\n".join(lines)
 
 
 def each_command() -> str:
     """Every command: what it does, its own options, the groups that it shares, examples."""
-    return "\n\n".join(_command(each) for each in commands())
+    return "\n\n".join(_command(command) for command in commands())
 
 
 def _command(command: CommandHelp) -> str:
@@ -65,10 +68,10 @@ def shared_options() -> str:
             for group in command.groups:
                 for option in _listed(group.options) if group.title == title else ():
                     takers.setdefault(option, []).append(command.name)
-        found = [command.name for command in every if any(command.name in names for names in takers.values())]
-        if found:
-            everywhere = ", ".join(f"[`{name}`](#{name})" for name in found)
-            only = {option: names for option, names in takers.items() if len(names) < len(found)}
+        accepting = [command.name for command in every if any(command.name in names for names in takers.values())]
+        if accepting:
+            everywhere = ", ".join(f"[`{name}`](#{name})" for name in accepting)
+            only = {option: names for option, names in takers.items() if len(names) < len(accepting)}
             parts += [f"### {title}", f"Options of {everywhere}.", _table(takers, only)]
     return "\n\n".join(parts)
 

@@ -22,14 +22,14 @@ def repeats() -> str:
     rows = ["| bursts | consecutive runs | largest change of a speedup, from each run to the next |", "| --- | ---: | --- |"]
     for sitting in sittings:
         moved = [max(abs(after[name] / before[name] - 1) for name in before) for before, after in pairwise(sitting["runs"])]
-        rows.append(f"| {sitting['bursts']} | {len(sitting['runs'])} | {', '.join(f'{each:.2%}' for each in moved)} |")
+        rows.append(f"| {sitting['bursts']} | {len(sitting['runs'])} | {', '.join(f'{share:.2%}' for share in moved)} |")
     return "\n".join(rows)
 
 
 def lengths() -> str:
     """How much the mean of a burst varies between bursts of one task on one machine, by the length that is used."""
     rows = ["| seconds of each burst | standard deviation of its mean |", "| ---: | ---: |"]
-    return "\n".join([*rows, *(f"| {each / 1000:g} | {varies_by(each):.2%} |" for each in LENGTHS_MS)])
+    return "\n".join([*rows, *(f"| {length_ms / 1000:g} | {varies_by(length_ms):.2%} |" for length_ms in LENGTHS_MS)])
 
 
 def varies_by(length_ms: float) -> float:

@@ -141,9 +141,9 @@ def blackwell_pairs() -> str:
             if name in (winner.best, BASELINE):
                 continue
             ratio = next(
-                each.speedup
-                for each in linears.speedups
-                if (each.recipe, each.over, each.mode, each.op) == (winner.best, name, "autocast", "")
+                entry.speedup
+                for entry in linears.speedups
+                if (entry.recipe, entry.over, entry.mode, entry.op) == (winner.best, name, "autocast", "")
             )
             verdict = "too close to call" if name in winner.rivals else f"{winner.best} is faster"
             rows.append([title, f"{winner.best} over {name}", f"{ratio.value:.2f}x {ends(ratio, 2)}", verdict])
@@ -153,9 +153,12 @@ def blackwell_pairs() -> str:
 def waterfall() -> str:
     """From the speedup of the GEMMs to that of the step: the recorded Llama step in its best recipe."""
     step = worked_example.llama_step().step
-    best = max((each for each in step.recipes if each.speedup), key=lambda each: each.speedup.value if each.speedup else 0.0)
+    best = max(
+        (recipe for recipe in step.recipes if recipe.speedup), key=lambda recipe: recipe.speedup.value if recipe.speedup else 0.0
+    )
     rows = [
-        [f"{each.part}", f"{each.baseline_ms:.1f}", f"{each.recipe_ms:.1f}", f"{each.speedup:.2f}x"] for each in best.waterfall
+        [f"{level.part}", f"{level.baseline_ms:.1f}", f"{level.recipe_ms:.1f}", f"{level.speedup:.2f}x"]
+        for level in best.waterfall
     ]
     return _table(["part", "BF16 ms", f"{best.recipe} ms", "speedup so far"], rows)
 
@@ -169,9 +172,9 @@ def _time(linears: Linears, op: str, recipe: str, mode: Mode) -> OpTime:
 
 
 def _gain(linears: Linears, recipe: str, mode: Mode, op: str) -> Interval:
-    found = linears.speedup(recipe, mode, op)
-    assert found is not None
-    return found
+    speedup = linears.speedup(recipe, mode, op)
+    assert speedup is not None
+    return speedup
 
 
 def _share(linears: Linears, op: str, recipe: str) -> float:

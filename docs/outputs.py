@@ -168,7 +168,7 @@ MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flag
 
 
 def renewed(page: str) -> str:
-    """The page with all generated blocks renewed, as wide as where no width is known."""
+    """The page with all generated blocks renewed, at the default terminal width."""
     with patch.dict(os.environ):
         os.environ.pop("COLUMNS", None)
         return _renewed(page)
@@ -177,10 +177,10 @@ def renewed(page: str) -> str:
 def _renewed(page: str) -> str:
     for name, make in BLOCKS.items():
         pattern = rf"(<!-- output: {name} -->\n```\n).*?(```)"
-        found = re.search(pattern, page, flags=re.DOTALL)
-        if found is not None:
-            page = f"{page[: found.start()]}{found[1]}{make()}\n{found[2]}{page[found.end() :]}"
-    page = MARKED.sub(lambda found: f"{found[1]}{MADE[found['name']]()}\n{found[3]}", page)
+        match = re.search(pattern, page, flags=re.DOTALL)
+        if match is not None:
+            page = f"{page[: match.start()]}{match[1]}{make()}\n{match[2]}{page[match.end() :]}"
+    page = MARKED.sub(lambda match: f"{match[1]}{MADE[match['name']]()}\n{match[3]}", page)
     return PRINTS.sub(_printed_block, page)
 
 
@@ -192,11 +192,11 @@ PRINTS = re.compile(
 ANSWER = "the answer"
 
 
-def _printed_block(found: re.Match[str]) -> str:
-    command, words = found["command"], found["words"]
+def _printed_block(match: re.Match[str]) -> str:
+    command, start = match["command"], match["words"]
     printed = _printed(command)
-    shown = printed.split("\n\n")[1] if words == ANSWER else _table(printed, words) if words else printed
-    marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
+    shown = printed.split("\n\n")[1] if start == ANSWER else _table(printed, start) if start else printed
+    marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {start} -->\n" if start else "")
     shown_command = "\n".join(wrapped(command, 88, ""))
     return f"{marks}```\n$ {shown_command}\n{shown}\n```\n<!-- /prints -->"
 
@@ -217,10 +217,10 @@ def _printed(command: str) -> str:
     return _tidy(out.getvalue())
 
 
-def _table(printed: str, words: str) -> str:
-    """The last table whose title contains the words, with its title: with `--detail`, the compact one comes before."""
+def _table(printed: str, start: str) -> str:
+    """The last table whose title contains this text, with its title. With `--detail`, the compact table comes first."""
     lines = printed.splitlines()
-    first = max(index for index, line in enumerate(lines) if words in line)
+    first = max(index for index, line in enumerate(lines) if start in line)
     last = next((index for index in range(first + 2, len(lines)) if not lines[index]), len(lines))
     return "\n".join(["…", *lines[first:last]])
 

@@ -49,10 +49,10 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 }
 
 
-def words(svg: str) -> list[str]:
+def labels(svg: str) -> list[str]:
     """The text in a figure, without the numbers along the axes."""
-    found = [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
-    return [text for text in found if re.search(r"[^\d.\s]", text)]
+    texts = [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
+    return [text for text in texts if re.search(r"[^\d.\s]", text)]
 
 
 def main() -> None:

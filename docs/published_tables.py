@@ -32,14 +32,14 @@ def runs_summary() -> str:
     """Median errors and how many runs lie inside their error bars: fitted, with each model or GPU left out, and others."""
     left_out = parse_toml((DOCS / "measured/published_fit.toml").read_text("utf-8"))
     rows = []
-    found = summary(compared())
+    groups = summary(compared())
     for kind in ("dense", "with experts"):
-        count, error, inside = found[f"fitted, {kind}"]
+        count, error, inside = groups[f"fitted, {kind}"]
         rows.append((kind, "fitted", count, error, inside))
         for group, name in (("model", "its model left out of the fit"), ("gpu", "its GPU left out of the fit")):
             of = left_out[group][kind]
             rows.append((kind, name, of["runs"], of["median"], of["inside"]))
-        count, error, inside = found[f"not fitted, {kind}"]
+        count, error, inside = groups[f"not fitted, {kind}"]
         rows.append((kind, "other runs, which were not fitted", count, error, inside))
     lines = ["| models | runs | number | median error | inside the 90% error bar |", "| --- | --- | ---: | ---: | ---: |"]
     lines += [f"| {kind} | {which} | {count} | {error:.1%} | {inside} of {count} |" for kind, which, count, error, inside in rows]
@@ -47,13 +47,13 @@ def runs_summary() -> str:
 
 
 def fitted_runs() -> str:
-    """Those of the fit."""
-    return _table([each for each in compared() if each.run.fitted])
+    """The runs that were fitted."""
+    return _table([comparison for comparison in compared() if comparison.run.fitted])
 
 
 def other_runs() -> str:
-    """The others."""
-    return _table([each for each in compared() if not each.run.fitted])
+    """The runs that were not fitted."""
+    return _table([comparison for comparison in compared() if not comparison.run.fitted])
 
 
 def _table(some: list[Compared]) -> str:
@@ -61,13 +61,13 @@ def _table(some: list[Compared]) -> str:
         "| model | GPUs | recipe | layout | batch | container | tokens/s/GPU | forecast [90%] | error | inside |",
         "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for each in some:
-        run, reach = each.run, exp(each.uncertainty)
-        bar = f"{each.tokens_per_s:,.0f} [{each.tokens_per_s / reach:,.0f}, {each.tokens_per_s * reach:,.0f}]"
+    for comparison in some:
+        run, reach = comparison.run, exp(comparison.uncertainty)
+        bar = f"{comparison.tokens_per_s:,.0f} [{comparison.tokens_per_s / reach:,.0f}, {comparison.tokens_per_s * reach:,.0f}]"
         batch = f"{run.micro_batch} of {run.global_batch}"
         lines.append(
             f"| {run.preset} | {run.gpus} {run.gpu} | {run.recipe} | {run.layout} | {batch} | {run.container} |"
-            f" {run.tokens_per_s:,.0f} | {bar} | {each.error:+.1%} | {'yes' if each.holds else 'no'} |"
+            f" {run.tokens_per_s:,.0f} | {bar} | {comparison.error:+.1%} | {'yes' if comparison.holds else 'no'} |"
         )
     return "\n".join(lines)
 
@@ -79,18 +79,18 @@ def experts_on_h200() -> str:
         "| model | batch | recipe | launch, ms per layer | forecast | GPU, ms per layer | forecast |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for each in parse_toml((DOCS / "measured/h200_experts.toml").read_text("utf-8"))["step"]:
-        model, layers = presets.load(each["preset"]).model, each["layers"]
-        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in each["run"].items()}
+    for measured in parse_toml((DOCS / "measured/h200_experts.toml").read_text("utf-8"))["step"]:
+        model, layers = presets.load(measured["preset"]).model, measured["layers"]
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in measured["run"].items()}
         assert model is not None
         run = RunSpec(**settings, optimizer_state="bf16", zero=0)
         forecast = StepForecast(forecaster, model, run, derive(model, run))
         batch = f"{run.micro_batch_size} x {run.sequence_length}, EP{run.ep}"
         for name in ("BF16", "FP8Current", "FP8Delayed", "FP8Block"):
-            step, real = forecast.step(name), each[name]
+            step, real = forecast.step(name), measured[name]
             computed = sum(ms for part, ms in step.parts_ms.items() if part not in NOT_RUN)
             lines.append(
-                f"| {each['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f} | {step.host_ms / layers:.1f} |"
+                f"| {measured['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f} | {step.host_ms / layers:.1f} |"
                 f" {real['busy_ms'] / layers:.1f} | {computed / layers:.1f} |"
             )
     return "\n".join(lines)

@@ -14,13 +14,13 @@ FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 def on_gpus() -> list[Recipe]:
     """All recipes that run on a GPU."""
-    return [each for each in recipes().values() if set(each.backends) & set(ON_GPU)]
+    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(ON_GPU)]
 
 
 def where() -> str:
     """Which architecture runs which recipe; below the table, the reasons and restrictions."""
     names = architectures()
-    rows = [[each.name, *(_answer(_on(each, chip)) for chip in names)] for each in on_gpus()]
+    rows = [[recipe.name, *(_answer(_on(recipe, chip)) for chip in names)] for recipe in on_gpus()]
     table = _table(["recipe", *(f"{name}, {chip}" for chip, name in names.items())], rows)
     return "\n".join([table, "", *(f"* {line}" for line in _reasons())])
 
@@ -30,18 +30,18 @@ def _on(recipe: Recipe, chip: str) -> Support:
     return support(recipe.name, (int(major), int(minor)))
 
 
-def _answer(found: Support) -> str:
-    return "no" if not found.runs else "emulated" if found.note else "yes"
+def _answer(answer: Support) -> str:
+    return "no" if not answer.runs else "emulated" if answer.note else "yes"
 
 
 def _reasons() -> list[str]:
     """Each reason once, with its recipes and architectures."""
     about: dict[str, dict[str, list[str]]] = {}
-    for each in on_gpus():
+    for recipe in on_gpus():
         for chip in architectures():
-            note = _on(each, chip).note
+            note = _on(recipe, chip).note
             if note:
-                about.setdefault(note, {}).setdefault(each.name, []).append(chip)
+                about.setdefault(note, {}).setdefault(recipe.name, []).append(chip)
     lines = []
     for note, names in about.items():
         chips = dict.fromkeys(chip for of_recipe in names.values() for chip in of_recipe)
@@ -52,10 +52,10 @@ def _reasons() -> list[str]:
 def backends() -> str:
     """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
-    for each in on_gpus():
-        cells = [_name_in(each, backend) if backend in each.backends else "" for backend in ON_GPU]
-        flags = each.settings.get("megatron", {}).get("flags", "")
-        rows.append([each.name, *cells, f"`{flags}`" if flags else ""])
+    for recipe in on_gpus():
+        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in ON_GPU]
+        flags = recipe.settings.get("megatron", {}).get("flags", "")
+        rows.append([recipe.name, *cells, f"`{flags}`" if flags else ""])
     return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
 
 
@@ -73,9 +73,9 @@ def _name_in(recipe: Recipe, backend: str) -> str:
 def operands() -> str:
     """The formats of the inputs of each pass, their scales, and the alignment of sizes."""
     rows = []
-    for each in on_gpus():
-        passes = ("·".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
-        rows.append([each.name, *passes, each.title, _multiple(each)])
+    for recipe in on_gpus():
+        passes = ("·".join(FORMATS.get(name, name.upper()) for name in recipe.operands[which]) for which in PASSES)
+        rows.append([recipe.name, *passes, recipe.title, _multiple(recipe)])
     return _table(["recipe", *PASSES, "what it is", "sizes a multiple of"], rows)
 
 
@@ -94,15 +94,15 @@ def quantized() -> str:
     """How often tensors are cast, and the bytes that this moves and keeps."""
     rows = [
         [
-            each.name,
-            _casts(each),
-            f"{each.bytes_read:g} + {each.bytes_written:g}",
-            f"{each.weight_copy_bytes:g}",
-            f"{each.kept_bytes:g}",
-            each.seen or "never run",
+            recipe.name,
+            _casts(recipe),
+            f"{recipe.bytes_read:g} + {recipe.bytes_written:g}",
+            f"{recipe.weight_copy_bytes:g}",
+            f"{recipe.kept_bytes:g}",
+            recipe.seen or "never run",
         ]
-        for each in on_gpus()
-        if each.quantizes
+        for recipe in on_gpus()
+        if recipe.quantizes
     ]
     columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept from X", "run on"]
     return _table(columns, rows)

@@ -24,15 +24,15 @@ def predicted() -> dict[tuple[str, str], float]:
     """What `gemmscope step` predicted for the same models, on another machine (`accuracy.md`)."""
     kept = json.loads((DOCS / "measured" / "h200_steps.json").read_text(encoding="utf-8"))["transformer_engine"]
     return {
-        (model, name): each["predicted"]["value"]
+        (model, name): times["predicted"]["value"]
         for model, of_model in kept.items()
-        for name, each in of_model["recipes"].items()
+        for name, times in of_model["recipes"].items()
     }
 
 
 def errors() -> tuple[list[float], list[float]]:
     """The relative error of every case: the script's, and that of `gemmscope step`."""
-    cases = [(model, name, real) for model, each in facts()["models"].items() for name, real in each["step"].items()]
+    cases = [(model, name, real) for model, times in facts()["models"].items() for name, real in times["step"].items()]
     script = [abs(facts()["models"][model]["script"][name] / real - 1) for model, name, real in cases]
     return script, [abs(predicted()[model, name] / real - 1) for model, name, real in cases]
 

@@ -56,7 +56,7 @@ def llama_step() -> StepResult:
     """Eight layers of Llama-3.1-8B's shape recorded on an H200, without the cost and the observed speedup of the tests."""
     result = recorded_step("llama8b")
     recipes = tuple(time.model_copy(update={"cost": None}) for time in result.step.recipes)
-    findings = tuple(found for found in result.findings if not found.code.startswith("observed-"))
+    findings = tuple(finding for finding in result.findings if not finding.code.startswith("observed-"))
     step = result.step.model_copy(update={"recipes": recipes})
     return result.model_copy(update={"step": step, "findings": findings, "observed_speedup": None})
 
@@ -74,22 +74,22 @@ def measured() -> Linears:
 
 def forecast_linears(gpu: str) -> Linears:
     """The same linears, forecast."""
-    [found] = forecast(gpu).gpus
-    return found.linears
+    [on_gpu] = forecast(gpu).gpus
+    return on_gpu.linears
 
 
 @cache
 def as_te_benchmark(gpu: str) -> Linears:
     """The same linears, forecast as Transformer Engine's GEMM benchmark script counts them."""
-    [found] = gs.load(**SIZES).on(micro_batch_size=31, sequence_length=512).forecast(gpu, as_te_benchmark=True).gpus
-    return found.linears
+    [on_gpu] = gs.load(**SIZES).on(micro_batch_size=31, sequence_length=512).forecast(gpu, as_te_benchmark=True).gpus
+    return on_gpu.linears
 
 
 def steps() -> dict[str, Any]:
     """By recipe: the training step of eight such layers on an H200, predicted and real (`docs/accuracy.md`)."""
     kept = json.loads((DOCS / "measured" / "h200_steps.json").read_text(encoding="utf-8"))
-    found: dict[str, Any] = kept["transformer_engine"][STEP]["recipes"]
-    return found
+    recipes: dict[str, Any] = kept["transformer_engine"][STEP]["recipes"]
+    return recipes
 
 
 def modes_table(linears: Linears) -> Table:
@@ -140,9 +140,9 @@ def _step_sentence() -> str:
     """The fastest step on each Blackwell GPU."""
     parts = []
     for gpu, title in BLACKWELL.items():
-        [found] = forecast(gpu).gpus
-        assert found.step is not None
-        winner = found.step.winner
+        [on_gpu] = forecast(gpu).gpus
+        assert on_gpu.step is not None
+        winner = on_gpu.step.winner
         assert winner is not None
         assert winner.speedup is not None
         parts.append(f"{winner.speedup.value:.2f}x in {winner.best} on a {title}")
@@ -156,9 +156,9 @@ def _best(linears: Linears, mode: Mode) -> tuple[str, Interval]:
 
 
 def _speedup(linears: Linears, name: str, mode: Mode) -> Interval:
-    found = linears.speedup(name, mode)
-    assert found is not None
-    return found
+    speedup = linears.speedup(name, mode)
+    assert speedup is not None
+    return speedup
 
 
 def side_by_side() -> str:
@@ -168,7 +168,7 @@ def side_by_side() -> str:
         "| recipe | mode | H200, measured [95%] | H200, FORECAST [90%] | B300, FORECAST [90%] |",
         "| --- | --- | ---: | ---: | ---: |",
     ]
-    for name in (each for each in b300.recipes if each != BASELINE):
+    for name in (recipe for recipe in b300.recipes if recipe != BASELINE):
         for mode in MODES:
             if b300.measured_as(name, mode) == name:
                 cells = [_text(linears, name, mode) for linears in (measured(), h200, b300)]
@@ -180,17 +180,17 @@ def _text(linears: Linears, name: str, mode: Mode) -> str:
     """A speedup, or that the GPU does not run the recipe."""
     if name not in linears.recipes:
         return "does not run"
-    found = _speedup(linears, name, mode)
-    return f"{found.value:.3f} {ends(found)}"
+    speedup = _speedup(linears, name, mode)
+    return f"{speedup.value:.3f} {ends(speedup)}"
 
 
 def step_table() -> str:
     """The tutorial's table of the step."""
     lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | ---: | ---: | --- |"]
-    for name, each in steps().items():
-        predicted = Interval(**each["predicted"])
+    for name, recipe in steps().items():
+        predicted = Interval(**recipe["predicted"])
         lines.append(
-            f"| {name} | {predicted.value:.3f} {ends(predicted)} | {each['real']:.3f} | {verdict_text(each['verdict'])} |"
+            f"| {name} | {predicted.value:.3f} {ends(predicted)} | {recipe['real']:.3f} | {verdict_text(recipe['verdict'])} |"
         )
     return "\n".join(lines)
 
@@ -231,9 +231,9 @@ def published_summary() -> str:
                 assert total is not None
                 errors.append(abs(total.total_ms.value / time_ms - 1))
                 if name != BASELINE:
-                    found = _speedup(linears, name, mode)
+                    speedup = _speedup(linears, name, mode)
                     gains += 1
-                    inside += (found.low or 0) <= of_gpu[mode][BASELINE] / time_ms <= (found.high or 0)
+                    inside += (speedup.low or 0) <= of_gpu[mode][BASELINE] / time_ms <= (speedup.high or 0)
         lines.append(
             f"* {of_gpu['title']}: the forecast times are {sum(errors) / len(errors):.0%} off on average, "
             f"{max(errors):.0%} at worst; {inside} of {gains} published speedups lie inside the error bars."
@@ -241,8 +241,8 @@ def published_summary() -> str:
     return "\n".join(lines)
 
 
-def _two_digits(found: Interval) -> str:
-    return f"{found.value:.2f} {ends(found, 2)}"
+def _two_digits(interval: Interval) -> str:
+    return f"{interval.value:.2f} {ends(interval, 2)}"
 
 
 # --- figures -------------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ LEGEND = {"autocast": "autocast: with quantization, as in training", "pre-quanti
 
 
 def draw_blackwell(path: str) -> None:
-    """Blackwell: forecast."""
+    """Draw the forecast for Blackwell GPUs."""
     _draw({f"{title}, FORECAST (90% error bars)": forecast_linears(gpu) for gpu, title in BLACKWELL.items()}, path)
 
 
@@ -265,7 +265,7 @@ def _draw(panels: dict[str, Linears], path: str) -> None:
         axes = figure.subplots(len(panels), 1, squeeze=False, sharey=True)[:, 0]
         for axis, (title, linears) in zip(axes, panels.items(), strict=True):
             _panel(axis, title, linears)
-        tallest = max(each.speedup.high or 0.0 for linears in panels.values() for each in linears.speedups if not each.op)
+        tallest = max(entry.speedup.high or 0.0 for linears in panels.values() for entry in linears.speedups if not entry.op)
         axes[0].set_ylim(0, tallest * 1.15)  # room for the numbers
         handles = [Patch(**face("mark-total", SHADES[mode]), label=LEGEND[mode]) for mode in MODES]
         figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=NORMAL)
@@ -291,15 +291,17 @@ def _panel(axis: Any, title: str, linears: Linears) -> None:
     axis.tick_params(axis="x", length=0)
 
 
-def _bar(axis: Any, x: float, found: Interval, look: dict[str, Any]) -> None:
-    low, high = found.low or found.value, found.high or found.value
-    axis.bar(x, found.value, 0.38, **look)
-    axis.errorbar(x, found.value, yerr=[[found.value - low], [high - found.value]], **WHISKER)
+def _bar(axis: Any, x: float, interval: Interval, style: dict[str, Any]) -> None:
+    low, high = interval.low or interval.value, interval.high or interval.value
+    axis.bar(x, interval.value, 0.38, **style)
+    axis.errorbar(x, interval.value, yerr=[[interval.value - low], [high - interval.value]], **WHISKER)
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-    axis.annotate(f"{found.value:.2f}x", (x, high), (0, 3), fontsize=NORMAL, fontweight="bold", bbox=CLEAR, **above)
+    axis.annotate(f"{interval.value:.2f}x", (x, high), (0, 3), fontsize=NORMAL, fontweight="bold", bbox=CLEAR, **above)
 
 
-def _shared_bar(axis: Any, x: float, found: Interval, shared: str) -> None:
-    """GEMMs that are another recipe's: its height, without a number of their own."""
-    axis.bar(x, found.value, 0.38, facecolor="white", edgecolor="#9a9a9a", linewidth=0.8, linestyle="--")
-    axis.text(x, found.value / 2, f"as {shared}", rotation=90, ha="center", va="center", fontsize=NORMAL, color=SOFT, bbox=CLEAR)
+def _shared_bar(axis: Any, x: float, interval: Interval, shared: str) -> None:
+    """A bar for a recipe with the GEMMs of another one: its height, without a number."""
+    axis.bar(x, interval.value, 0.38, facecolor="white", edgecolor="#9a9a9a", linewidth=0.8, linestyle="--")
+    axis.text(
+        x, interval.value / 2, f"as {shared}", rotation=90, ha="center", va="center", fontsize=NORMAL, color=SOFT, bbox=CLEAR
+    )

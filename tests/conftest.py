@@ -1,4 +1,4 @@
-"""Set before anything imports torch or looks for files: what the machine at hand has must not change what tests see."""
+"""Settings made before anything imports torch or looks for files, so that tests do not depend on this machine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis import HealthCheck, settings
 
 from support.same_cases import draw_the_same_cases
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that spin would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, where spinning threads would only slow each other down
 os.environ["COLUMNS"] = "400"  # sentences are on one line; tests of narrow screens set their own width
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # of the commands that tests start, only the first one compiles this package
-os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / f"no-calibration-{os.getpid()}")  # is not there
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # only the first command that the tests start compiles this package
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / f"no-calibration-{os.getpid()}")  # does not exist
 STATE = tempfile.TemporaryDirectory(prefix="gemmscope-tests-", ignore_cleanup_errors=True)
-os.environ["XDG_STATE_HOME"] = STATE.name  # journals: those of processes that test at the same time are separate
+os.environ["XDG_STATE_HOME"] = STATE.name  # journals: one folder for each process that runs tests
 
-gc.set_threshold(100_000, 20, 20)  # torch and transformers are a million objects, which need not be visited again and again
+gc.set_threshold(100_000, 20, 20)  # fewer visits to the million objects of torch and transformers
 
-# A shell that starts the tests in the background, and nohup, have signals ignored: the commands under test must get theirs.
+# A shell that starts the tests in the background, and nohup, ignore these signals: the commands under test must get them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same cases in every run: a change fails tests, chance does not. `--hypothesis-profile=random` looks for new cases.
-# A busy machine is slow: nothing is said about that.
+# No deadline: a busy machine is slow.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **PATIENT)
 settings.register_profile("random", **PATIENT)
@@ -36,7 +36,7 @@ draw_the_same_cases()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported until now stays: it need not be visited when garbage is collected, as pytest does at the end."""
+    """Exclude everything imported so far from garbage collection, which pytest runs at the end."""
     gc.freeze()
 
 

@@ -22,16 +22,20 @@ BY_NAME = {  # modules that load others when they are used
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 450
 VAGUE = {"each", "found", "words", "made", "held", "look", "together"}  # names that do not say what a value is
+OLD_NAMES = (  # tests that still have such names
+    *("tests/fleet/*", "tests/engine/pool/*", "tests/app/test_fleet*.py", "tests/app/test_sweep*.py"),
+    *("tests/app/test_launched*.py", "tests/support/fleet*.py", "tests/support/sweep_files.py"),
+)
 
 
 def rules() -> dict[str, set[str]]:
     """The table of ARCHITECTURE.md: folder or module → what it may import."""
     rows = re.findall(r"^\| `(\w+)/?` \|[^|]*\| ([^|]*) \|$", (ROOT / "ARCHITECTURE.md").read_text(), flags=re.MULTILINE)
-    found: dict[str, set[str]] = {}
+    allowed: dict[str, set[str]] = {}
     for folder, text in rows:
         named = set(re.findall(r"`(\w+)/?`", text))
-        found[folder] = set(found) - named if text.startswith("every folder above") else named
-    return found
+        allowed[folder] = set(allowed) - named if text.startswith("every folder above") else named
+    return allowed
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -82,7 +86,7 @@ def test_every_folder_has_a_rule_without_what_it_does_not_need() -> None:
 
 @cache
 def loads(module: str) -> list[str]:
-    """What a module imports when it runs: not what stands there for type checkers."""
+    """What a module imports at run time, without imports for type checkers."""
     tree = TREES[MODULES[module]]
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     for_types = [name for block in blocks for name in imports(block)]
@@ -91,18 +95,18 @@ def loads(module: str) -> list[str]:
 
 def reached(start: Iterable[str]) -> set[str]:
     """Modules of the package that these import, and that those import in turn."""
-    found: set[str] = set()
+    modules: set[str] = set()
     waiting = list(start)
     while waiting:
         module = waiting.pop()
-        if module in MODULES and module not in found:
-            found.add(module)
+        if module in MODULES and module not in modules:
+            modules.add(module)
             waiting += [part for name in (*loads(module), module) for part in (name, name.rpartition(".")[0])]
-    return found
+    return modules
 
 
 def test_the_parent_never_imports_torch() -> None:
-    """Nothing that a command or the Python API imports leads to it: only worker processes and the user's own training do."""
+    """Neither commands nor the Python API import torch; only worker processes and the user's own training do."""
     parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "app", "api", "show", "__main__"))
     heavy = {name: used for name in parent if (used := {part.split(".")[0] for part in loads(name)} & HEAVY)}
     in_functions_of_workers = {"gemmscope.model.hub": {"transformers"}, "gemmscope.numerics.safetensors": {"torch"}}
@@ -149,4 +153,13 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 def test_names_say_what_a_value_is() -> None:
     vague = [f"{name_of(path)}: {name}" for path, tree in TREES.items() for name in bound_names(tree) if name.strip("_") in VAGUE]
+    assert vague == []
+
+
+def test_names_in_tests_and_scripts_say_what_a_value_is() -> None:
+    files = [path for folder in ("tests", "benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    checked = [path for path in files if not any(path.match(pattern) for pattern in OLD_NAMES)]
+    vague = [
+        f"{path}: {name}" for path in checked for name in bound_names(ast.parse(path.read_text())) if name.strip("_") in VAGUE
+    ]
     assert vague == []

@@ -1,4 +1,4 @@
-"""Short-lived workers: whatever they do, the parent gets an answer in time and nothing of them is left running."""
+"""Short-lived workers: the parent always gets an answer in time, and no process is left running."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_child_that_left_the_group_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_time_limit_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time flies as soon as the worker runs."""
+    """The clock runs fast as soon as the worker is started."""
     note = tmp_path / "pid"
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); os.close(1); os.close(2); time.sleep(7200)"
     clock, passed = time.monotonic, [0.0]

@@ -1,4 +1,4 @@
-"""Contradictions between outputs that must not come back: each is checked on the Document that every writer shows."""
+"""Regression tests for contradictions between outputs, on the Document that every writer shows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from support.run_files import recorded_bench
 from support.step_files import recorded_step
 
 
-def columns(found: Document) -> set[str]:
-    return {column.name for table in found.tables() for column in table.columns}
+def columns(doc: Document) -> set[str]:
+    return {column.name for table in doc.tables() for column in table.columns}
 
 
-def codes(found: Document) -> list[str]:
-    return [message.code for message in found.messages]
+def codes(doc: Document) -> list[str]:
+    return [message.code for message in doc.messages]
 
 
 def test_a_precision_that_kernels_do_not_prove_is_told_by_every_writer() -> None:
@@ -43,17 +43,17 @@ def test_a_precision_that_kernels_do_not_prove_is_told_by_every_writer() -> None
     told = linear_findings(linears)
     unproven = [finding for finding in told if finding.code == "unproven-no-kernels"]
     assert [finding.facts["recipe"] for finding in unproven] == ["FP8Current"]
-    found = document(recorded_bench("first").model_copy(update={"linears": linears, "findings": tuple(told)}))
-    [sentence] = [message.text for message in found.messages if message.code == "unproven-no-kernels"]
-    assert sentence in " ".join(terminal.text(found, detail=False).split())
-    assert sentence in terminal.text(found)
-    assert sentence in markdown.markdown([found])
-    assert sentence in html.page([found])
+    doc = document(recorded_bench("first").model_copy(update={"linears": linears, "findings": tuple(told)}))
+    [sentence] = [message.text for message in doc.messages if message.code == "unproven-no-kernels"]
+    assert sentence in " ".join(terminal.text(doc, detail=False).split())
+    assert sentence in terminal.text(doc)
+    assert sentence in markdown.markdown([doc])
+    assert sentence in html.page([doc])
 
 
 def test_a_forecast_that_is_too_close_to_call_says_so_in_its_document() -> None:
     result = several_gpus()
-    found = document(result)
+    doc = document(result)
     assert any(gpu.step and gpu.step.winner and gpu.step.winner.rivals for gpu in result.gpus)
     for gpu in result.gpus:
         assert gpu.step is not None
@@ -62,7 +62,7 @@ def test_a_forecast_that_is_too_close_to_call_says_so_in_its_document() -> None:
             assert winner is not None
             assert any(
                 message.code == "too-close-to-call" and rival in message.text and winner.best in message.text
-                for message in found.messages
+                for message in doc.messages
             )
 
 
@@ -74,11 +74,11 @@ def test_mfu_is_in_every_document_of_a_step(result: Result) -> None:
 @pytest.mark.parametrize("result", [sweep(), plane()], ids=["line", "plane"])
 def test_a_sweep_counts_the_points_that_its_table_shows_as_faster(result: ForecastResult) -> None:
     for swept in result.sweeps:
-        found = " ".join(document(result.model_copy(update={"sweeps": (swept,)})).because)
+        reasons = " ".join(document(result.model_copy(update={"sweeps": (swept,)})).because)
         possible = [point for point in swept.points if not point.why_not]
         faster = [point for point in possible if _faster(point)]
         assert faster == [point for point in possible if point.gains]
-        assert f"{len(faster)} of {len(possible)}" in found
+        assert f"{len(faster)} of {len(possible)}" in reasons
 
 
 def _faster(point: SweepPoint) -> bool:
@@ -110,13 +110,13 @@ def test_one_rule_calls_every_winner() -> None:
     assert winner is not None
     assert advice is not None
     assert (advice.recipe, set(advice.rivals)) == (winner.best, set(winner.rivals))
-    found = document(recorded_bench("first"))
+    doc = document(recorded_bench("first"))
     best = recorded_bench("first").linears.winners["autocast"].best
-    assert found.advice is not None
-    assert best in found.advice.text
-    assert best in found.answer
-    assert _told_close(codes(found), recorded_bench("first").linears.winners["autocast"].rivals)
+    assert doc.advice is not None
+    assert best in doc.advice.text
+    assert best in doc.answer
+    assert _told_close(codes(doc), recorded_bench("first").linears.winners["autocast"].rivals)
 
 
-def _told_close(found: Sequence[str], rivals: Sequence[str]) -> bool:
-    return ("too-close-to-call" in found) == bool(rivals)
+def _told_close(told: Sequence[str], rivals: Sequence[str]) -> bool:
+    return ("too-close-to-call" in told) == bool(rivals)

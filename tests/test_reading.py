@@ -48,7 +48,7 @@ def writer(path: Path, *pieces: bytes, pause: float = 0.05) -> threading.Thread:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("/dev/zero", "is a device, not a file"),
         ("/dev/urandom", "is a device, not a file"),
@@ -59,8 +59,8 @@ def writer(path: Path, *pieces: bytes, pause: float = 0.05) -> threading.Thread:
         ("\ud800", "cannot be read"),
     ],
 )
-def test_what_is_no_file_is_one_message(name: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as error:
+def test_what_is_no_file_is_one_message(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         read_bytes(name, LIMIT, "name a file")
     assert error.value.hint == "name a file"
     assert len(str(error.value)) < 300
@@ -166,7 +166,7 @@ def test_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "x.json is empty"),
         (" \n", "x.json is empty"),
@@ -177,9 +177,9 @@ def test_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("\x1b[31m", "not valid JSON"),
     ],
 )
-def test_json_that_is_not_read(text: str, words: str) -> None:
+def test_json_that_is_not_read(text: str, message: str) -> None:
     for data in (text, text.encode()):
-        with pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=message) as error:
             parse_json(data, "x.json")
         assert str(error.value).isprintable()
 

@@ -36,11 +36,11 @@ def told(name: str) -> Document:
 @cache
 def shown(name: str) -> dict[str, str]:
     """What each writer shows, as plain text on one line."""
-    found = told(name)
+    doc = told(name)
     return {
-        "terminal": _plain(terminal.text(found, detail=True)),
-        "markdown": _plain(_unescaped(markdown.markdown([found]))),
-        "html": _plain(_Page.of(html_writer.page([found])).text),
+        "terminal": _plain(terminal.text(doc, detail=True)),
+        "markdown": _plain(_unescaped(markdown.markdown([doc]))),
+        "html": _plain(_Page.of(html_writer.page([doc])).text),
     }
 
 
@@ -121,29 +121,29 @@ def test_a_run_file_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_writer_shows_the_same_words(name: str) -> None:
-    found = told(name)
-    words = [found.answer, *found.because, *found.context, *(message.text for message in found.messages)]
-    words += [found.advice.text] if found.advice else []
-    words += found.advice.ready_to_paste.values() if found.advice else ()
-    words += [f"{value}" for facts in found.facts.values() for _, value in facts]
-    causes = [message.text for message in found.messages if message.code.startswith("cause-")]  # of which a page has cards
-    cards = [text for card in found.cards for text in (card.title, card.cost, card.speedup, *card.remedy, card.evidence)]
+    doc = told(name)
+    texts = [doc.answer, *doc.because, *doc.context, *(message.text for message in doc.messages)]
+    texts += [doc.advice.text] if doc.advice else []
+    texts += doc.advice.ready_to_paste.values() if doc.advice else ()
+    texts += [f"{value}" for facts in doc.facts.values() for _, value in facts]
+    causes = [message.text for message in doc.messages if message.code.startswith("cause-")]  # of which a page has cards
+    cards = [text for card in doc.cards for text in (card.title, card.cost, card.speedup, *card.remedy, card.evidence)]
     for writer, text in shown(name).items():
-        for sentence in [*(each for each in words if each not in causes), *cards] if writer == "html" else words:
+        for sentence in [*(text for text in texts if text not in causes), *cards] if writer == "html" else texts:
             assert _plain(sentence) in text, f"{writer} lacks {sentence!r}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_writer_shows_the_same_rows(name: str) -> None:
-    found = told(name)
-    lines = [_plain(line) for line in terminal.text(found, detail=True).splitlines()]
+    doc = told(name)
+    lines = [_plain(line) for line in terminal.text(doc, detail=True).splitlines()]
     pipes = [
         tuple(_plain(re.sub(r"\\(.)", r"\1", cell)) for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1]))
-        for line in markdown.markdown([found]).splitlines()
+        for line in markdown.markdown([doc]).splitlines()
         if line.startswith("|")
     ]
-    page = _Page.of(html_writer.page([found])).rows
-    for table in found.tables():
+    page = _Page.of(html_writer.page([doc])).rows
+    for table in doc.tables():
         assert table.rows, f"{table.title} is empty"
         for row in rows_of(table):
             assert " ".join(cell for cell in row if cell) in lines, f"terminal lacks {row} of {table.title}"
@@ -153,9 +153,9 @@ def test_every_writer_shows_the_same_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_holds_every_table_unrounded(name: str) -> None:
-    found = told(name)
-    rows = list(csv.DictReader(io.StringIO(csv_writer.csv_text(found))))
-    for table in found.tables():
+    doc = told(name)
+    rows = list(csv.DictReader(io.StringIO(csv_writer.csv_text(doc))))
+    for table in doc.tables():
         own = [row for row in rows if row["table"] == table.title]
         assert len(own) >= len(table.rows)
         for cells in table.rows:
@@ -177,12 +177,13 @@ def _same(text: str, value: float | str) -> bool:
 )  # drawn in the same way
 def test_every_chart_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure, "FORMATS", ("svg",))
-    found = told(name)
-    charts = found.charts()
-    page = html_writer.page([found])
+    doc = told(name)
+    charts = doc.charts()
+    page = html_writer.page([doc])
     data = json.loads(re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
-    assert len([each for each in data if each["type"] != "rates"]) == len(charts)  # the common baseline is not a chart of its own
-    figure.save_figures([found], tmp_path)
+    drawn = [chart for chart in data if chart["type"] != "rates"]  # the common baseline is not a chart of its own
+    assert len(drawn) == len(charts)
+    figure.save_figures([doc], tmp_path)
     text = " ".join(path.read_text() for path in tmp_path.glob("*.svg"))
     drawn = _plain(html.unescape(re.sub("<!--.*?-->|<[^>]*>", " ", text, flags=re.DOTALL)))  # a long title has several lines
     for chart in charts:
@@ -191,22 +192,20 @@ def test_every_chart_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_short_view_is_a_part_of_the_document(name: str) -> None:
-    found = told(name)
-    assert set(decisive(found)) <= set(found.messages)
+    doc = told(name)
+    assert set(decisive(doc)) <= set(doc.messages)
     assert all(
-        message.level == "note" or message.code.startswith("cause-")
-        for message in found.messages
-        if message not in decisive(found)
+        message.level == "note" or message.code.startswith("cause-") for message in doc.messages if message not in decisive(doc)
     )
-    text = terminal.text(found, detail=False)
-    assert _plain(found.answer) in _plain(text)
+    text = terminal.text(doc, detail=False)
+    assert _plain(doc.answer) in _plain(text)
 
 
 def test_several_runs_stand_side_by_side() -> None:
     pair = [told("bench"), told("bench again")]
     text = markdown.markdown(pair)
     page = _Page.of(html_writer.page(pair)).text
-    for each in pair:
-        for speedup in each.speedups:
+    for doc in pair:
+        for speedup in doc.speedups:
             assert f"{speedup.speedup.value:.3f}x" in text
             assert f"{speedup.speedup.value:.3f}x" in page

@@ -109,19 +109,19 @@ def test_frames_hold_the_numbers_of_the_tables(kind: str) -> None:
     frames = result.to_frames()
     assert frames.keys() == tables.keys()
     for title, table in tables.items():
-        found = frames[title]
-        assert isinstance(found, pandas.DataFrame)
-        assert len(found) == len(table.rows)
+        frame = frames[title]
+        assert isinstance(frame, pandas.DataFrame)
+        assert len(frame) == len(table.rows)
         for index, column in enumerate(table.columns):
             values = [row[index].value for row in table.rows]
             if not column.numeric or not any(value is not None for value in values):
                 continue
-            assert pandas.api.types.is_numeric_dtype(found[column.name])
-            assert [None if pandas.isna(value) else value for value in found[column.name]] == values
+            assert pandas.api.types.is_numeric_dtype(frame[column.name])
+            assert [None if pandas.isna(value) else value for value in frame[column.name]] == values
             for end in ("low", "high"):
                 ends = [getattr(row[index], end) for row in table.rows]
                 if any(value is not None for value in ends):
-                    assert [None if pandas.isna(value) else value for value in found[f"{column.name} {end}"]] == ends
+                    assert [None if pandas.isna(value) else value for value in frame[f"{column.name} {end}"]] == ends
     assert len(result.to_frame()) > 0
 
 

@@ -13,12 +13,12 @@ from gemmscope.signals import Interrupted, defer_signals, raised
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_was_swallowed_ends_the_command_later(number: int) -> None:
-    """As an extension module does that ignores the exceptions of what it calls."""
+    """An extension module may swallow the exception that a signal handler raises."""
     with raised():
         with suppress(BaseException):
             os.kill(os.getpid(), number)
         with pytest.raises(Interrupted) as ended, defer_signals() as signals:
             assert signals.first == number
         assert ended.value.number == number
-    with raised(), defer_signals() as signals:  # another command is none of its business
+    with raised(), defer_signals() as signals:  # a later command is not affected
         assert signals.first is None

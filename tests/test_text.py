@@ -16,7 +16,7 @@ from gemmscope.say import complain, say
 from gemmscope.text import csv_cell, printable, visible_json
 from support.poison import invisible
 
-ANY = st.text(st.characters())  # halves of characters included
+ANY = st.text(st.characters())  # including lone surrogates
 
 
 @given(ANY)
@@ -80,8 +80,8 @@ class _Gone(io.StringIO):
 def test_saying_something_never_fails(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
-    for each in (stream, closed):
-        monkeypatch.setattr(sys, "stderr", each)
+    for broken in (stream, closed):
+        monkeypatch.setattr(sys, "stderr", broken)
         say("a line")
         complain("a complaint", "a hint")
 

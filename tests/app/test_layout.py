@@ -38,15 +38,15 @@ def script(*parts: str) -> ModelSource:
 
 
 def layout(source: ModelSource, **given: Any) -> tuple[int | None, int]:
-    found = model_run(source, **given).run
-    return found.dp, found.gradient_accumulation
+    run = model_run(source, **given).run
+    return run.dp, run.gradient_accumulation
 
 
 def checked_run(source: ModelSource, **given: Any) -> None:
-    found = model_run(source, **given)
+    layout = model_run(source, **given)
     assert source.model is not None
-    check(source.model, found.run)
-    check_schedule(found.run)
+    check(source.model, layout.run)
+    check_schedule(layout.run)
 
 
 def message(source: ModelSource, **given: Any) -> str:
@@ -60,7 +60,7 @@ def preset(name: str, **given: Any) -> ModelRun:
 
 
 def test_a_script_has_one_data_parallel_size() -> None:
-    """Accumulation and the exchange of gradients follow from the same one."""
+    """Gradient accumulation and the gradient exchange use the same data-parallel size."""
     job = model_run(script(WORLD, LAYOUT))
     assert (job.run.dp, job.run.data_parallel, job.run.gradient_accumulation) == (8, 8, 16)
     assert (job.run.gpus, job.run.global_batch) == (32, 128)
@@ -120,7 +120,7 @@ def test_virtual_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "expected"),
     [
         ({"gpus": 24}, ("--global-batch 128 does not split", "(the global batch is from run.sh)", "--gpus 16 or --gpus 32")),
         ({"gpus": 2}, ("takes 4 GPUs (tp x cp x pp), more than --gpus 2", "--gpus 4")),
@@ -150,16 +150,16 @@ def test_virtual_stages() -> None:
         ({"zero_ranks": 5}, ("--zero-ranks 5 does not divide the 8 ranks",)),
     ],
 )
-def test_refusals(given: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_refusals(given: dict[str, Any], expected: tuple[str, ...]) -> None:
     source = megatron.read(" ".join((WORLD, LAYOUT, LLAMA)), "run.sh")
     text = message(source, **given)
-    for word in words:
+    for word in expected:
         assert word.replace("llama has", "run has") in text
 
 
 def test_sharding_without_anyone_to_share_with_is_refused() -> None:
     assert "there is only one" in message(load_model(preset="llama-3.1-8b"), micro_batch_size=1, sequence_length=8, zero=3)
-    assert preset("llama-3.1-8b", zero=3, dp=1).run.zero == 3  # said in so many words
+    assert preset("llama-3.1-8b", zero=3, dp=1).run.zero == 3  # given explicitly
     assert preset("llama-3.1-8b", zero=3, cp=2).run.zero == 3  # context parallelism has several
     assert preset("qwen3-30b-a3b", zero=1, ep=8).run.zero == 1  # so do experts
 
@@ -193,7 +193,7 @@ pipeline_parallel_schedule = "Interleaved1F1B"
     assert not forecast(job, ["h100"], gpu_count=32).has("gpus-unknown")
     alone = forecast(job, ["h100"])
     assert facts(alone, "gpus-unknown") == {"origin": "job.toml", "zero": 2, "gpus": 4, "example": 32}
-    assert "--gpus 32" in next(found.text for found in alone.findings if found.code == "gpus-unknown")
+    assert "--gpus 32" in next(finding.text for finding in alone.findings if finding.code == "gpus-unknown")
 
 
 def test_hybrid_sharding_of_a_file_in_another_layout() -> None:
@@ -220,7 +220,7 @@ def test_tokens_are_priced_on_the_gpus_of_the_layout(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "expected"),
     [
         ("--network pigeon", "--network 'pigeon' is not a known network"),
         ("--network -1", "--network must be more than 0"),
@@ -229,10 +229,10 @@ def test_tokens_are_priced_on_the_gpus_of_the_layout(run: Run) -> None:
         ("--gpus 8 --sweep tp=1,2 --tokens 1T", "--tokens applies to the cost of one run"),
     ],
 )
-def test_wrong_networks_and_costs(run: Run, options: str, words: str) -> None:
+def test_wrong_networks_and_costs(run: Run, options: str, expected: str) -> None:
     outcome = run(f"forecast {MODEL} {options}")
     assert outcome.code == 2
-    assert words in outcome.err
+    assert expected in outcome.err
 
 
 def test_a_sweep_over_layouts_of_the_same_gpus(run: Run) -> None:
@@ -271,7 +271,7 @@ NAMED = r"--(gpus|dp|global-batch|gradient-accumulation|vp|pp) ([0-9]+)"
 def test_every_run_agrees_and_every_refusal_can_be_followed(
     split: dict[str, int], ranks: dict[str, int], batch: dict[str, int]
 ) -> None:
-    """Through all checks: following the refusals, one size at a time, ends in a run that has what was asked for."""
+    """Following the advice of each error, one size at a time, ends in a run that has every requested size."""
     source = load_model(preset="llama-3.1-8b")
     asked = {"micro_batch_size": 2, "sequence_length": 4096, **split, **ranks, **batch}
     for _ in range(8):
@@ -280,17 +280,17 @@ def test_every_run_agrees_and_every_refusal_can_be_followed(
         except UserError as error:
             asked = mended(asked, in_shell(f"{error.message}\n{error.hint}"))
         else:
-            found = model_run(source, **asked).run
-            assert found.gpus == found.tp * found.cp * found.pp * found.data_parallel
-            assert found.global_batch == found.micro_batch_size * found.gradient_accumulation * found.data_parallel
-            assert asked.get("gpus", found.gpus) == found.gpus
-            assert asked.get("global_batch", found.global_batch) == found.global_batch
+            run = model_run(source, **asked).run
+            assert run.gpus == run.tp * run.cp * run.pp * run.data_parallel
+            assert run.global_batch == run.micro_batch_size * run.gradient_accumulation * run.data_parallel
+            assert asked.get("gpus", run.gpus) == run.gpus
+            assert asked.get("global_batch", run.global_batch) == run.global_batch
             return
     raise AssertionError(f"{asked} was never accepted")
 
 
 def mended(asked: dict[str, int], text: str) -> dict[str, int]:
-    """What a refusal says to use instead: the first size that it names of an option that was given, or that can be added."""
+    """The first size that an error suggests for an option that was given or that can be added."""
     hint = text.partition("\n")[2]
     if "remove --vp" in hint:
         return {**asked, "vp": 1}

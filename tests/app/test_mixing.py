@@ -72,7 +72,7 @@ def test_of_every_recipe_that_quantizes() -> None:
 
 
 def test_linears_of_other_pipeline_stages() -> None:
-    """DeepSeek-V3 has dense layers on the first stage alone."""
+    """Only the first stage of DeepSeek-V3 has dense layers."""
     assert mixes("deepseek-v3", "mlp.down_proj", pp=61).names == ("FP8Current (in BF16: MLP Down)",)
 
 
@@ -111,9 +111,9 @@ CHOSEN = Mix(recipe="FP8Current", higher="BF16", first_layers=1, linears=("mlp.d
 
 def test_the_mix_that_numerics_chose(tmp_path: Path) -> None:
     path = numerics(tmp_path, MixedPrecision(bound=0.03, chosen=CHOSEN))
-    found = requested_mix(path, None)
-    assert found is not None
-    assert found == MixRequest(found.given, "FP8Current", "BF16", 1, 0, ("mlp.down_proj",))
+    requested = requested_mix(path, None)
+    assert requested is not None
+    assert requested == MixRequest(requested.given, "FP8Current", "BF16", 1, 0, ("mlp.down_proj",))
 
 
 def test_files_without_a_mix(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_mix_is_a_row_of_the_forecast(run: Run, tmp_path: Path) -> None:
     assert isinstance(result, ForecastResult)
     for gpu in result.gpus:
         assert gpu.step is not None
-        mixed, low, high = (gpu.step.of(each) for each in (name, "FP8Current", "BF16"))
+        mixed, low, high = (gpu.step.of(recipe) for recipe in (name, "FP8Current", "BF16"))
         assert mixed is not None
         assert low is not None
         assert high is not None
@@ -163,7 +163,7 @@ def test_a_mix_is_a_row_of_the_forecast(run: Run, tmp_path: Path) -> None:
 def test_gpus_without_the_recipe_leave_the_mix_out(tmp_path: Path) -> None:
     other = CHOSEN.model_copy(update={"recipe": "MXFP8"})
     result = forecast_of(mix=numerics(tmp_path, MixedPrecision(bound=0.03, chosen=other)))
-    assert "mix-left-out" in {each.code for each in result.gpus[0].findings}
+    assert "mix-left-out" in {finding.code for finding in result.gpus[0].findings}
     assert result.gpus[0].step is not None
     assert not any("(in " in time.recipe for time in result.gpus[0].step.recipes)
 
@@ -172,7 +172,7 @@ def test_a_mix_that_keeps_nothing_is_its_recipe(tmp_path: Path) -> None:
     plain = CHOSEN.model_copy(update={"first_layers": 0, "linears": ()})
     result = forecast_of(mix=numerics(tmp_path, MixedPrecision(bound=0.3, chosen=plain)))
     assert result.gpus[0].step == forecast_of().gpus[0].step
-    assert "mix-keeps-nothing" in {each.code for each in result.gpus[0].findings}
+    assert "mix-keeps-nothing" in {finding.code for finding in result.gpus[0].findings}
 
 
 @pytest.mark.parametrize(

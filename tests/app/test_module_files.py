@@ -1,4 +1,4 @@
-"""The files of a user's module travel with a unit: it is measured where they are not."""
+"""The files of a user's module are sent along with a unit, which may be measured on a machine that does not have them."""
 
 from __future__ import annotations
 

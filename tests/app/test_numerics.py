@@ -81,13 +81,13 @@ def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:
 
 
 def test_tokens_that_must_be_padded_are_said_once() -> None:
-    found = [(one.facts["recipes"], one.facts["padded"]) for one in padded_tokens(1000, ["BF16", *RECIPES], "")]
-    assert found == [(["FP8Current", "FP8Delayed", "NVFP4"], 1008), (["MXFP8"], 1024)]
+    padded = [(one.facts["recipes"], one.facts["padded"]) for one in padded_tokens(1000, ["BF16", *RECIPES], "")]
+    assert padded == [(["FP8Current", "FP8Delayed", "NVFP4"], 1008), (["MXFP8"], 1024)]
     assert not list(padded_tokens(1024, RECIPES, ""))
 
 
 def test_linears_that_do_not_count_cause_no_warnings(tmp_path: Path) -> None:
-    """A head stays in BF16: that its vocabulary fits no recipe changes nothing."""
+    """A head stays in BF16, so a vocabulary that no recipe can run changes nothing."""
     path = write(tmp_path / "small.safetensors", {"l.0.a": (64, 1.0), "head": (50, 1.0)}, heads=("head",))
     assert not run_numerics(path, recipes=["MXFP8"]).has("numerics-failed")
 
@@ -107,7 +107,8 @@ COUNT = 400
 
 @pytest.mark.real_process
 def test_ctrl_c_keeps_what_was_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "many.safetensors", {f"l.{index}.a": (64, 1.0) for index in range(COUNT)})  # more than a pipe holds
+    linears = {f"l.{index}.a": (64, 1.0) for index in range(COUNT)}  # more than the buffer of a pipe
+    path = write(tmp_path / "many.safetensors", linears)
     taken = stream.take_message
 
     def take(message: object, result: stream.ComputedErrors) -> None:

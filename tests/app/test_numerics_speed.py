@@ -55,7 +55,7 @@ def test_what_has_no_speeds_is_one_message(speed: Any, gpu: str | None, message:
 
 def test_speeds_of_another_model_are_noticed() -> None:
     """Llama 3.1 8B has a hidden size of 4096: so do these linears, and those of half the size do not."""
-    codes = [found.code for found in weigh(linear_errors(2), several_gpus(), None, "b300").findings]
+    codes = [finding.code for finding in weigh(linear_errors(2), several_gpus(), None, "b300").findings]
     assert "numerics-other-model" not in codes
     smaller = [one.model_copy(update={"inputs": one.inputs // 3, "outputs": one.outputs // 3}) for one in linear_errors(2)]
     experts = [one.model_copy(update={"op": "Expert Down"}) if "down" in one.linear else one for one in linear_errors(2)]
@@ -64,5 +64,5 @@ def test_speeds_of_another_model_are_noticed() -> None:
         (linear_errors(40), "with 32 layers, but 40 are here"),
         (experts, "which has no experts, but there are experts here"),
     ):
-        [found] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
-        assert found.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."
+        [finding] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
+        assert finding.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."

@@ -38,7 +38,7 @@ def numbers(text: str | None, visible: str | None = None) -> list[int]:
         ("ALL", "4,5", [4, 5]),
         ("all", "GPU-6,GPU-2", [6, 2]),
         ("5", "4,5", [5]),
-        ("all", "1,-1,2", [1]),  # as CUDA: up to the first that is none
+        ("all", "1,-1,2", [1]),  # like CUDA: entries after the first invalid one are ignored
         ("all", "3,3", [3]),
         (None, None, [0]),
         (None, "6,2", [6]),

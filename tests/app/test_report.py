@@ -76,7 +76,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     documents, messages = report([*paths, put(tmp_path, "c.json", "forecast"), paths[0]])
     text = page(documents, messages)
     assert "<h2>Side by side</h2>" in text
-    assert [letter(documents, each) for each in documents] == ["A", "B", "C"]
+    assert [letter(documents, document) for document in documents] == ["A", "B", "C"]
     assert documents[2].forecast
     two = markdown(*report(paths))
     assert re.search(r"linears, autocast \| FP8Delayed \| 1\.710x .* \| 1\.70\dx .* \|", two)
@@ -84,7 +84,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_over_one_baseline_and_never_by_their_own_gains() -> None:
-    """A GPU that gains less from low precision may be much faster: its speedup over the other's BF16 says so."""
+    """A GPU with a smaller low-precision speedup can still be faster: its speedup over the other GPU's BF16 shows it."""
     result = several_gpus()
     told = document(result)
     [step, *others] = common_baselines([told])
@@ -280,14 +280,14 @@ STRANGE = st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=8), 
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Some of the places in a file: of long lists only the first ones."""
+    """Paths to values in a file. Only the first items of long lists are included."""
     children = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     return [path, *(place for key, child in children for place in _places(child, (*path, key)))]
 
 
 @pytest.mark.parametrize("name", ["bench with a fallback", "step", "forecast", "explain", "compare"])
 def test_any_value_gives_a_message_or_a_page(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever stands at some place of a file: it is refused, or a page is made of it."""
+    """With any value at any place, a file is rejected with a message or becomes a page."""
     original = json.dumps(run_data(name))
     places = [place for place in _places(json.loads(original)) if place]
     folder = tmp_path_factory.mktemp("strange")

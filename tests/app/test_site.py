@@ -1,4 +1,4 @@
-"""A site whose machine is pretended: what it says about its GPU, and when it refuses."""
+"""A site on a simulated machine: what it reports about its GPU, and when it refuses to run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Serve = Callable[..., list[Event]]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
-    """Run a site in this process, with the machines that it finds one after another, until its input ends."""
+    """Run a site in this process until its input ends. It sees the given machine states one after another."""
 
     def run(machines: list[Environment], *units: Unit, setup: SiteSetup | None = None, patience_s: float = 300.0) -> list[Event]:
         seen = iter(machines)
@@ -57,19 +57,19 @@ ANSWER = Unit("u", Script("answer", 1))
 
 def test_it_says_where_it_is(serve: Serve) -> None:
     two = replace(free(), gpus=(replace(free().gpus[0], index=0, uuid="GPU-other"), replace(free().gpus[0], index=1)))
-    [found, done] = serve([two, two], ANSWER)
-    assert isinstance(found, PlaceFound)
-    assert (found.place.node, found.place.gpu, found.place.uuid) == ("node03", 1, H200)
-    assert [gpu["uuid"] for gpu in found.place.facts["gpus"]] == [H200]  # of this place only
-    assert found.place.facts["cores"] == 8
+    [place, done] = serve([two, two], ANSWER)
+    assert isinstance(place, PlaceFound)
+    assert (place.place.node, place.place.gpu, place.place.uuid) == ("node03", 1, H200)
+    assert [gpu["uuid"] for gpu in place.place.facts["gpus"]] == [H200]  # of this place only
+    assert place.place.facts["cores"] == 8
     assert done == UnitDone("a", "u", 1)
 
 
 def test_a_gpu_that_another_place_uses_now_is_waited_for(serve: Serve) -> None:
     """Places that share a GPU say hello while it is in use; the schedule lets them take turns."""
     busy = free(processes=(4711,))
-    found, done = serve([busy, busy, free()], ANSWER)
-    assert isinstance(found, PlaceFound)
+    place, done = serve([busy, busy, free()], ANSWER)
+    assert isinstance(place, PlaceFound)
     assert done == UnitDone("a", "u", 1)
 
 
@@ -84,9 +84,9 @@ def test_a_gpu_in_use_may_be_shared(serve: Serve) -> None:
     assert serve([free(processes=(4711,))] * 2, ANSWER, setup=SiteSetup(share_gpu=True))[1] == UnitDone("a", "u", 1)
 
 
-@pytest.mark.parametrize("found", [NOTHING, replace(free(), visible_devices="GPU-gone")])
-def test_no_gpu(serve: Serve, found: Environment) -> None:
-    [refused] = serve([found], ANSWER)
+@pytest.mark.parametrize("machine", [NOTHING, replace(free(), visible_devices="GPU-gone")])
+def test_no_gpu(serve: Serve, machine: Environment) -> None:
+    [refused] = serve([machine], ANSWER)
     assert isinstance(refused, PlaceRefused)
     assert "there is no NVIDIA GPU here to measure on" in refused.why
 

@@ -25,8 +25,8 @@ from gemmscope.bench.backends.reference import Operands, OperandStore  # noqa: E
 CASE = Case("QKV Proj", 256, 384, 640)
 FORWARD = replace(CASE, op="256x384x640", passes=("fprop",))
 EXPERTS = Case("Experts Up", 256, 128, 192, rows=(64, 112, 80))
-WITH_TORCH = [name for name, each in recipes().items() if "torch" in each.backends]
-ROUNDING = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.25}  # relative to the values: what this many bits cost, and a little
+WITH_TORCH = [name for name, recipe in recipes().items() if "torch" in recipe.backends]
+ROUNDING = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.25}  # relative rounding error of this many bits, with a small margin
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
 
@@ -60,7 +60,7 @@ def dequantize(quantized: Quantized, scaling: Scaling) -> Any:
     seed=st.integers(0, 99),
 )
 def test_values_survive_quantizing(kind: str, rows: int, columns: int, spread: float, seed: int) -> None:
-    """Whatever the size, the magnitude and the block: the values come back within the rounding of their format."""
+    """For any size, magnitude and block, dequantized values are within the rounding error of their format."""
     scaling = SCALINGS[kind]
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16) * spread
     for number_format in ("e2m1",) if scaling.format == "e4m3" else ("e4m3", "e5m2"):
@@ -80,7 +80,7 @@ def test_zeros_and_outliers(kind: str) -> None:
 
 
 def test_scales_by_block_keep_what_one_scale_loses() -> None:
-    """A value ten million times larger far away takes every bit of the small ones if they share its scale."""
+    """If small values share a scale with a value ten million times larger, they lose all their bits."""
     values = torch.randn(128, 256)
     values[0, 0] = 1e7
     errors = {}
@@ -106,14 +106,16 @@ def test_swizzled_scales_stand_where_cublas_looks() -> None:
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("name", [name for name in WITH_TORCH if recipe(name).quantizes])
 def test_quantized_products_are_right(name: str, pass_name: str) -> None:
-    """Multiplied in float64 from what was quantized; and by PyTorch itself, where the CPU has that product."""
+    """The quantized operands are multiplied in float64, and by PyTorch itself where the CPU has that GEMM."""
     operands = Operands(CASE, "cpu")
     asked = recipe(name)
-    made = [
+    quantized = [
         dequantize(torch_gemms._quantized(factor, asked, pass_name), scaling_of(asked.scales, factor.tensor))
         for factor in operands.factors(pass_name)
     ]
-    assert operands.error({pass_name: made[0] @ made[1].t()}) < max(ROUNDING[each] for each in asked.operands[pass_name])
+    assert operands.error({pass_name: quantized[0] @ quantized[1].t()}) < max(
+        ROUNDING[format_name] for format_name in asked.operands[pass_name]
+    )
     if asked.scales in ("tensor", "row"):
         product = torch_gemms._gemm(Task(CASE, name, "pre-quantized", pass_name), asked, operands)
         assert operands.error({pass_name: product()}) < 0.1
@@ -133,7 +135,7 @@ def test_layouts_are_those_that_the_gpu_product_takes(name: str, pass_name: str,
 
     def checked(a: Any, b: Any, **how: Any) -> Any:
         with fake_tensor.FakeTensorMode():
-            scales = {side: [faked(each) for each in how.pop(side)] for side in ("scale_a", "scale_b")}
+            scales = {side: [faked(scale) for scale in how.pop(side)] for side in ("scale_a", "scale_b")}
             return real(faked(a), faked(b), **scales, **how)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
@@ -212,7 +214,7 @@ def test_torchao_leaves_layers_in_bf16_and_says_so(torchao_backend: Any) -> None
 @pytest.mark.filterwarnings("ignore")  # compilers warn
 @pytest.mark.parametrize("name", ["BF16", "FP8Tensorwise", "FP8Rowwise", "FP8RowwiseGWHP"])
 def test_torchao_runs_every_pass(torchao_backend: Any, name: str) -> None:
-    """Compiled for the CPU, which has these products, too."""
+    """Compiled for the CPU, which supports these GEMMs too."""
     backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options(filter_layers=False))
     square = Case("Attn Out", 128, 256, 256)  # fprop and dgrad are of one size
     for task in tasks_of([CASE, FORWARD, square], [name], MODES, {}):
@@ -234,10 +236,10 @@ class TestOnGpu:
         from gemmscope.engine.timer import CudaTimer
 
         if backend_name == "torchao":
-            made = pytest.importorskip("gemmscope.bench.backends.torchao").TorchaoBackend
+            backend_class = pytest.importorskip("gemmscope.bench.backends.torchao").TorchaoBackend
         else:
-            made = torch_gemms.TorchBackend
-        backend = made(OperandStore("cuda"), Options(filter_layers=False))
+            backend_class = torch_gemms.TorchBackend
+        backend = backend_class(OperandStore("cuda"), Options(filter_layers=False))
         reason = backend.why_not(recipe(name))
         if reason:
             pytest.skip(reason)

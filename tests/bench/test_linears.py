@@ -1,4 +1,4 @@
-"""What follows from the measurements: times, speedups, totals, winners and findings, from recorded kernels."""
+"""Times, speedups, totals, winners and findings computed from recorded kernels."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from support.run_files import BENCHES, bench_result, recorded_bench, replayed
 
 def codes(measurements: Measurements, linears: Linears | None = None) -> set[str]:
     linears = linears or measured_linears(measurements, RECIPES, MODES)
-    return {each.code for each in (*linear_findings(linears), *measurement_findings(measurements, linears))}
+    return {finding.code for finding in (*linear_findings(linears), *measurement_findings(measurements, linears))}
 
 
 def facts(linears: Linears, code: str) -> list[dict[str, Any]]:
-    return [dict(each.facts) for each in linear_findings(linears) if each.code == code]
+    return [dict(finding.facts) for finding in linear_findings(linears) if finding.code == code]
 
 
 def total(linears: Linears, name: str, mode: Any) -> Any:
-    found = linears.total(name, mode)
-    assert found is not None
-    return found
+    total_time = linears.total(name, mode)
+    assert total_time is not None
+    return total_time
 
 
 def test_a_correct_run_has_no_errors() -> None:
     measurements = recorded_measurements()
     linears = measured_linears(measurements, RECIPES, MODES)
-    found = [*linear_findings(linears), *measurement_findings(measurements, linears)]
-    assert {each.code for each in found if each.level != "note"} == {"host-bound-linears"}
-    assert {"same-kernels", "dgrad-over-fprop", "quantization-share", "clock-limited-by"} <= {each.code for each in found}
+    findings = [*linear_findings(linears), *measurement_findings(measurements, linears)]
+    assert {finding.code for finding in findings if finding.level != "note"} == {"host-bound-linears"}
+    assert {"same-kernels", "dgrad-over-fprop", "quantization-share", "clock-limited-by"} <= {
+        finding.code for finding in findings
+    }
     [host] = facts(linears, "host-bound-linears")
     assert (host["recipe"], host["host_ms"]) == ("FP8Block", pytest.approx(216.0))
     cell = linears.op_time("QKV Proj", "FP8Current", "autocast")
@@ -53,17 +55,17 @@ def test_a_correct_run_has_no_errors() -> None:
 def test_sums_add_up(mode: Any) -> None:
     """Ops make a layer, layers make the model, and passes make the layer."""
     linears = recorded_linears(MODEL, about=LAYER)
-    found = total(linears, "FP8Current", mode)
+    total_time = total(linears, "FP8Current", mode)
     ops = [linears.op_time(case.op, "FP8Current", mode) for case in MODEL]
-    assert found.layer_ms == pytest.approx(sum(cell.total_ms.value for cell in ops if cell is not None))
-    assert found.layer_ms == pytest.approx(sum(found.pass_ms.values()))
-    assert found.total_ms.value == pytest.approx(24 * found.layer_ms, rel=0.001)
+    assert total_time.layer_ms == pytest.approx(sum(cell.total_ms.value for cell in ops if cell is not None))
+    assert total_time.layer_ms == pytest.approx(sum(total_time.pass_ms.values()))
+    assert total_time.total_ms.value == pytest.approx(24 * total_time.layer_ms, rel=0.001)
 
 
 def test_layers_that_differ_are_not_averaged() -> None:
-    found = total(recorded_linears(MODEL), "BF16", "autocast")
-    assert found.layer_ms is None
-    assert sum(found.pass_ms.values()) == pytest.approx(found.total_ms.value, rel=0.001)
+    total_time = total(recorded_linears(MODEL), "BF16", "autocast")
+    assert total_time.layer_ms is None
+    assert sum(total_time.pass_ms.values()) == pytest.approx(total_time.total_ms.value, rel=0.001)
 
 
 def test_every_pair_of_recipes_and_every_pass_has_a_speedup() -> None:
@@ -99,13 +101,13 @@ def test_memory_is_computed() -> None:
     assert memory(MODEL, "FP8Current", capability="10.0").copies_bytes == weights  # Blackwell multiplies from one copy
     assert memory(MODEL, "MXFP8", "torchao").copies_bytes == 0  # torchao keeps BF16 and casts again
     assert memory(MODEL, "NVFP4").kept_bytes == pytest.approx(0.5625 * kept)
-    assert {each.recipe for each in recorded_linears(MODEL).memory} == set(RECIPES)
+    assert {memory.recipe for memory in recorded_linears(MODEL).memory} == set(RECIPES)
 
 
 def test_bare_gemms_have_no_totals_no_memory_and_no_winner() -> None:
     linears = recorded_linears(SQUARES, spread=0.01)
     assert (linears.totals, linears.memory, linears.winners) == ((), (), {})
-    assert {each.op for each in linears.speedups} == {case.op for case in SQUARES}
+    assert {speedup.op for speedup in linears.speedups} == {case.op for case in SQUARES}
 
 
 def test_a_fallback_has_times_and_no_speedup() -> None:
@@ -114,7 +116,7 @@ def test_a_fallback_has_times_and_no_speedup() -> None:
     [autocast, _] = facts(linears, "fallback")
     assert (autocast["recipe"], autocast["ops"], autocast["ran"]) == ("FP8Current", [case.op for case in MODEL], "bf16 x bf16")
     assert linears.falls_back("FP8Current", "autocast")
-    assert "FP8Current" not in {each.recipe for each in linears.speedups} | {each.over for each in linears.speedups}
+    assert "FP8Current" not in {speedup.recipe for speedup in linears.speedups} | {speedup.over for speedup in linears.speedups}
     assert linears.speedup("FP8Block", "autocast") is not None
     assert total(linears, "FP8Current", "autocast").total_ms.value > 0
 
@@ -132,7 +134,7 @@ def test_what_failed_is_missing_and_never_zero() -> None:
 
 
 def test_what_the_framework_left_in_bf16_has_a_time_and_no_speedup() -> None:
-    """torchao's filter is not a fallback: the op is named, and the model's speedup is what it is."""
+    """torchao's filter is not a fallback: the op is named, and the speedup of the model is still shown."""
     reason = "torchao's filter leaves this layer in BF16"
     linears = recorded_linears(MODEL, kernels_of={"FP8Current": "BF16"}, notes={case.op: reason for case in MODEL})
     assert {"recipe": "FP8Current", "ops": [case.op for case in MODEL], "reason": reason} in facts(linears, "left-in-baseline")
@@ -143,10 +145,10 @@ def test_what_the_framework_left_in_bf16_has_a_time_and_no_speedup() -> None:
 
 def test_slower_ops_and_ties() -> None:
     loses = recorded_linears([QKV], slower={"FP8Block": 2.0})
-    assert [list(each["speedups"]) for each in facts(loses, "ops-slower")] == [["QKV Proj in FP8Block"]] * 2
+    assert [list(entry["speedups"]) for entry in facts(loses, "ops-slower")] == [["QKV Proj in FP8Block"]] * 2
     close = recorded_linears([QKV], slower={"FP8Block": 1.3446}, spread=0.02)
     assert {"recipe": "FP8Block", "mode": "autocast", "ops": ["QKV Proj"]} in facts(close, "ops-too-close")
-    assert not [each for each in facts(close, "ops-slower") if each["mode"] == "autocast"]
+    assert not [entry for entry in facts(close, "ops-slower") if entry["mode"] == "autocast"]
 
 
 def test_unproven_precisions_are_in_the_result() -> None:
@@ -173,12 +175,12 @@ def test_ops_that_frameworks_leave_in_high_precision() -> None:
     [({"throttle": ["HW thermal slowdown"]}, "throttled"), ({"sm_mhz": 1900}, "clock-moved"), ({"sm_mhz": 1450}, "")],
 )
 def test_states_that_training_would_not_have(state: dict[str, Any], code: str) -> None:
-    found = codes(recorded_measurements(states=[POWER_LIMITED, POWER_LIMITED | state]))
-    assert found & {"throttled", "clock-moved"} == ({code} if code else set())
+    found_codes = codes(recorded_measurements(states=[POWER_LIMITED, POWER_LIMITED | state]))
+    assert found_codes & {"throttled", "clock-moved"} == ({code} if code else set())
 
 
 def test_states_may_be_unknown() -> None:
-    """The CPU, or a driver that hides its figures."""
+    """On the CPU, or with a driver that does not report power and temperature."""
     for state in ({}, {"sm_mhz": 1400, "power_w": None, "temperature_c": None, "throttle": []}):
         assert "power-while-measuring" not in codes(recorded_measurements(states=[state]))
 
@@ -186,7 +188,7 @@ def test_states_may_be_unknown() -> None:
 def test_one_round_has_no_interval() -> None:
     measurements = recorded_measurements(rounds=1)
     linears = measured_linears(measurements, RECIPES, MODES)
-    assert not any(each.speedup.known for each in linears.speedups)
+    assert not any(speedup.speedup.known for speedup in linears.speedups)
     assert "single-round" in codes(measurements, linears)
     assert not facts(linears, "ops-too-close")
 
@@ -200,7 +202,7 @@ def test_what_stays_in_the_cache_is_said() -> None:
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_recorded_benches_give_the_same_numbers_again(name: str) -> None:
-    """The samples of a run file make the very speedups that it holds."""
+    """The speedups computed from the samples of a run file are those stored in it."""
     result = recorded_bench(name)
     linears = result.linears
     about = {"layers": linears.layers, "layer_counts": linears.layer_counts}

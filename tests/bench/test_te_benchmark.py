@@ -40,7 +40,7 @@ def test_twelve_calls_of_a_layer() -> None:
 def test_a_layer_runs_each_call_as_often_as_its_op() -> None:
     calls = as_forward_calls(LinearCases((Case("A", 8, 4, 2, count=6),), (), 3, {"A": 2}))
     assert calls.layer_counts == {"A": 2, "A (dgrad)": 2, "A (wgrad)": 2}
-    assert [found.code for found in calls.findings] == ["counted-as-te-benchmark"]
+    assert [finding.code for finding in calls.findings] == ["counted-as-te-benchmark"]
 
 
 def test_forecast(run: Run) -> None:
@@ -86,17 +86,17 @@ def test_bench_on_the_cpu(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["bench", "forecast --gpu h200"])
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (f"{MODEL} --cache-weights", "quantizes the weight in every call, but --cache-weights never does"),
         ("--shapes 4096", "--as-te-benchmark applies to"),
         ("--preset qwen3-30b-a3b --micro-batch-size 1 --sequence-length 512", "no counterpart of experts"),
     ],
 )
-def test_what_does_not_go_together(run: Run, command: str, options: str, words: str) -> None:
+def test_what_does_not_go_together(run: Run, command: str, options: str, message: str) -> None:
     outcome = run(f"{command} {options} --as-te-benchmark {'--device cpu' if command == 'bench' else ''}")
     assert outcome.code == 2
-    assert words in outcome.err
+    assert message in outcome.err
 
 
 def test_it_is_not_about_a_step(run: Run) -> None:

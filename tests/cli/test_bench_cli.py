@@ -116,7 +116,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
         [*command, "--json", str(tmp_path / "run.json")],
         env=environment,
         stdout=subprocess.PIPE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests in the background ignores it
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
     )
     journal = tmp_path / "gemmscope" / f"journal-{VERSION}.sqlite3"
     assert wait_until(lambda: _rounds_in(journal) >= 2)
@@ -170,7 +170,7 @@ def recipes_of(ran: list[LinearCampaign]) -> list[str]:
 
 
 def test_recipes_are_those_that_the_gpu_runs(run: Run, pretend: Pretend) -> None:
-    """Nothing is tried that cannot run here, and nothing is said of it."""
+    """Recipes that cannot run here are neither tried nor mentioned."""
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --detail")
     assert outcome.code == 0, outcome.err
@@ -282,7 +282,7 @@ def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
     assert settings.counts == Counts(num_warmup=10, num_iters=50, gpu_warmup=5.0)
     assert settings.max_rounds == settings.counts.rounds
     assert (settings.timing, settings.cache_weights, settings.filter_layers) == ("profiler", True, False)
-    assert not ran[0].rule.decides  # counts do, not precision
+    assert not ran[0].rule.decides  # counts decide when to stop, not precision
     assert finding("fixed-counts-after-load", runs=50, warmup=10, seconds=5.0).text in outcome.out
     assert "timed by kernel timestamps" in outcome.out
     assert "Quantization of W is excluded, because it happens once per step" in outcome.out
@@ -292,7 +292,7 @@ def test_without_counts_precision_decides() -> None:
     timing = BenchTiming(precision=0.02, time_limit=30)
     assert timing.counts() is None
     assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
-    assert timing.settings("cpu").max_rounds > 100_000  # nobody waits for so many
+    assert timing.settings("cpu").max_rounds > 100_000  # too many to wait for
 
 
 def test_the_cpu_is_not_loaded_first(run: Run, pretend: Pretend) -> None:
@@ -324,7 +324,7 @@ def test_profile_of_a_model(run: Run, pretend: Pretend) -> None:
     assert "--profile times nothing, so --csv is not written" in outcome.err
 
 
-# --- what comes of it -----------------------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------------------------------
 
 
 def test_strict_exits_with_3(run: Run, pretend: Pretend) -> None:

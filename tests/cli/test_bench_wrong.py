@@ -73,7 +73,7 @@ pytest.importorskip("torch", reason="the CPU backend needs torch")
     ],
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said at once: no campaign is even begun."""
+    """The error is reported before a campaign starts."""
     monkeypatch.setattr("gemmscope.app.bench.environment", lambda: NOTHING)
     monkeypatch.setattr(LinearCampaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
     outcome = run(f"bench {options}")
@@ -108,10 +108,10 @@ def test_a_hidden_gpu_is_no_gpu(run: Run, pretend: Pretend) -> None:
 
 
 def test_a_gpu_that_is_visible_by_its_uuid(run: Run, pretend: Pretend) -> None:
-    """Is the one that is looked at: whether it is busy, and what it runs; not the driver's first."""
-    found = machine(visible="GPU-2222", processes=(4711,))
-    other = replace(found.gpus[0], index=1, name="NVIDIA B200", capability=(10, 0), processes=(), uuid="GPU-22224444-5555")
-    pretend(replace(found, gpus=(*found.gpus, other)))
+    """The visible GPU is checked for other processes and supported recipes, not the driver's first GPU."""
+    one_gpu = machine(visible="GPU-2222", processes=(4711,))
+    other = replace(one_gpu.gpus[0], index=1, name="NVIDIA B200", capability=(10, 0), processes=(), uuid="GPU-22224444-5555")
+    pretend(replace(one_gpu, gpus=(*one_gpu.gpus, other)))
     assert run(f"bench {SMALL} --recipes bf16").code == 0
-    pretend(found)
+    pretend(one_gpu)
     assert "there is no NVIDIA GPU here" in run(f"bench {SMALL}").err

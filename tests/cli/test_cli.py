@@ -154,13 +154,15 @@ def test_options_win_over_the_file(run: Run, tmp_path: Path) -> None:
     assert (from_file["run"]["micro_batch_size"], from_file["run"]["tp"]) == (2, 2)
     typed = json.loads(run(f"shapes --config {script} --tp 4 --micro-batch-size 3 --json -").out)
     assert (typed["run"]["micro_batch_size"], typed["run"]["tp"]) == (3, 4)
-    overridden = {found["facts"]["name"]: found["facts"] for found in typed["findings"] if found["code"] == "run-overridden"}
+    overridden = {
+        finding["facts"]["name"]: finding["facts"] for finding in typed["findings"] if finding["code"] == "run-overridden"
+    }
     assert (overridden["tp"]["value"], overridden["tp"]["file_value"]) == ("4", "2")
     assert overridden.keys() == {"tp", "micro_batch_size"}
 
 
 def test_torch_is_not_imported() -> None:
-    """Neither by help nor by shapes; nor are transformers, numpy, pydantic for a plain table."""
+    """Neither help nor shapes imports torch, transformers, numpy, matplotlib or yaml."""
     code = (
         "import sys; sys.argv = ['gemmscope', *sys.argv[1:]]\n"
         "from gemmscope.cli.main import main\n"
@@ -178,7 +180,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m gemmscope shapes --list-presets | head -1; echo ${{PIPESTATUS[0]}}"
     child = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert child.stderr == ""
-    assert child.stdout.splitlines()[-1] in ("0", "141")  # done before the reader went, or ended by its going
+    assert child.stdout.splitlines()[-1] in ("0", "141")  # finished before the reader closed the pipe, or ended by SIGPIPE
 
 
 @pytest.mark.parametrize("arguments", ["shapes --list-presets", f"{REFERENCE} --json -"])
@@ -218,7 +220,7 @@ def test_the_files_accumulation_belongs_to_the_files_batch(run: Run, tmp_path: P
     assert typed["run"]["gradient_accumulation"] == 8  # the global batch stays
     typed = json.loads(run(f"shapes --config {dump} --micro-batch-size 3 --json -").out)
     assert typed["run"]["gradient_accumulation"] == 1
-    assert "accumulation-reset" in [found["code"] for found in typed["findings"]]
+    assert "accumulation-reset" in [finding["code"] for finding in typed["findings"]]
 
 
 def test_version_and_module_entry() -> None:
@@ -319,7 +321,7 @@ def test_check(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert "Check passed" in outcome.out
     detail = run(f"shapes --config {config_file(tmp_path, {'model_type': 'llama', **SMALL})} {BATCH} --check --json -")
-    assert "check-equal" in [found["code"] for found in json.loads(detail.out)["findings"]]
+    assert "check-equal" in [finding["code"] for finding in json.loads(detail.out)["findings"]]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -355,7 +357,7 @@ def test_the_architecture_hints_at_a_known_type(run: Run, tmp_path: Path, monkey
 
 
 def test_the_keys_hint_at_a_known_type(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that resembles another by chance does not: frob is not roberta."""
+    """A name that is only slightly similar is not suggested: frob is not roberta."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path = config_file(tmp_path, {"model_type": "frob", "num_key_value_heads": 2, **SMALL})
     assert 'set "model_type": "llama"' in run(f"shapes --config {path} {BATCH}").err

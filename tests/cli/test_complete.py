@@ -1,4 +1,4 @@
-"""Shell completion: what bash would be offered after a line."""
+"""Shell completion: the suggestions that bash gets for a line."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["run"]  # the fixture
 
 
 def bash(line: str) -> dict[str, str]:
-    """What bash sets, with the cursor at the end of the line."""
-    words = line.split()
-    at = len(words) - (not line.endswith(" "))
+    """The environment variables that bash sets for completion, with the cursor at the end of the line."""
+    typed = line.split()
+    at = len(typed) - (not line.endswith(" "))
     return {"_GEMMSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(at)}
 
 

@@ -32,7 +32,7 @@ def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a framework to ask, the table of architectures answers."""
+    """Without an installed framework, the answers come from the table of architectures."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: machine(processes=(4711,)))
     out = run("doctor").out
@@ -44,7 +44,7 @@ def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 
 class Leaving:
-    """A GPU that was busy until a moment ago; whose process goes a look later."""
+    """A GPU that reports these utilizations and processes, one after another."""
 
     def __init__(self, utilization: list[int], processes: list[list[int]]) -> None:
         self._utilization, self._processes = utilization, processes
@@ -60,7 +60,7 @@ class Leaving:
 
 
 def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run right after another finds the other's process still leaving the GPU: it is looked at again."""
+    """Right after another run, its process may still be on the GPU, so the GPU is checked again."""
     monkeypatch.setattr("gemmscope.gpu.environment.RETRY_S", 0.0)
     leaving = Leaving([97, 40, 0], [[4711], [4711], []])
     busy = Leaving([5] * 9, [[4712]] * 9)
@@ -69,7 +69,7 @@ def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPat
 
 
 def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A framework may print what it likes before it dies."""
+    """A framework may print anything before it crashes."""
     says = "import sys; sys.stderr.buffer.write(b'caf\\xe9 closed\\n'); sys.exit(3)"
     monkeypatch.setattr("gemmscope.child.worker_command", lambda *_: [sys.executable, "-c", says])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)

@@ -116,7 +116,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_message(name: str, run: Run, tmp_path: Path) -> None:
-    line, words = BAD[name]
+    line, message = BAD[name]
     bench = bench_run(tmp_path, tokens=1024)
     files = {
         "low": recorded("healthy_te_current"),
@@ -127,7 +127,7 @@ def test_bad_input_is_one_message(name: str, run: Run, tmp_path: Path) -> None:
     outcome = run("explain " + line.format(**files))
     assert outcome.code == 2
     assert outcome.err.startswith("gemmscope: ")
-    assert words in outcome.err
+    assert message in outcome.err
     assert "Traceback" not in outcome.err
 
 
@@ -235,17 +235,17 @@ def test_against_a_prediction(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trace", "hidden", "more", "words"),
+    ("trace", "hidden", "more", "message"),
     [
         ("healthy_te_current", 5120, "", "hidden size 5120"),
         ("healthy_te_block", 4096, "", "no recipe that runs FP8 blocks"),
         ("healthy_te_current", 4096, "--recipe nvfp4", "has no recipe nvfp4"),
     ],
 )
-def test_predictions_of_something_else(trace: str, hidden: int, more: str, words: str, run: Run, tmp_path: Path) -> None:
+def test_predictions_of_something_else(trace: str, hidden: int, more: str, message: str, run: Run, tmp_path: Path) -> None:
     outcome = run(f"explain {recorded(trace)} --against {step_run(tmp_path, hidden)} {more}")
     assert outcome.code == 2
-    assert words in outcome.err
+    assert message in outcome.err
 
 
 def test_against_a_bench(run: Run, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_file_packed_twice_is_read(run: Run, tmp_path: Path) -> None:
 
 
 def test_names_that_no_file_can_hold(run: Run, tmp_path: Path) -> None:
-    """JSON allows halves of characters; every output is written all the same."""
+    """JSON allows lone surrogates. Every output is still written."""
     raw = events_of(recorded("healthy_te_delayed"))
     for event in raw["traceEvents"]:
         if event.get("cat") == "kernel":
@@ -301,7 +301,7 @@ def test_numbers_that_are_no_times(number: str, run: Run, tmp_path: Path) -> Non
 
 
 def test_a_pair_of_two_ranks_is_no_job(run: Run, tmp_path: Path) -> None:
-    """BF16 of rank 0 beside FP8 of rank 1: two precisions, so two runs."""
+    """A BF16 trace of rank 0 and an FP8 trace of rank 1 are two different runs, because their precisions differ."""
     for number, name in enumerate(("healthy_te_bf16", "healthy_te_current")):
         raw = events_of(recorded(name)) | {"distributedInfo": {"backend": "nccl", "rank": number, "world_size": 2}}
         (tmp_path / f"{number}.json").write_text(json.dumps(raw))

@@ -1,4 +1,4 @@
-"""Metadata of a trace may hold anything, environment variables included: nothing of it reaches an output."""
+"""The metadata of a trace may contain anything, such as environment variables. None of it may reach an output."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HEAD = {
 
 
 def write(path: Path) -> Path:
-    made = steady()
-    made.events += [
+    builder = steady()
+    builder.events += [
         {"ph": "M", "name": "environment", "pid": 1, "tid": 0, "args": {"HF_TOKEN": SECRET}},
         {"ph": "i", "name": "Record Window End", "ts": 1e6, "s": "g"},
     ]
-    return made.write(path, **HEAD)
+    return builder.write(path, **HEAD)
 
 
 def test_no_output_repeats_metadata(run: Run, tmp_path: Path) -> None:

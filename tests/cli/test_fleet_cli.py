@@ -70,7 +70,7 @@ def test_a_launched_process_needs_a_folder(run: Run, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("runs --shapes 8k", "--shapes applies only to measuring"),
         ("runs --preset llama-3.1-8b --shapes 8", "apply only to measuring"),
@@ -85,11 +85,13 @@ def test_a_launched_process_needs_a_folder(run: Run, monkeypatch: pytest.MonkeyP
         ("--gpus 0 --ray auto", "use only one of them"),
     ],
 )
-def test_bad_input_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, words: str) -> None:
+def test_bad_input_is_one_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = run(f"fleet {arguments}")
     assert outcome.code == 2
-    assert words in outcome.err
+    assert message in outcome.err
     assert not outcome.out
 
 

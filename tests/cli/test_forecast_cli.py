@@ -27,14 +27,14 @@ def result(run: Run, line: str) -> ForecastResult:
 
 
 def findings(run: Run, line: str) -> dict[str, Finding]:
-    """By code: what is said of the run, and of all its GPUs."""
-    found = result(run, line)
-    own = [each for gpu in (*found.gpus, *found.sweeps) for each in gpu.findings]
-    return {each.code: each for each in (*own, *found.findings)}
+    """The findings of the run and of all its GPUs, by code."""
+    forecast = result(run, line)
+    own = [finding for gpu in (*forecast.gpus, *forecast.sweeps) for finding in gpu.findings]
+    return {finding.code: finding for finding in (*own, *forecast.findings)}
 
 
-def step_ms(found: ForecastResult) -> float:
-    step = found.gpus[0].step
+def step_ms(forecast: ForecastResult) -> float:
+    step = forecast.gpus[0].step
     assert step is not None
     return step.recipes[0].step_ms.value
 
@@ -56,9 +56,9 @@ def test_reference_on_two_gpus(run: Run) -> None:
 
 
 def test_json_is_a_valid_run_file(run: Run) -> None:
-    found = result(run, f"{REFERENCE} --gpu h200,b300")
-    assert [gpu.gpu for gpu in found.gpus] == ["h200", "b300"]
-    h200, b300 = found.gpus
+    forecast = result(run, f"{REFERENCE} --gpu h200,b300")
+    assert [gpu.gpu for gpu in forecast.gpus] == ["h200", "b300"]
+    h200, b300 = forecast.gpus
     assert {op.recipe for op in h200.linears.ops} == {"BF16", "FP8Current", "FP8Delayed", "FP8Block"}
     assert "NVFP4" in {op.recipe for op in b300.linears.ops}
     assert h200.linears.origin == "forecast"
@@ -66,7 +66,7 @@ def test_json_is_a_valid_run_file(run: Run) -> None:
     assert h200.step is not None
     assert all(time.step_ms.value > 0 for time in h200.step.recipes)
     assert h200.basis
-    assert found.command.startswith("gemmscope forecast --hidden_size 4096")
+    assert forecast.command.startswith("gemmscope forecast --hidden_size 4096")
 
 
 def test_csv_names_the_gpu_and_says_forecast(run: Run) -> None:
@@ -91,9 +91,9 @@ def test_burst_is_faster(run: Run) -> None:
 
 
 def test_what_is_recomputed_is_in_the_step(run: Run) -> None:
-    found = findings(run, f"{REFERENCE} --gpu h200 --recompute full")
-    assert "recompute-in-step" in found
-    assert "recompute-not-in-linears" not in found
+    codes = findings(run, f"{REFERENCE} --gpu h200 --recompute full")
+    assert "recompute-in-step" in codes
+    assert "recompute-not-in-linears" not in codes
 
 
 def test_what_does_not_gain_is_not_called_fastest(run: Run) -> None:
@@ -114,18 +114,18 @@ def test_bare_shapes(run: Run) -> None:
     outcome = run("forecast --gpu b200 --shapes 4096,8192x4096x14336")
     assert "8192x4096x14336" in outcome.out
     assert "training step" not in outcome.out
-    found = result(run, "forecast --gpu b200,h200 --shapes default")
-    assert found.gpus[0].step is None
-    assert found.gpus[0].linears.bare
-    assert len(found.gpus[0].linears.cases) == 7
+    forecast = result(run, "forecast --gpu b200,h200 --shapes default")
+    assert forecast.gpus[0].step is None
+    assert forecast.gpus[0].linears.bare
+    assert len(forecast.gpus[0].linears.cases) == 7
 
 
 def test_a_split_model(run: Run) -> None:
     layout = "--tp 4 --sequence-parallel --dp 8"
-    found = result(run, f"forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 {layout} --gpu b200")
-    assert found.dp == 8
-    assert found.gpus[0].step is not None
-    assert "exposed communication" in found.gpus[0].step.recipes[0].parts_ms
+    forecast = result(run, f"forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 {layout} --gpu b200")
+    assert forecast.dp == 8
+    assert forecast.gpus[0].step is not None
+    assert "exposed communication" in forecast.gpus[0].step.recipes[0].parts_ms
 
 
 def test_the_step_by_part_without_a_low_precision(run: Run) -> None:
@@ -138,11 +138,11 @@ def test_the_step_by_part_without_a_low_precision(run: Run) -> None:
 
 def test_what_does_not_fit(run: Run) -> None:
     h200, l40s = result(run, f"{PRESET} --gpu h200,l40s").gpus
-    [found] = [each for each in l40s.findings if each.code == "does-not-fit"]
-    assert isinstance(found.facts["needed_gb"], dict)
-    assert found.facts["needed_gb"]["BF16"] == pytest.approx(104, abs=1)
-    assert found.facts["memory_gb"] == pytest.approx(48.3, abs=0.1)
-    assert not [each for each in h200.findings if each.code == "does-not-fit"]
+    [finding] = [finding for finding in l40s.findings if finding.code == "does-not-fit"]
+    assert isinstance(finding.facts["needed_gb"], dict)
+    assert finding.facts["needed_gb"]["BF16"] == pytest.approx(104, abs=1)
+    assert finding.facts["memory_gb"] == pytest.approx(48.3, abs=0.1)
+    assert not [finding for finding in h200.findings if finding.code == "does-not-fit"]
     assert "warning: l40s: Does not fit" in run(f"{PRESET} --gpu h200,l40s").out
     assert "does-not-fit" not in findings(run, f"{PRESET} --gpu l40s --tp 4 --recompute full")
     assert l40s.step is not None
@@ -163,7 +163,7 @@ def test_a_sweep_says_what_does_not_fit(run: Run) -> None:
     large = "forecast --preset llama-3.1-405b --micro-batch-size 1 --sequence-length 8k --gpu h100 --sweep tp=1,8"
     [swept] = result(run, large).sweeps
     assert all(point.winner is None and point.unfit and "does not fit" in point.why_not for point in swept.points)
-    assert [found.code for found in swept.findings] == ["sweep-does-not-fit"]
+    assert [finding.code for finding in swept.findings] == ["sweep-does-not-fit"]
     mixed = "forecast --preset llama-3.1-8b --sequence-length 8k --gpu h200 --sweep micro_batch_size=1,2,4"
     [swept] = result(run, mixed).sweeps
     assert [point.winner is None for point in swept.points] == [False, False, True]
@@ -176,8 +176,8 @@ def test_more_micro_batches_change_what_comes_once_per_step(run: Run) -> None:
     line += " --tokens 2T --gpus 256 --price h200=2.5,b300=4 --gradient-accumulation"
     costs = {}
     for batches in (1, 16):
-        found = result(run, f"{line} {batches}")
-        for gpu in found.gpus:
+        forecast = result(run, f"{line} {batches}")
+        for gpu in forecast.gpus:
             assert gpu.step is not None
             assert gpu.step.winner is not None
             best = gpu.step.of(gpu.step.winner.best)
@@ -185,7 +185,7 @@ def test_more_micro_batches_change_what_comes_once_per_step(run: Run) -> None:
             assert best.cost is not None
             assert best.cost.money is not None
             costs[batches, gpu.gpu] = best.cost.money.value
-        codes = {about.code for gpu in found.gpus for about in gpu.findings}
+        codes = {about.code for gpu in forecast.gpus for about in gpu.findings}
         assert bool(codes & {"once-per-step", "once-per-step-decides"}) == (batches == 1)
         cheapest = [min(("h200", "b300"), key=lambda gpu: costs[batches, gpu]) for batches in {key[0] for key in costs}]
     assert len(set(cheapest)) == 1
@@ -198,8 +198,8 @@ def test_one_stage_is_not_the_pipeline(run: Run) -> None:
 
 def test_a_gpu_without_low_precisions(run: Run) -> None:
     a100, h200 = result(run, f"{PRESET} --gpu a100,h200").gpus
-    assert [each.facts["gpu"] for each in a100.findings if each.code == "only-baseline-runs"] == ["a100"]
-    assert not [each for each in h200.findings if each.code == "only-baseline-runs"]
+    assert [finding.facts["gpu"] for finding in a100.findings if finding.code == "only-baseline-runs"] == ["a100"]
+    assert not [finding for finding in h200.findings if finding.code == "only-baseline-runs"]
     assert "only-baseline-runs" not in findings(run, f"{PRESET} --gpu a100 --recipes bf16")
 
 
@@ -216,23 +216,23 @@ def test_the_head_differs_between_tables(run: Run) -> None:
 
 def test_each_reason_is_said_once(run: Run) -> None:
     [gpu] = result(run, "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8191 --gpu h200").gpus
-    [found] = [each for each in gpu.findings if each.code == "sizes-misaligned"]
-    assert found.facts["ops"][:2] == ["QKV Proj", "Attn Out"]  # type: ignore[index]
-    assert found.facts["recipes"] == ["FP8Current", "FP8Delayed", "FP8Block"]
-    assert (found.facts["what"], found.facts["padded"]) == ("tokens", 8192)
+    [finding] = [finding for finding in gpu.findings if finding.code == "sizes-misaligned"]
+    assert finding.facts["ops"][:2] == ["QKV Proj", "Attn Out"]  # type: ignore[index]
+    assert finding.facts["recipes"] == ["FP8Current", "FP8Delayed", "FP8Block"]
+    assert (finding.facts["what"], finding.facts["padded"]) == ("tokens", 8192)
     assert gpu.step is not None
     assert set(gpu.step.failures) == {"FP8Current", "FP8Delayed", "FP8Block"}
 
 
 def test_block_scales_on_rtx_are_its_own(run: Run) -> None:
     rtx, b200 = result(run, f"{PRESET} --gpu rtx-pro-6000,b200 --recipes fp8block,mxfp8").gpus
-    assert any(each.startswith("fp8-block: corrections measured on rtx-pro-6000") for each in rtx.basis)
-    assert [each.facts["recipe"] for each in rtx.findings if each.code == "recipe-left-out"] == ["MXFP8"]
-    assert [each.facts["recipe"] for each in b200.findings if each.code == "recipe-emulated"] == ["FP8Block"]
+    assert any(source.startswith("fp8-block: corrections measured on rtx-pro-6000") for source in rtx.basis)
+    assert [finding.facts["recipe"] for finding in rtx.findings if finding.code == "recipe-left-out"] == ["MXFP8"]
+    assert [finding.facts["recipe"] for finding in b200.findings if finding.code == "recipe-emulated"] == ["FP8Block"]
 
 
 def test_presets_are_named_by_shapes(run: Run) -> None:
-    assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # wherever lines are broken
+    assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # independent of line breaks
 
 
 # --- single GEMMs -----------------------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
     rows = "id,M,K,N,format,layout,groups\na,4096,4096,4096,bf16,nt,1\nb,16384,4096,4096,bf16,tn,8\nc,512,512,512,nvfp4,,\n"
     (tmp_path / "g.csv").write_text(rows)
     outcome = run(f"forecast --gpu b200,b300 --gemms {tmp_path}/g.csv --state burst")
-    found = list(csv.DictReader(io.StringIO(outcome.out)))
+    printed = list(csv.DictReader(io.StringIO(outcome.out)))
     assert outcome.out.splitlines()[0] == "id,M,K,N,format,layout,groups,gpu,gemm_ms,quantize_ms,low_ms,high_ms"
-    assert [(row["id"], row["gpu"]) for row in found] == [(each, gpu) for gpu in ("b200", "b300") for each in "abc"]
+    assert [(row["id"], row["gpu"]) for row in printed] == [(letter, gpu) for gpu in ("b200", "b300") for letter in "abc"]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_gemms_of_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As spreadsheets write it: with a mark at its beginning that it is UTF-8, and the ends of lines of Windows."""
+    """As spreadsheets write it: with a UTF-8 byte order mark and Windows line endings."""
 
     def typed(text: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
@@ -389,8 +389,10 @@ def test_sweeps_say_what_is_too_close_and_what_is_host_bound(run: Run) -> None:
     assert second.winner is not None
     assert second.winner.rivals
     assert third.gains
-    assert [each.since for each in swept.break_even if each.recipe == "FP8Delayed"] == [32]  # at 8, the host decides
-    [bound] = [each for each in swept.findings if each.code == "sweep-host-bound"]
+    assert [crossing.since for crossing in swept.break_even if crossing.recipe == "FP8Delayed"] == [
+        32
+    ]  # at 8, the step is host-bound
+    [bound] = [finding for finding in swept.findings if finding.code == "sweep-host-bound"]
     assert bound.facts["places"] == ["1", "8"]
     out = run(line).out
     assert "Host-bound at 1, 8" in out
@@ -399,8 +401,8 @@ def test_sweeps_say_what_is_too_close_and_what_is_host_bound(run: Run) -> None:
 
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
     line = f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=0,4096"
-    found = findings(run, line)["sweep-point-not-possible"]
-    assert found.facts["places"] == ["0"]
+    finding = findings(run, line)["sweep-point-not-possible"]
+    assert finding.facts["places"] == ["0"]
     assert "hidden_size must be at least 1" in run(line).out
 
 
@@ -411,9 +413,9 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ["MXFP8"],
         [],
     ]
-    found = [each for each in swept.findings if each.code == "sweep-recipe-not-possible"]
-    assert [each.facts["places"] for each in found] == [["2045"], ["2046"]]
-    assert "16384" in str(found[1].facts["reason"])
+    findings_of_recipes = [finding for finding in swept.findings if finding.code == "sweep-recipe-not-possible"]
+    assert [finding.facts["places"] for finding in findings_of_recipes] == [["2045"], ["2046"]]
+    assert "16384" in str(findings_of_recipes[1].facts["reason"])
 
 
 @pytest.mark.parametrize(
@@ -470,5 +472,5 @@ def test_nothing_named(run: Run) -> None:
 def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:
     outcome = run(f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
     assert outcome.code == 0
-    found = findings(run, f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
-    assert found["recipe-left-out"].facts["recipe"] == "NVFP4"
+    by_code = findings(run, f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
+    assert by_code["recipe-left-out"].facts["recipe"] == "NVFP4"

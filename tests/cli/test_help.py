@@ -26,8 +26,8 @@ def options(command: CommandHelp) -> dict[str, describe.OptionHelp]:
 
 def parameters(name: str) -> list[Any]:
     command = build(name)
-    found: list[Any] = command.get_params(command.make_context(name, [], resilient_parsing=True))
-    return found
+    options: list[Any] = command.get_params(command.make_context(name, [], resilient_parsing=True))
+    return options
 
 
 @every_command
@@ -37,7 +37,7 @@ def test_lines_fit_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, name: s
     outcome = run(f"{name} --help")
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
-    assert outcome.out.isascii()  # also a terminal without UTF-8 shows it
+    assert outcome.out.isascii()  # can be shown on a terminal without UTF-8
     assert outcome.out == run(f"{name} -h").out
 
 
@@ -48,8 +48,8 @@ def test_nothing_is_lost_at_40_columns(run: Run, monkeypatch: pytest.MonkeyPatch
     narrow = run(f"{name} --help").out
     assert sum(len(line) > 40 for line in narrow.splitlines()) <= 2  # only where one option with its value is longer
     assert max(map(len, narrow.splitlines())) <= 50
-    together = ["".join(text.replace("\\\n", " ").split()) for text in (wide, narrow)]
-    assert together[0] == together[1]
+    joined = ["".join(text.replace("\\\n", " ").split()) for text in (wide, narrow)]
+    assert joined[0] == joined[1]
 
 
 def test_the_program_fits_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_every_option_is_in_exactly_one_group(name: str) -> None:
 
 
 def test_every_entry_of_the_table_is_used() -> None:
-    """Help for an option that no command has would go unnoticed."""
+    """Every entry of the table belongs to an option of a command."""
     used = {name: {parameter.name for parameter in parameters(name)} for name in COMMANDS}
     for name, table in OPTIONS["commands"].items():
         assert table.keys() <= used[name]
@@ -116,7 +116,7 @@ def test_examples_parse(run: Run, name: str) -> None:
         assert pasted in shown
         program, command, *arguments = shlex.split(pasted.replace("\\\n", ""))  # as a shell continues a line
         assert (program, command) == ("gemmscope", name)
-        build(name).make_context(name, arguments)  # raises where an option is not known, or a value cannot be read
+        build(name).make_context(name, arguments)  # raises an error for an unknown option or an invalid value
 
 
 @every_command
@@ -129,7 +129,7 @@ def test_options_of_the_table_are_as_typer_has_them(name: str) -> None:
         assert {*option.flags, *option.negative} <= {*parameter.opts, *parameter.secondary_opts}
         assert bool(option.metavar) is not bool(getattr(parameter, "is_flag", False))
         entry = describe.settings_of(parameter.name, name)
-        if "default" in entry and parameter.default is not None:  # said in words, and set in the code: they must agree
+        if "default" in entry and parameter.default is not None:  # help text and code must agree
             parse = PARSERS[entry["parse"]] if "parse" in entry else TYPES[type(parameter.default)][0]
             if parse is not None:
                 assert parse(option.default) == pytest.approx(parameter.default)

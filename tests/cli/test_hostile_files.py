@@ -58,7 +58,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    """Forks itself for every command: importing takes longer than most of them."""
+    """A process that forks for every command, because importing takes longer than most commands."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -86,7 +86,7 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
 
 
 def laughs(values: str) -> str:
-    """Lists of lists of lists that would be endless if they were written out."""
+    """Nested lists that would be enormous if they were expanded."""
     return f"a0: &a0 {values}\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
 
 
@@ -175,7 +175,7 @@ def test_a_calibration_that_is_no_file(run: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_names_that_are_no_text(run: Run, tmp_path: Path) -> None:
-    """A file name may have bytes that are no characters, and control characters."""
+    """A file name may contain invalid UTF-8 and control characters."""
     name = os.fsdecode(bytes(tmp_path) + b"/caf\xe9\x1b[31m.json")
     Path(name).write_text(json.dumps({**MOE, "num_hidden_layers": 2}))
     for output in ("--json", "--csv", "--markdown"):

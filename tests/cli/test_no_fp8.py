@@ -20,7 +20,7 @@ OTHERS = "To skip the other FP8 recipes, add --no-fp8-current --no-fp8-delayed -
         (RecipeOptions(no_fp8=True), ["h100", "h200"], f"skips MXFP8 only, which these GPUs do not support. {OTHERS}"),
         (RecipeOptions(no_fp8=True), ["b200", "h200"], f"note: --no-fp8 skips MXFP8 only. {OTHERS}"),
         (RecipeOptions(no_fp8=True, no_fp8_block=True), ["h200"], "add --no-fp8-current --no-fp8-delayed\n"),
-        (RecipeOptions(no_fp8=True, no_fp8_block=True), ["b200"], ""),  # who knows that flag knows what this one means
+        (RecipeOptions(no_fp8=True, no_fp8_block=True), ["b200"], ""),  # users who know that flag know what --no-fp8 means
         (RecipeOptions(no_fp8=True, no_fp8_block=True, no_fp8_current=True, no_fp8_delayed=True), ["h200"], ""),
         (RecipeOptions(no_fp8=True, recipes="fp8block"), ["h200"], ""),
         (RecipeOptions(no_fp8_block=True), ["h200"], ""),

@@ -24,7 +24,7 @@ MODEL = "--preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k"
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
-    """What the worker was asked for; its answer has the errors of a small model."""
+    """Record the requests to the worker, and answer with the errors of a small model."""
     asked: list[Mapping[str, Any]] = []
 
     def compute(request: Mapping[str, Any], progress: Callable[[int, int], None]) -> ComputedErrors:
@@ -126,7 +126,7 @@ def test_an_input_is_never_overwritten(run: Run, requests: list[Mapping[str, Any
         assert outcome.code == 2
         assert "would overwrite an input file" in outcome.err
     assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0
-    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0  # its own, of before
+    assert run(f"numerics --checkpoint {tmp_path}/r.safetensors --json {tmp_path}/n.json").code == 0  # its own earlier result
 
 
 def test_nothing_computed_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where results go: never in the place of more, never over an input, never with control characters, to any stream or none."""
+"""Output files never replace a more complete result or an input and have no control characters; streams may be closed or full."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ENDINGS = {"json": "json", "csv": "csv", "markdown": "md", "output": "svg"}
 ALL = tuple(ENDINGS)
 
 
-# --- never by less ------------------------------------------------------------------------------------------------------
+# --- never replaced by fewer samples ------------------------------------------------------------------------------------
 
 
 def test_how_much_a_result_holds(long: BenchResult) -> None:
@@ -90,7 +90,7 @@ def test_a_result_without_samples_is_written_where_there_is_nothing(long: BenchR
 def test_nothing_to_draw_is_not_an_error_where_nothing_was_measured(
     long: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is that of the command: nothing was measured."""
+    """The exit code of the command already says that nothing was measured."""
     deliver(cut(long, 0), options(tmp_path, "json", "output"))
     assert list(files(tmp_path)) == ["out.json"]
     assert f"nothing was measured: there is no figure to write to {tmp_path}/out.svg" in capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_an_interrupted_result_replaces_less(long: BenchResult, tmp_path: Path, 
     (tmp_path / "out.csv").write_text("old")
     deliver(cut(long, 2, interrupted=True), options(tmp_path, "json", "csv"))
     assert read_result(tmp_path / "out.json").sample_count == cut(long, 2).sample_count
-    follows = old != "empty"  # the run file was replaced, so its tables are
+    follows = old != "empty"  # the run file was replaced, and so are its tables
     assert ((tmp_path / "out.csv").read_text() != "old") is follows
     assert (tmp_path / "out.interrupted.csv").exists() is not follows
 
@@ -264,7 +264,7 @@ doctor.run_worker = lambda _, **options: run_worker("gemmscope", "--version", **
 
 @pytest.mark.parametrize("name", [*COMMANDS, *FAILING])
 def test_closed_streams(name: str) -> None:
-    """In one process: nothing in these ways of ending depends on the shell."""
+    """All cases run in one process, because none of them depends on the shell."""
     line = shlex.split({**COMMANDS, **FAILING}[name])
     code = f"""
 import os, sys
@@ -336,7 +336,7 @@ Call = Callable[..., Outcome]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """A command of which an argument may hold anything."""
+    """A command with an argument that may contain anything."""
 
     def called(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["gemmscope", *arguments])
@@ -398,7 +398,7 @@ def test_file_names_are_quoted(call: Call, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hostile_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run files of every kind, each string of which attacks something."""
+    """Run files of every kind with a hostile text in every string."""
     folder = tmp_path_factory.mktemp("hostile")
     written = {}
     for number, name in enumerate(name for name in RESULTS if not name.startswith("explain ")):

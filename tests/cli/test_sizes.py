@@ -28,8 +28,8 @@ def test_options_of_the_model_and_the_run(run: Run) -> None:
 
 def test_every_whole_number_takes_a_size() -> None:
     names = [name for name, kind in ModelOptions.__annotations__.items() if kind.startswith("int")]
-    words = [word for name in names for word in (f"--{name.replace('_', '-')}", "8_192")]
-    values = build("shapes").make_context("shapes", [*words, "--sequence-length", "1M", "--pp-layers", "1k,2"]).params
+    arguments = [word for name in names for word in (f"--{name.replace('_', '-')}", "8_192")]
+    values = build("shapes").make_context("shapes", [*arguments, "--sequence-length", "1M", "--pp-layers", "1k,2"]).params
     assert {values[name] for name in names} == {8192}
     assert values["sequence_length"] == 1024**2
     values = build("step").make_context("step", ["--tokens", "15.5T", "--gpus", "16k", "--precision", "0.5%"]).params

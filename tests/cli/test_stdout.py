@@ -1,4 +1,4 @@
-"""With `-`, standard output has the machine-readable text alone, also with --detail; nothing that --detail shows is lost."""
+"""With `-`, standard output contains only the machine-readable text. --detail adds nothing to it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 16 --device cpu"
 
 
 def codes(result: StepResult) -> set[str]:
-    return {found.code for found in result.findings}
+    return {finding.code for finding in result.findings}
 
 
 def written(path: Path) -> StepResult:
@@ -110,8 +110,8 @@ def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.Mo
     assert (result.depth, result.layers) == (6, 24)
     assert {variant.variant.depth for variant in result.variants} == {6, 3}
     assert result.step.recipes[0].step_ms.value == pytest.approx(34.0, rel=0.01)
-    [found] = [found for found in result.findings if found.code == "step-extrapolated-kinds"]
-    assert found.facts == {"layers": 24, "depths": ["6", "3"]}
+    [finding] = [finding for finding in result.findings if finding.code == "step-extrapolated-kinds"]
+    assert finding.facts == {"layers": 24, "depths": ["6", "3"]}
 
 
 def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def ms(variant: Variant) -> float:
 
 
 def measured(run: StepCampaign, ms: Callable[[Variant], float | None] = ms, rounds: int = 5) -> None:
-    """Give a run its times: of each variant as `ms` says, None for one that was not reached."""
+    """Fill a campaign with times: `ms` gives one for each variant, None for a variant that was not reached."""
     for number in range(rounds):
         for variant in [result.variant for result in run.results.tasks.values()]:
             if (time := ms(variant)) is not None:
@@ -211,7 +211,7 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only BF16 was reached again: that does not make it the fastest."""
+    """Only BF16 was measured again before the interruption. That does not make it the fastest."""
 
     def half(self: StepCampaign) -> None:
         measured(self, lambda variant: None if self.mixed and variant.recipe == "FP32" else ms(variant))
@@ -283,7 +283,7 @@ def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.Monk
 
 
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
+    """The real model is compared with the prediction for the same number of layers, whose time counts as prediction time."""
 
     def whole(self: StepCampaign) -> None:
         if self.real:
@@ -320,7 +320,7 @@ def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(StepCampaign, "run", whole)
     outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --break-even --json -")
-    findings = {found.code: found.facts for found in StepResult.model_validate_json(outcome.out).findings}
+    findings = {finding.code: finding.facts for finding in StepResult.model_validate_json(outcome.out).findings}
     assert findings["break-even-at-smallest"] == {"recipe": "FP32", "batch": "2 x 16"}
     assert findings["batch-recipe-not-run"] == {"batch": "1 x 16", "recipe": "FP32", "reason": "too odd"}
 

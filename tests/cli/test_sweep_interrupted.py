@@ -1,4 +1,4 @@
-"""Sweeps that a signal ends: the points computed until then, the documented exit code, no process left."""
+"""Sweeps ended by a signal: they keep the computed points, exit with the documented code and leave no process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POINTS = "os.killpg(0, signal.{signal}) if done < 400 else None"
 
 
 def interrupted(line: str, action: str, marker: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process group of its own; `action` runs whenever points were computed."""
+    """Run the command in its own process group. `action` runs whenever points were computed."""
     command = [sys.executable, "-c", RAN_AS.format(action=action), "forecast", *line.split()]
     environment = {**os.environ, MARKER: marker}
     return subprocess.run(
@@ -60,7 +60,7 @@ def test_a_signal_delivers_what_was_computed(name: str, code: int, line: str, tm
     result = ForecastResult.model_validate_json(files[0].read_text())
     assert result.interrupted
     [swept] = result.sweeps
-    [about] = [each for each in result.findings if each.code == "sweep-interrupted"]
+    [about] = [finding for finding in result.findings if finding.code == "sweep-interrupted"]
     assert about.facts["points"] == len(swept.points)
     assert 0 < len(swept.points) < int(str(about.facts["wanted"]))
     assert list(swept.points) == sorted(swept.points, key=lambda point: tuple(point.values.values()))
@@ -72,7 +72,7 @@ def test_a_signal_delivers_what_was_computed(name: str, code: int, line: str, tm
 
 
 def test_a_signal_before_the_first_point(tmp_path: Path) -> None:
-    """There is nothing to show: one line, and no file."""
+    """Without a computed point, one line is printed and no file is written."""
     code = RAN_AS.replace("yield lambda done: {action}", "os.kill(os.getpid(), signal.SIGTERM); yield lambda done: None")
     command = [sys.executable, "-c", code, "forecast", *LARGE.split(), "--json", str(tmp_path / "sweep.json")]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Runs compared with each other. Two of the same thing differ in no row; a slowdown of 3% is found."""
+"""Runs compared with each other. Two runs of the same thing differ in no row, and a slowdown of 3% is detected."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_the_same_thing_twice_is_too_close_to_call(paths: tuple[Path, Path]) -> 
 
 
 def test_what_the_documentation_says_of_runs_in_a_row() -> None:
-    together, each = [], []
+    all_rows, single_rows = [], []
     for pair in pairwise(FOUR):
         ratios = [row.changes[0].ratio.value for row in compare(pair).rows if row.changes[0].ratio]
-        together.append(abs(mean(ratios) - 1))
-        each.append(pstdev(ratios))
+        all_rows.append(abs(mean(ratios) - 1))
+        single_rows.append(pstdev(ratios))
     document = " ".join((Path(__file__).parent.parent.parent / "docs" / "compare.md").read_text().split())
-    assert f"together by {100 * min(together):.1f} to {100 * max(together):.1f}% from each run to the next" in document
-    assert f"and each row by another {100 * min(each):.1f} to {100 * max(each):.1f}%" in document
+    assert f"together by {100 * min(all_rows):.1f} to {100 * max(all_rows):.1f}% from each run to the next" in document
+    assert f"and each row by another {100 * min(single_rows):.1f} to {100 * max(single_rows):.1f}%" in document
 
 
 @pytest.mark.parametrize("recipe", ["BF16", "FP8Current", "FP8Delayed", "FP8Block"])
@@ -130,7 +130,7 @@ def test_quiet_noisy_and_slow_runs(run: Run, tmp_path: Path) -> None:
     assert result.failing() == []
     assert fact(result.findings, "compare-too-noisy", "rows") == len(result.unresolved()) > 1
     assert run(f"compare {FIRST} {one} --fail-if-slower 3%").code == 4  # one noisy row is enough
-    assert run(f"compare {FIRST} {noisy} --fail-if-slower 90%").code == 0  # which these runs can tell
+    assert run(f"compare {FIRST} {noisy} --fail-if-slower 90%").code == 0  # which these runs can resolve
     assert run(f"compare {FIRST} {noisy}").code == 0
     slow = slowed(tmp_path / "slow.json", 1.6)
     assert run(f"compare {FIRST} {slow} --fail-if-slower 3%").code == 1
@@ -169,9 +169,11 @@ def test_a_limit_from_python_must_be_a_share() -> None:
 
 def test_another_precision_is_listed_as_a_difference() -> None:
     """A run that fell back is compared by its times, and the fallback is listed beside them."""
-    fallbacks = {each.name: each.values for each in compare([FIRST, DATA / "h200_bench_fallback.json.gz"]).differences}
+    fallbacks = {
+        difference.name: difference.values for difference in compare([FIRST, DATA / "h200_bench_fallback.json.gz"]).differences
+    }
     assert fallbacks["precision of FP8Current, autocast"] == ("", "FALLBACK")
-    assert not any(each.name.startswith("precision of") for each in compare([FIRST, AGAIN]).differences)
+    assert not any(difference.name.startswith("precision of") for difference in compare([FIRST, AGAIN]).differences)
 
 
 def test_more_than_two(run: Run, tmp_path: Path) -> None:
@@ -195,8 +197,10 @@ def test_which_chip_it_was_is_compared_and_its_health_is_not(tmp_path: Path) -> 
     later = on_chip(tmp_path / "later.json", node="node03", uuid="GPU-1", health={"corrected_errors": 9})
     other = on_chip(tmp_path / "other.json", node="node03", uuid="GPU-2", health={})
     assert compare([one, later]).differences == ()
-    assert {each.name: each.values for each in compare([one, other]).differences} == {"GPU UUID": ("GPU-1", "GPU-2")}
-    assert compare([FIRST, one]).differences == ()  # the older file does not say
+    assert {difference.name: difference.values for difference in compare([one, other]).differences} == {
+        "GPU UUID": ("GPU-1", "GPU-2")
+    }
+    assert compare([FIRST, one]).differences == ()  # the older file does not contain it
 
 
 def test_environment_differences_come_first(run: Run, tmp_path: Path) -> None:
@@ -204,7 +208,7 @@ def test_environment_differences_come_first(run: Run, tmp_path: Path) -> None:
     other["environment"]["driver"] = "999.99"
     other["device"]["power_limit_w"] = 500.0
     (tmp_path / "other.json").write_text(json.dumps(other))
-    names = [each.name for each in compare([FIRST, tmp_path / "other.json"]).differences]
+    names = [difference.name for difference in compare([FIRST, tmp_path / "other.json"]).differences]
     assert "driver" in names
     assert "power_limit_w" in names
     outcome = run(f"compare {FIRST} {tmp_path}/other.json")

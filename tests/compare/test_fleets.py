@@ -34,11 +34,11 @@ def test_the_same_fleet_twice() -> None:
     result = compared(fleet(1), fleet(2))
     assert len(result.rows) == 3
     assert {row.changes[0].verdict for row in result.rows} == {"too close to call"}
-    assert [found.code for found in result.findings] == ["fleets-compared"]
+    assert [finding.code for finding in result.findings] == ["fleets-compared"]
 
 
 def test_a_small_change_of_all_gpus_is_seen_although_chips_differ_more() -> None:
-    """0.3%, where chips vary by 1%: the change of each GPU is what counts."""
+    """A change of 0.3% is detected although chips vary by 1%, because each GPU is compared with itself."""
     result = compared(fleet(1), fleet(2, factor=0.003, versions=VERSIONS | {"driver": "575.51.03"}), limit=0.001)
     rows = of_all(result)
     assert [row.recipe for row in rows] == list(TIMES)
@@ -46,7 +46,7 @@ def test_a_small_change_of_all_gpus_is_seen_although_chips_differ_more() -> None
     ratio = rows[0].changes[0].ratio
     assert ratio is not None
     assert ratio.value == pytest.approx(1.003, abs=0.001)
-    assert [(each.name, each.values) for each in result.differences] == [("driver", ("570.86.15", "575.51.03"))]
+    assert [(difference.name, difference.values) for difference in result.differences] == [("driver", ("570.86.15", "575.51.03"))]
     assert result.failing()
 
 
@@ -55,27 +55,27 @@ def test_a_gpu_that_became_slow_has_its_own_row() -> None:
     own = [row for row in result.rows if row.what == "node0001 GPU 1"]
     assert [row.changes[0].verdict for row in own] == ["slower"] * 3
     assert own[0].times_ms[1] == pytest.approx((own[0].times_ms[0] or 0) * 1.07, rel=0.01)
-    became = next(found for found in result.findings if found.code == "fleets-became-slow")
+    became = next(finding for finding in result.findings if finding.code == "fleets-became-slow")
     assert became.facts["places"] == ["node0001 GPU 1"]
     back = compared(fleet(2, slow={9: 0.07}), fleet(1))
     assert {row.changes[0].verdict for row in back.rows if row.what == "node0001 GPU 1"} == {"faster"}
-    assert "fleets-no-longer-slow" in {found.code for found in back.findings}
+    assert "fleets-no-longer-slow" in {finding.code for finding in back.findings}
 
 
 def test_missing_and_new_gpus() -> None:
     before, after = fleet(1), fleet(2)
     fewer = after.model_copy(update={"gpus": after.gpus[3:]})
-    said = {found.code: found.facts for found in compared(before, fewer).findings}
+    said = {finding.code: finding.facts for finding in compared(before, fewer).findings}
     assert said["fleets-missing"]["gpus"] == 3
     assert said["fleets-compared"]["gpus"] == 61
-    said = {found.code: found.facts for found in compared(fewer, before).findings}
+    said = {finding.code: finding.facts for finding in compared(fewer, before).findings}
     assert said["fleets-new"]["places"] == ["node0000 GPU 0", "node0000 GPU 1", "node0000 GPU 2"]
 
 
 def test_gpus_without_uuid_are_matched_by_their_place() -> None:
     fleets = [
-        each.model_copy(update={"gpus": tuple(gpu.model_copy(update={"uuid": ""}) for gpu in each.gpus)})
-        for each in (fleet(1), fleet(2))
+        result.model_copy(update={"gpus": tuple(gpu.model_copy(update={"uuid": ""}) for gpu in result.gpus)})
+        for result in (fleet(1), fleet(2))
     ]
     assert compared(*fleets).findings[0].facts["gpus"] == 64
 

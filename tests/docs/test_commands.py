@@ -27,9 +27,9 @@ WIDEST, MOST_LINES, MOST_LINES_OF_SEVERAL = 100, 30, 38
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("documented")
-    put_files(made)
-    return made
+    path = tmp_path_factory.mktemp("documented")
+    put_files(path)
+    return path
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -57,13 +57,13 @@ def test_documented_command_runs(
 def test_options_of_commands_that_need_a_gpu_exist(command: str) -> None:
     _, name, *arguments = shlex.split(command)
     group = typer.main.get_command(app)
-    found = group.get_command(None, name)  # type: ignore[attr-defined, arg-type]
-    context = found.make_context(name, arguments)
+    subcommand = group.get_command(None, name)  # type: ignore[attr-defined, arg-type]
+    context = subcommand.make_context(name, arguments)
     assert context.command.name == name
 
 
 def test_commands_are_found() -> None:
-    """All of these texts show commands; a change of the format of a page must not hide them from the tests."""
+    """Each of these pages shows commands. A change of a page's format must not hide them from the tests."""
     shown = set(commands().values())
     assert {"README.md", "docs/tutorial.md", "docs/commands.md", "docs/how-to/ci.md", "docs/index.md"} <= shown
     assert len(RUN) > 20

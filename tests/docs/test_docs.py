@@ -76,13 +76,13 @@ def test_picture_is_current() -> None:
     svg = (ROOT / "docs" / "images" / "shapes.svg").read_text()
     command = re.search(r"\$</text>.*", svg)
     assert command is not None
-    words = re.sub(r"<[^>]+>|&#160;|\s+", " ", svg)
+    text = re.sub(r"<[^>]+>|&#160;|\s+", " ", svg)
     preset = "shapes --preset qwen3-30b-a3b --micro-batch-size 4 --sequence-length 4096 --tp 2 --sequence-parallel --ep 8"
     child = subprocess.run([sys.executable, "-m", "gemmscope", *preset.split()], capture_output=True, text=True, check=True)
     for line in child.stdout.splitlines():
         for shape in re.findall(r"\d+x\d+x\d+", line):
-            assert shape in words, "run: make pictures"
-    assert child.stdout.splitlines()[0].split(":")[1].strip()[:40] in words, "run: make pictures"
+            assert shape in text, "run: make pictures"
+    assert child.stdout.splitlines()[0].split(":")[1].strip()[:40] in text, "run: make pictures"
 
 
 def test_accuracy_is_generated_from_measurements() -> None:
@@ -91,7 +91,7 @@ def test_accuracy_is_generated_from_measurements() -> None:
 
 
 def test_accuracy_of_a_model_too_large_to_verify() -> None:
-    """Nothing was verified, one recipe has no interval, and nothing is recommended: the page is still written."""
+    """The page is also written if nothing was verified, one recipe has no interval and nothing is recommended."""
     result = recorded_step("llama8b")
     recipes = [
         time.model_copy(update={"verified": None, "speedup": replace(time.speedup, low=None, high=None)})
@@ -130,20 +130,20 @@ def test_every_made_block_is_shown_somewhere() -> None:
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_pictures_are_current(name: str, tmp_path: Path) -> None:
     pictures.DRAWN[name](tmp_path / name)
-    shown, now = (pictures.words((folder / name).read_text()) for folder in (pictures.IMAGES, tmp_path))
+    shown, now = (pictures.labels((folder / name).read_text()) for folder in (pictures.IMAGES, tmp_path))
     assert len(now) > 10
     assert shown == now, "run: make pictures"
 
 
 def test_recorded_runs_agree_with_the_tutorial() -> None:
-    """The runs of docs/measured/h200.md are within what the tutorial says of them."""
+    """The runs of docs/measured/h200.md agree with the numbers of the tutorial."""
     lines = re.findall(r"^\| ([\w-]+) \| (FP8\w+) \| ([\d.]+) \| \[.*?\] \| ([\d.]+) \|", H200, flags=re.MULTILINE)
     assert len(lines) == 5
     for mode_name, name, *others in lines:
         mode = next(mode for mode in MODES if mode == mode_name)
-        found = worked_example.measured().speedup(name, mode)
-        assert found is not None
-        assert all(float(other) == pytest.approx(found.value, rel=0.015) for other in others)
+        speedup = worked_example.measured().speedup(name, mode)
+        assert speedup is not None
+        assert all(float(other) == pytest.approx(speedup.value, rel=0.015) for other in others)
     assert "gave speedups within 1.5% of these" in " ".join(TUTORIAL.split())
 
 
@@ -153,14 +153,14 @@ def test_forecasts_agree_with_the_tutorial() -> None:
     measured = worked_example.measured()
     for mode in MODES:
         for name in measured.columns(mode):
-            own, found = measured.speedup(name, mode), forecast.speedup(name, mode)
+            own, forecasted = measured.speedup(name, mode), forecast.speedup(name, mode)
             if own is None:
                 continue
-            assert found is not None
-            assert found.low is not None
-            assert found.high is not None
-            assert found.low < own.value < found.high
-            assert found.value == pytest.approx(own.value, rel=0.032)
+            assert forecasted is not None
+            assert forecasted.low is not None
+            assert forecasted.high is not None
+            assert forecasted.low < own.value < forecasted.high
+            assert forecasted.value == pytest.approx(own.value, rel=0.032)
     rows = [line.strip("| ").split(" | ") for line in worked_example.published().splitlines()[2:]]
     for gpu, mode_name, _, gain, ours, time_ms, ours_ms in rows:
         if mode_name == "autocast" or gpu == "H200 NVL":
@@ -188,17 +188,17 @@ def test_winner_of_the_tutorial() -> None:
 
 
 def test_reading_of_the_ops_in_the_tutorial() -> None:
-    """What the tutorial says of single ops, on the H200 and forecast for a B300."""
+    """The tutorial's statements about single ops, measured on the H200 and forecast for a B300."""
     h200, b300 = worked_example.measured(), worked_example.forecast_linears("b300")
     ops = [case.op for case in h200.cases]
 
     def gain(linears: Linears, name: str, op: str) -> Interval:
-        found = linears.speedup(name, "autocast", op)
-        assert found is not None
-        return found
+        speedup = linears.speedup(name, "autocast", op)
+        assert speedup is not None
+        return speedup
 
     def share(linears: Linears, name: str, op: str) -> float:
-        time = next(each for each in linears.ops if (each.op, each.recipe, each.mode) == (op, name, "autocast"))
+        time = next(op_time for op_time in linears.ops if (op_time.op, op_time.recipe, op_time.mode) == (op, name, "autocast"))
         return time.quantization_ms / time.total_ms.value
 
     for op in ops:
@@ -242,7 +242,7 @@ def test_errors_in_the_readme_are_those_of_the_accuracy_page() -> None:
 
 
 def test_python_examples_run() -> None:
-    """Those of the API's page, without the lines that need a GPU or files."""
+    """The examples of the API page, without the lines that need a GPU or files."""
     text = (ROOT / "docs" / "api.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if "  # needs " not in line]
@@ -261,14 +261,14 @@ def test_python_in_the_pages_is_python() -> None:
 
 
 def test_names_of_the_api_exist() -> None:
-    """Every `gs.name` in the documentation is one of the package's."""
+    """Every `gs.name` in the documentation exists in the package."""
     for path in (ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")):
         for name in re.findall(r"\bgs\.(\w+)", path.read_text()):
             assert hasattr(gemmscope, name), f"{path.name}: gs.{name}"
 
 
 def test_methods_of_results_exist() -> None:
-    """Every `result.name` on the API's page is one of a result's."""
+    """Every `result.name` on the API page is an attribute of a result."""
     names = re.findall(r"\bresult\.(\w+)", (ROOT / "docs" / "api.md").read_text())
     assert "to_frame" in names
     assert all(hasattr(ForecastResult, name) or name in ForecastResult.model_fields for name in names)

@@ -12,9 +12,9 @@ DOCS = Path(__file__).parent.parent.parent / "docs" / "explain.md"
 def table() -> str:
     lines = []
     for name in FIRST_CAUSE:
-        found = found_in(name)
-        first = found.causes[0] if found.causes else None
-        shown = f"{first.title} | {first.cost_ms / found.account.step_ms:.0%}" if first else "as expected | "
+        diagnosis = found_in(name)
+        first = diagnosis.causes[0] if diagnosis.causes else None
+        shown = f"{first.title} | {first.cost_ms / diagnosis.account.step_ms:.0%}" if first else "as expected | "
         lines.append(f"| {name.replace('_', ' ')} | {shown} |")
     return "\n".join(lines)
 

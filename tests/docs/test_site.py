@@ -18,7 +18,7 @@ from gemmscope import __version__
 from gemmscope.toml import parse_toml
 from support.browser import CHROMIUM, Browser
 from support.schemas import FILES
-from support.site_pages import look, results_of_search
+from support.site_pages import page_problems, results_of_search
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -86,9 +86,9 @@ def test_pages_fit_a_phone_and_search_works_offline(site: Path, tmp_path: Path) 
     """The pages with the widest content, opened from their files; `make docs-check` looks at all of them."""
     browser = Browser(tmp_path)
     for name in ("tutorial", "commands", "how-to/frameworks", "recipes"):
-        assert not look(browser, site / f"{name}.html", 390, dark=name == "commands")
-    found = results_of_search(browser, site / "index.html", "delayed scaling")
-    assert any("concepts/scaling.html" in each for each in found), found
+        assert not page_problems(browser, site / f"{name}.html", 390, dark=name == "commands")
+    results = results_of_search(browser, site / "index.html", "delayed scaling")
+    assert any("concepts/scaling.html" in address for address in results), results
     browser.close()
 
 
@@ -160,7 +160,7 @@ def test_completion_can_be_shown(shell: str) -> None:
 
 
 def test_no_color_is_respected() -> None:
-    """Even on a terminal that has colors."""
+    """Also on a terminal with colors."""
     terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     terminal.pop("NO_COLOR", None)
     code = (

@@ -24,13 +24,13 @@ def model_bench(**how: Any) -> BenchResult:
 
 
 def table(document: Document, title: str) -> Table:
-    return next(each for each in document.tables() if each.title.startswith(title))
+    return next(table for table in document.tables() if table.title.startswith(title))
 
 
-def texts(found: Table, name: str) -> dict[str, str]:
+def texts(shown_table: Table, name: str) -> dict[str, str]:
     """The cells of one column by the text columns of their row."""
-    place = [column.name for column in found.columns].index(name)
-    return {" ".join(cell.text for cell in row[:2]): row[place].text for row in found.rows}
+    place = [column.name for column in shown_table.columns].index(name)
+    return {" ".join(cell.text for cell in row[:2]): row[place].text for row in shown_table.rows}
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -42,12 +42,14 @@ def test_writers_show_the_same(name: str) -> None:
     written = csv.csv_text(document)
     for text in texts_of_writers:
         assert all(message.text in text for message in document.messages)
-        assert all(each.title in text for each in document.tables() if each not in [chart.table() for chart in document.charts()])
+        assert all(
+            table.title in text for table in document.tables() if table not in [chart.table() for chart in document.charts()]
+        )
     assert document.answer in shown
-    for each in document.tables():
-        assert each.title in shown
-        assert each.title in written
-        assert all(cell.text in shown for row in each.rows for cell in row)
+    for shown_table in document.tables():
+        assert shown_table.title in shown
+        assert shown_table.title in written
+        assert all(cell.text in shown for row in shown_table.rows for cell in row)
 
 
 def test_the_short_view_fits_a_screen() -> None:
@@ -69,13 +71,13 @@ def test_the_answer_is_the_winner() -> None:
 
 
 def test_every_pass_has_time_and_rate() -> None:
-    found = table(bench_document(model_bench()), "Autocast: time of every pass")
-    assert [row[2].text for row in found.rows[:3]] == ["15872x4096x12288", "15872x12288x4096", "4096x15872x12288"]
-    milliseconds, rate = found.rows[0][4].text.split()
+    passes = table(bench_document(model_bench()), "Autocast: time of every pass")
+    assert [row[2].text for row in passes.rows[:3]] == ["15872x4096x12288", "15872x12288x4096", "4096x15872x12288"]
+    milliseconds, rate = passes.rows[0][4].text.split()
     assert float(rate.strip("()")) == pytest.approx(QKV.flops / float(milliseconds) / 1e9, rel=0.01)
     alone = table(bench_document(model_bench()), "Pre-quantized: time of every pass").rows[0][4]
     assert alone.low is not None
-    assert {"One layer all", "All linears all"} <= set(texts(found, "FP8Current"))
+    assert {"One layer all", "All linears all"} <= set(texts(passes, "FP8Current"))
 
 
 def test_a_fallback_is_everywhere() -> None:
@@ -91,7 +93,7 @@ def test_a_fallback_is_everywhere() -> None:
 
 
 def test_unproven_is_on_every_page() -> None:
-    """The terminal once said it, and the page did not."""
+    """A regression test: the terminal showed it, but the page did not."""
     measurements = recorded_measurements(MODEL)
     for result in measurements.tasks.values():
         if result.task.recipe == "FP8Current":
@@ -132,7 +134,7 @@ def test_bare_gemms_are_curves() -> None:
     rates = table(document, "Autocast: rate (TFLOP/s)")
     assert rates.rows[0][-1].text.endswith("FALLBACK")
     assert "All linears" not in terminal.text(document)
-    assert {each.what for each in document.speedups} >= {"1024x1024x1024, autocast"}
+    assert {speedup.what for speedup in document.speedups} >= {"1024x1024x1024, autocast"}
 
 
 # --- figures --------------------------------------------------------------------------------------------------------------
@@ -140,13 +142,13 @@ def test_bare_gemms_are_curves() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_figure_of_a_model(tmp_path: Path) -> None:
-    """Every recipe has its bar, quantization is drawn by itself, and bars add up to the times measured."""
+    """Every recipe has a bar, quantization is a separate part, and the parts add up to the measured times."""
     result = model_bench()
     document = bench_document(result)
     figure.save_figure(document, tmp_path / "bench.svg")
     drawn = (tmp_path / "bench.svg").read_text()
-    for words in (*RECIPES, *(case.op for case in MODEL), "quantization", "wgrad (lighter)", "1.00x"):
-        assert f">{words}<" in drawn, words
+    for label in (*RECIPES, *(case.op for case in MODEL), "quantization", "wgrad (lighter)", "1.00x"):
+        assert f">{label}<" in drawn, label
     bar = document.charts()[0].bars[-1]  # type: ignore[union-attr]
     measured = result.linears.total("FP8Block", "autocast")
     assert measured is not None
@@ -157,8 +159,8 @@ def test_figure_of_a_model(tmp_path: Path) -> None:
 def test_figure_of_bare_gemms(tmp_path: Path) -> None:
     figure.save_figure(bench_document(squares(spread=0.02)), tmp_path / "bench.svg")
     drawn = (tmp_path / "bench.svg").read_text()
-    for words in ("TFLOP/s", "1024", "8192", "side of square matrices", "speedup over BF16", *RECIPES):
-        assert f">{words}<" in drawn, words
+    for label in ("TFLOP/s", "1024", "8192", "side of square matrices", "speedup over BF16", *RECIPES):
+        assert f">{label}<" in drawn, label
     figure.save_figure(bench_document(squares(rounds=1)), tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
 

@@ -44,11 +44,11 @@ def compared(*, runs: int = 2) -> CompareResult:
 
 @pytest.mark.parametrize("runs", [2, 3])
 def test_every_writer_shows_every_row(runs: int) -> None:
-    made = document(compared(runs=runs))
-    tables = made.tables()
+    doc = document(compared(runs=runs))
+    tables = doc.tables()
     assert tables[0].title == "Other differences between the runs"
     assert len(tables) == runs
-    for written in (text(made), markdown([made]), page([made]), csv_text(made)):
+    for written in (text(doc), markdown([doc]), page([doc]), csv_text(doc)):
         for word in ("MLP Up · FP8Current · autocast", "slower", "too noisy", "missing", "580"):
             assert word in written
 
@@ -72,10 +72,10 @@ def test_changes_are_marked_and_unknown_intervals_named() -> None:
 )
 def test_a_requested_check_is_the_answer(code: str, facts: dict[str, Any]) -> None:
     checked = finding(code, **facts)
-    made = document(compared().model_copy(update={"findings": (*compared().findings, checked)}))
-    assert made.answer == checked.text
-    assert made.because == (compared().findings[0].text,)
-    assert [message.code for message in made.messages] == ["compare-missing"]
+    doc = document(compared().model_copy(update={"findings": (*compared().findings, checked)}))
+    assert doc.answer == checked.text
+    assert doc.because == (compared().findings[0].text,)
+    assert [message.code for message in doc.messages] == ["compare-missing"]
 
 
 def test_differences_in_the_environment_are_in_the_short_view() -> None:
@@ -90,16 +90,16 @@ def test_rows_that_are_too_noisy_say_so() -> None:
     wide = Change(ratio=Interval(1.0, 0.9, 1.1), verdict="too close to call")
     row = ComparedRow(what="MLP Up", recipe="BF16", times_ms=(1.0, 1.0), changes=(wide,))
     result = compared().model_copy(update={"rows": (*compared().rows, row)})
-    made = document(result)
-    assert made.tables()[1].rows[-1][-1].text == "too noisy"
-    assert made.summary is not None
-    assert [row[-1].text for row in made.summary.rows] == ["slower", "too noisy", "too noisy", "missing"]
+    doc = document(result)
+    assert doc.tables()[1].rows[-1][-1].text == "too noisy"
+    assert doc.summary is not None
+    assert [row[-1].text for row in doc.summary.rows] == ["slower", "too noisy", "too noisy", "missing"]
     unlimited = document(result.model_copy(update={"limit": None}))
     assert unlimited.tables()[1].rows[-1][-1].text == "too close to call"
 
 
 def test_the_answer_is_the_first_finding() -> None:
-    made = document(compared())
-    assert made.answer == compared().findings[0].text
-    assert [message.code for message in made.messages] == ["compare-missing"]
+    doc = document(compared())
+    assert doc.answer == compared().findings[0].text
+    assert [message.code for message in doc.messages] == ["compare-missing"]
     assert [row.what for row in compared().failing()] == ["MLP Up"]

@@ -21,23 +21,23 @@ from support.explain_files import explanation
 from support.traces import recorded
 
 
-def table(made: Document, title: str) -> Table:
-    return next(each for each in made.tables() if each.title.startswith(title))
+def table(doc: Document, title: str) -> Table:
+    return next(table for table in doc.tables() if table.title.startswith(title))
 
 
 def plain(markup: str) -> str:
-    """What a reader sees of a page."""
+    """The visible text of a page."""
     return html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"<(script|style).*?</\1>", "", markup, flags=re.DOTALL)))
 
 
 @pytest.mark.parametrize("name", ["recompute", "unaligned_torchao", "host_bound", "healthy_te_current"])
 def test_parts_and_classes_sum_to_the_step(name: str) -> None:
     result = explanation(name)
-    made = document(result)
-    [chart] = made.charts()
+    doc = document(result)
+    [chart] = doc.charts()
     assert isinstance(chart, BarChart)
     assert chart.bars[0].total_ms == pytest.approx(result.account.step_ms)
-    classes = {row[0].text: row[1].value or 0.0 for row in table(made, "By class").rows}
+    classes = {row[0].text: row[1].value or 0.0 for row in table(doc, "By class").rows}
     assert classes.pop("total") == pytest.approx(result.account.step_ms)
     assert classes == pytest.approx(result.account.classes_ms)
 
@@ -50,13 +50,13 @@ def test_the_chart_table_has_shares() -> None:
 
 def test_every_cause_has_its_evidence_and_advice_in_every_writer() -> None:
     result = explanation("unaligned_torchao")
-    made = document(result, "run.json")
-    outputs = [text(made), markdown([made]).replace("\\", ""), plain(page([made]))]
+    doc = document(result, "run.json")
+    outputs = [text(doc), markdown([doc]).replace("\\", ""), plain(page([doc]))]
     for cause in result.causes:
         for sentence in (*(finding.text for finding in cause.evidence), *cause.advice, *cause.kernels):
             assert all(sentence in " ".join(output.split()) for output in outputs), sentence
-        assert f"cause-{cause.code}" in [message.code for message in made.messages]
-        assert cause.title in [card.title for card in made.cards]
+        assert f"cause-{cause.code}" in [message.code for message in doc.messages]
+        assert cause.title in [card.title for card in doc.cards]
 
 
 def twins() -> ExplainResult:
@@ -65,8 +65,8 @@ def twins() -> ExplainResult:
 
 def test_comparisons_add_up_and_lead_the_answer() -> None:
     result = twins()
-    made = document(result)
-    rows = table(made, "Comparison with the BF16 trace").rows
+    doc = document(result)
+    rows = table(doc, "Comparison with the BF16 trace").rows
     assert sum(row[3].value or 0.0 for row in rows[:-1]) == pytest.approx(rows[-1][3].value)
-    assert [finding.text for finding in result.comparisons[0].findings if finding.level == "note"] == list(made.because[1:])
-    assert "Speedup so far" in csv_text(made)
+    assert [finding.text for finding in result.comparisons[0].findings if finding.level == "note"] == list(doc.because[1:])
+    assert "Speedup so far" in csv_text(doc)

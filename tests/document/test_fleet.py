@@ -1,4 +1,4 @@
-"""What is said of a fleet: the answer first, every outlier in tables and charts, and a size that stays readable."""
+"""The Document of a fleet: the answer first, every outlier in tables and charts, readable at any size."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def fleet(count: int = 64, *slow: int) -> FleetResult:
     return shown_fleet(count, dict.fromkeys(slow, 0.1), failed=0)
 
 
-def table(found: Document, title: str) -> dict[str, tuple[str, ...]]:
+def table(doc: Document, title: str) -> dict[str, tuple[str, ...]]:
     """A table's rows by their first cell."""
-    [own] = [each for each in found.tables() if title in each.title]
+    [own] = [table for table in doc.tables() if title in table.title]
     return {row[0].text: tuple(cell.text for cell in row[1:]) for row in own.rows}
 
 
 @pytest.mark.parametrize(
-    ("count", "slow", "words"),
+    ("count", "slow", "expected"),
     [
         (1, (), "There is no other GPU to compare it with"),
         (3, (), "too few to detect outliers"),
@@ -44,8 +44,8 @@ def table(found: Document, title: str) -> dict[str, tuple[str, ...]]:
         (64, (13, 37), "2 of 64 GPUs are slow: "),
     ],
 )
-def test_the_answer_names_the_slow_gpus_or_the_limit(count: int, slow: tuple[int, ...], words: str) -> None:
-    assert words in document(fleet(count, *slow)).answer
+def test_the_answer_names_the_slow_gpus_or_the_limit(count: int, slow: tuple[int, ...], expected: str) -> None:
+    assert expected in document(fleet(count, *slow)).answer
 
 
 def test_many_outliers_are_counted_not_listed() -> None:
@@ -55,60 +55,60 @@ def test_many_outliers_are_counted_not_listed() -> None:
 
 
 def test_a_fast_gpu_is_not_called_slow() -> None:
-    found = document(shown_fleet(64, {13: -0.1}, failed=0))
-    assert "None of the 64 GPUs is slower" in found.answer
-    assert "1 is faster: node0001 GPU 5" in found.answer
+    doc = document(shown_fleet(64, {13: -0.1}, failed=0))
+    assert "None of the 64 GPUs is slower" in doc.answer
+    assert "1 is faster: node0001 GPU 5" in doc.answer
 
 
 def test_a_whole_node_is_named_once() -> None:
-    found = document(fleet(128, *range(24, 32)))
-    assert "whole node" in found.answer
-    assert found.answer.count("node0003") == 1
-    assert "node0003 (whole node)" in table(found, "Outliers")
+    doc = document(fleet(128, *range(24, 32)))
+    assert "whole node" in doc.answer
+    assert doc.answer.count("node0003") == 1
+    assert "node0003 (whole node)" in table(doc, "Outliers")
 
 
 def test_other_versions_come_right_after_the_answer() -> None:
-    found = document(fleet())
-    assert "driver" in found.because[0]
-    assert "node0003" in found.because[0]
+    doc = document(fleet())
+    assert "driver" in doc.because[0]
+    assert "node0003" in doc.because[0]
     assert "the same on all GPUs" in document(fleet(16)).because[0]
 
 
 def test_what_else_differs_is_said_of_the_worst_and_in_the_table() -> None:
-    found = document(fleet(64, 13))
-    [evidence] = [message.text for message in found.messages if message.code == "fleet-evidence"]
+    doc = document(fleet(64, 13))
+    [evidence] = [message.text for message in doc.messages if message.code == "fleet-evidence"]
     assert "HW thermal slowdown" in evidence
-    assert "HW thermal slowdown" in " ".join(table(found, "Outliers")["node0001 GPU 5"])
+    assert "HW thermal slowdown" in " ".join(table(doc, "Outliers")["node0001 GPU 5"])
 
 
 def test_gpus_that_were_not_measured_are_listed() -> None:
-    found = document(shown_fleet(16, {}, failed=2))
-    [message] = [message for message in found.messages if message.code == "fleet-not-measured"]
+    doc = document(shown_fleet(16, {}, failed=2))
+    [message] = [message for message in doc.messages if message.code == "fleet-not-measured"]
     assert message.level == "warning"
     assert "2 GPUs not measured" in message.text
-    assert "in use" in " ".join(table(found, "Every GPU")["node9000 GPU 7"])
+    assert "in use" in " ".join(table(doc, "Every GPU")["node9000 GPU 7"])
 
 
 def test_unhealthy_memory_is_reported_also_of_a_gpu_that_is_not_slow() -> None:
     sick = GpuCondition(health={**HEALTH, "remap_failed": 1})
-    made = [*runs(8, {})[:-1], run_of(7, {}, condition=sick)]
-    messages = [message for message in document(fleet_result(made)).messages if message.code == "fleet-health-problem"]
+    gpu_runs = [*runs(8, {})[:-1], run_of(7, {}, condition=sick)]
+    messages = [message for message in document(fleet_result(gpu_runs)).messages if message.code == "fleet-health-problem"]
     assert [message.level for message in messages] == ["warning"]
     assert "node0000 GPU 7" in messages[0].text
 
 
 def test_every_gpu_is_in_the_table_and_slow_ones_are_first() -> None:
-    found = document(fleet(64, 13, 37))
-    places = list(table(found, "Every GPU"))
+    doc = document(fleet(64, 13, 37))
+    places = list(table(doc, "Every GPU"))
     assert len(places) == 64
     assert set(places[:2]) == {"node0001 GPU 5", "node0004 GPU 5"}
-    assert found.summary is not None
-    assert [row[0].text for row in found.summary.rows] == places[: len(found.summary.rows)]
+    assert doc.summary is not None
+    assert [row[0].text for row in doc.summary.rows] == places[: len(doc.summary.rows)]
 
 
 def test_figures_have_center_spread_noise_and_limit() -> None:
-    found = document(fleet())
-    [own] = [each for each in found.tables() if each.title.startswith("Metrics")]
+    doc = document(fleet())
+    [own] = [table for table in doc.tables() if table.title.startswith("Metrics")]
     names = [column.name for column in own.columns]
     row = dict(zip(names, own.rows[0], strict=True))
     figure = fleet().figures[0]
@@ -141,8 +141,8 @@ def test_the_map_of_a_large_fleet_says_which_nodes_it_shows() -> None:
 
 
 def test_the_map_has_nodes_and_gpus_with_outliers_beyond_the_line() -> None:
-    found = document(fleet(64, 13))
-    [plane] = [chart for chart in found.charts() if isinstance(chart, HeatMap)]
+    doc = document(fleet(64, 13))
+    [plane] = [chart for chart in doc.charts() if isinstance(chart, HeatMap)]
     assert plane.rows[-1] == "node0001"  # on top
     uncertain = [(y, x) for y, row in enumerate(plane.cells) for x, cell in enumerate(row) if not cell.certain]
     assert uncertain == [(7, 5)]
@@ -170,30 +170,30 @@ def test_thinning_keeps_what_is_called_and_both_ends(called: list[bool], most: i
 
 
 def test_a_large_fleet_stays_readable() -> None:
-    found = document(fleet(1500, 13))
-    assert len(terminal.text(found, detail=False, width=100).splitlines()) <= 30
-    page = html.page([found])
+    doc = document(fleet(1500, 13))
+    assert len(terminal.text(doc, detail=False, width=100).splitlines()) <= 30
+    page = html.page([doc])
     assert len(page) < 5_000_000
     assert "The first 1,000 of 1,500 rows" in page
 
 
 def test_kinds_of_gpus_are_told_apart() -> None:
-    made = [run_of(place, {}) for place in range(8)]
-    made += [run_of(place, {}, product="NVIDIA H100") for place in range(8, 16)]
-    found = document(fleet_result(made))
-    assert "8 x NVIDIA H200" in " ".join(found.context)
-    [own] = [each for each in found.tables() if each.title.startswith("Metrics")]
+    gpu_runs = [run_of(place, {}) for place in range(8)]
+    gpu_runs += [run_of(place, {}, product="NVIDIA H100") for place in range(8, 16)]
+    doc = document(fleet_result(gpu_runs))
+    assert "8 x NVIDIA H200" in " ".join(doc.context)
+    [own] = [table for table in doc.tables() if table.title.startswith("Metrics")]
     assert {row[1].text for row in own.rows} == {"NVIDIA H200", "NVIDIA H100"}
 
 
 def test_two_fleets_are_compared_by_their_own_method() -> None:
     result = compare([shown_fleet(24, {5: 0.05}, failed=0), shown_fleet(24, failed=0)], fail_if_slower=0.03)
-    found = document(result)
-    assert found.title == "Comparison of 2 fleets"
-    assert found.answer.startswith("Failed --fail-if-slower 3%")
-    assert found.summary is not None
-    assert "node0001 GPU 5" in found.summary.rows[0][0].text
-    assert "chip-to-chip differences cancel" in " ".join(value for _, value in found.facts["Method"])
+    doc = document(result)
+    assert doc.title == "Comparison of 2 fleets"
+    assert doc.answer.startswith("Failed --fail-if-slower 3%")
+    assert doc.summary is not None
+    assert "node0001 GPU 5" in doc.summary.rows[0][0].text
+    assert "chip-to-chip differences cancel" in " ".join(value for _, value in doc.facts["Method"])
     same = compare([shown_fleet(24, failed=0)] * 2, fail_if_slower=0.03)
     assert not same.failing()
     assert document(same).answer.startswith("Passed --fail-if-slower 3%")

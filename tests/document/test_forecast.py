@@ -1,4 +1,4 @@
-"""The Document of a forecast: every number says FORECAST, and what is too close to call is said once, by one rule."""
+"""The Document of a forecast: every number is marked FORECAST, and one rule decides what is too close to call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def codes(shown: Document) -> list[str]:
 
 
 def table(shown: Document, start: str) -> Table:
-    return next(each for each in shown.tables() if each.title.startswith(start))
+    return next(table for table in shown.tables() if table.title.startswith(start))
 
 
-def column(found: Table, name: str) -> list[str]:
-    index = [each.name for each in found.columns].index(name)
-    return [row[index].text for row in found.rows]
+def column(shown_table: Table, name: str) -> list[str]:
+    index = [column.name for column in shown_table.columns].index(name)
+    return [row[index].text for row in shown_table.rows]
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -35,10 +35,10 @@ def test_every_number_says_that_it_is_a_forecast(make: object) -> None:
     assert shown.title.startswith("FORECAST")
     assert shown.answer.startswith("FORECAST")
     assert "FORECAST" in shown.where
-    assert all("FORECAST" in each.title for each in shown.tables())
-    assert all("FORECAST" in each.title for each in shown.charts())
+    assert all("FORECAST" in table.title for table in shown.tables())
+    assert all("FORECAST" in chart.title for chart in shown.charts())
     assert "forecast-not-measured" in codes(shown)
-    assert not any("95%" in each.title for each in shown.tables())
+    assert not any("95%" in table.title for table in shown.tables())
 
 
 def test_all_gpus_stand_side_by_side() -> None:
@@ -58,11 +58,11 @@ def test_all_gpus_stand_side_by_side() -> None:
 def test_the_short_view_is_one_table() -> None:
     summary = document(several_gpus()).summary
     assert summary is not None
-    assert {"GPU", "Over b300 BF16", "Cost"} <= {each.name for each in summary.columns}
+    assert {"GPU", "Over b300 BF16", "Cost"} <= {column.name for column in summary.columns}
 
 
 def test_what_is_too_close_to_call_is_the_winners_rivals() -> None:
-    """The terminal, the page and the file once told different stories."""
+    """A regression test: the terminal, the page and the file contradicted each other."""
     for result in (forecast_result(), several_gpus()):
         shown = document(result)
         text = " ".join([shown.answer, *shown.because])
@@ -73,7 +73,9 @@ def test_what_is_too_close_to_call_is_the_winners_rivals() -> None:
                 assert gpu.step.unfit
                 continue
             others = [name for name in winner.rivals if name != BASELINE]
-            close = [each for each in gpu.findings if each.code == "too-close-to-call" and each.facts["over"] == others]
+            close = [
+                finding for finding in gpu.findings if finding.code == "too-close-to-call" and finding.facts["over"] == others
+            ]
             assert bool(close) == bool(others and winner.best != BASELINE)
             for name in others:
                 ratio = gpu.step.speedup(winner.best, name)
@@ -124,12 +126,12 @@ def test_the_memory_of_every_gpu_is_a_table() -> None:
     result = several_gpus()
     shown = document(result)
     for gpu in result.gpus:
-        found = table(shown, f"{gpu.gpu}: FORECAST: memory of one GPU")
-        assert [each.name for each in found.columns[1:]] == list(gpu.linears.recipes)
+        memory = table(shown, f"{gpu.gpu}: FORECAST: memory of one GPU")
+        assert [column.name for column in memory.columns[1:]] == list(gpu.linears.recipes)
         for place, needed in enumerate(gpu.memory, start=1):
-            sizes = [row[place].value or 0.0 for row in found.rows[:9]]
-            assert sum(sizes) == pytest.approx(found.rows[9][place].value)
-            assert found.rows[-1][place].text == needed.fit
+            sizes = [row[place].value or 0.0 for row in memory.rows[:9]]
+            assert sum(sizes) == pytest.approx(memory.rows[9][place].value)
+            assert memory.rows[-1][place].text == needed.fit
     summary = shown.summary
     assert summary is not None
     assert any("does not fit" in text for text in column(summary, "Memory"))
@@ -139,8 +141,8 @@ def test_the_memory_of_every_gpu_is_a_table() -> None:
 
 def test_every_gpu_has_its_speedups_for_other_runs() -> None:
     shown = document(several_gpus())
-    assert {each.where for each in shown.speedups} == {f"{gpu.title}, FORECAST" for gpu in several_gpus().gpus[:3]}
-    [alone] = {each.where for each in document(forecast_result()).speedups}
+    assert {speedup.where for speedup in shown.speedups} == {f"{gpu.title}, FORECAST" for gpu in several_gpus().gpus[:3]}
+    [alone] = {speedup.where for speedup in document(forecast_result()).speedups}
     assert alone == document(forecast_result()).where
 
 
@@ -149,18 +151,18 @@ def test_every_gpu_has_its_speedups_for_other_runs() -> None:
 
 def points(result: ForecastResult) -> list[tuple[Table, int]]:
     shown = document(result)
-    return [(table(shown, f"{each.gpu}: FORECAST, every point"), index) for index, each in enumerate(result.sweeps)]
+    return [(table(shown, f"{swept.gpu}: FORECAST, every point"), index) for index, swept in enumerate(result.sweeps)]
 
 
 @pytest.mark.parametrize("make", [sweep, plane])
 def test_a_sweep_does_not_contradict_itself(make: object) -> None:
     """ "0 of 4 points are faster" stood above a table of 2.1x [1.9, 2.3]: two questions had one answer."""
     result = make()  # type: ignore[operator]
-    for found, index in points(result):
+    for point_table, index in points(result):
         swept = result.sweeps[index]
-        assert len(found.rows) == len(swept.points)
+        assert len(point_table.rows) == len(swept.points)
         for point, faster, close in zip(
-            swept.points, column(found, "Faster than BF16"), column(found, "Too close to call against"), strict=True
+            swept.points, column(point_table, "Faster than BF16"), column(point_table, "Too close to call against"), strict=True
         ):
             if point.winner is None:
                 continue
@@ -200,6 +202,6 @@ def test_reasons_stand_in_the_findings() -> None:
 
 
 def test_break_even_is_told() -> None:
-    found = table(document(sweep()), "h200: FORECAST break-even")
-    assert column(found, "Recipe") == ["FP8Current", "FP8Delayed", "FP8Block"]
+    break_even = table(document(sweep()), "h200: FORECAST break-even")
+    assert column(break_even, "Recipe") == ["FP8Current", "FP8Delayed", "FP8Block"]
     assert [column.name for column in table(document(plane()), "b300: FORECAST break-even").columns] == ["Recipe", *"1248"]

@@ -1,4 +1,4 @@
-"""What a result of numerics says: the answer in each situation, marks of what is not real, tables and charts that agree."""
+"""The Document of numerics: the answer in each situation, marks of synthetic data, tables and charts that agree."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_synthetic_is_marked_wherever_a_number_stands(bound: float | None) -> No
 
 def test_a_checkpoint_says_that_weights_are_all_it_knows() -> None:
     linears = tuple(
-        each.model_copy(update={"passes": (), "weight": each.passes[0].operands[0]}) for each in numerics_result().linears
+        linear.model_copy(update={"passes": (), "weight": linear.passes[0].operands[0]}) for linear in numerics_result().linears
     )
     shown = document(
         numerics_result(source="checkpoint", bound=None).model_copy(update={"linears": linears, "stale": (), "depth": ()})
@@ -147,7 +147,7 @@ def test_tables_agree_with_the_errors() -> None:
     shown = document(result)
     heat = chart(shown, HeatMap)[0]
     values = [cell.value for row in heat.cells for cell in row]
-    nvfp4 = next(each for each in result.recipes if each.recipe == "NVFP4")
+    nvfp4 = next(recipe for recipe in result.recipes if recipe.recipe == "NVFP4")
     assert sqrt(sum(value**2 for value in values) / len(values)) == pytest.approx(nvfp4.error)
     assert max(values) == pytest.approx(nvfp4.worst_error)
     table = heat.table()
@@ -159,7 +159,7 @@ def test_tables_agree_with_the_errors() -> None:
     assert table.rows[0][-1].value == pytest.approx(nvfp4.worst_error)
     [scatter] = chart(shown, ScatterChart)
     assert {dot.name: dot.error for dot in scatter.dots} == {
-        each.recipe: each.error for each in result.recipes if each.recipe != "BF16"
+        recipe.recipe: recipe.error for recipe in result.recipes if recipe.recipe != "BF16"
     }
     assert [dot.error for dot in scatter.mixes] == sorted((dot.error for dot in scatter.mixes), reverse=True)
     assert scatter.chosen is not None
@@ -195,7 +195,7 @@ def test_every_writer_shows_it() -> None:
 
 
 def test_a_model_without_layers_has_its_chart() -> None:
-    """As SYNTHETIC tensors have none: linears and recipes are left."""
+    """SYNTHETIC tensors belong to no layer: the chart shows linears and recipes only."""
     result = numerics_result(1, source="synthetic", gpu="", bound=None, detailed=False)
     linears = tuple(one.model_copy(update={"layer": None}) for one in result.linears)
     shown = document(result.model_copy(update={"linears": linears, "layers": 0}))
@@ -217,8 +217,8 @@ def test_linears_without_errors_are_named_next_to_the_error() -> None:
     result = numerics_result(4, gpu="", bound=None).model_copy(
         update={"linears": tuple(linears), "recipes": weighed.recipes, "mixed": weighed.mixed, "findings": weighed.findings}
     )
-    [found] = [found for found in result.findings if found.code == "numerics-stays-in-baseline"]
-    assert sorted(found.facts["recipes"]) == ["FP8Block", "MXFP8"]  # type: ignore[type-var]
+    [finding] = [finding for finding in result.findings if finding.code == "numerics-stays-in-baseline"]
+    assert sorted(finding.facts["recipes"]) == ["FP8Block", "MXFP8"]  # type: ignore[type-var]
     text = told(result)
     assert "MXFP8 *" in text
     assert "FP8Block *" in text

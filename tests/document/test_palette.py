@@ -64,7 +64,9 @@ def named(kind: str, names: list[str]) -> list[Style]:
 def charts() -> dict[str, list[Style]]:
     """What can appear together: the recipes of one backend, the parts of a step, the ops of a layer or several runs."""
     backends = {backend for recipe in recipes().values() for backend in recipe.backends}
-    of_backend = {f"recipe {name}": [each.name for each in recipes().values() if name in each.backends] for name in backends}
+    of_backend = {
+        f"recipe {name}": [recipe.name for recipe in recipes().values() if name in recipe.backends] for name in backends
+    }
     series = [style for key, style in palette.styles().items() if key.startswith("series-")]
     return {
         **{title: named("recipe", names) for title, names in of_backend.items()},
@@ -81,7 +83,7 @@ def test_classes_of_one_chart_differ(vision: str, theme: str) -> None:
         for one, other in combinations(styles, 2):
             apart = distance(lab(getattr(one, theme), vision), lab(getattr(other, theme), vision))
             least = LEAST[kind].get("grey" if vision in GREY else vision, COLOR_BLIND[kind])
-            if one.hatch != other.hatch:  # told apart by that too: in grey print by that alone
+            if one.hatch != other.hatch:  # also distinguished by hatching: in grey print only by that
                 least = 0.0 if vision in GREY else least / 2
             assert apart >= least, f"{one.key} and {other.key} are {apart:.1f} apart with {vision} ({theme})"
 

@@ -51,7 +51,7 @@ def test_every_op_that_is_not_a_linear_has_a_row() -> None:
 
 def test_findings_are_messages_of_the_same_code() -> None:
     split = document(SPLIT)
-    assert [message.code for message in split.messages] == [found.code for found in SPLIT.findings]
+    assert [message.code for message in split.messages] == [finding.code for finding in SPLIT.findings]
     assert {"pipeline-stage-chosen", "experts-shared", "busiest-experts"} <= {message.code for message in split.messages}
 
 
@@ -86,8 +86,8 @@ def test_the_stage_that_is_shown_is_named_everywhere() -> None:
 
 def test_differences_from_the_live_model_are_a_table_and_a_warning() -> None:
     check = Check(differences=(Difference("parameters", 10, 11),), model_class="LlamaForCausalLM", versions={"torch": "2.13"})
-    found = finding("check-differs", differences=1, model_class="LlamaForCausalLM", versions="torch 2.13")
-    differing = document(DENSE.model_copy(update={"check": check, "findings": (found,)}))
+    differs = finding("check-differs", differences=1, model_class="LlamaForCausalLM", versions="torch 2.13")
+    differing = document(DENSE.model_copy(update={"check": check, "findings": (differs,)}))
     assert [message.code for message in decisive(differing)] == ["check-differs"]
     assert [cell.text for cell in differing.tables()[-1].rows[0]] == ["parameters", "10", "11"]
 

@@ -24,7 +24,7 @@ def result() -> StepResult:
 
 
 @pytest.fixture(scope="module")
-def made(result: StepResult) -> Document:
+def doc(result: StepResult) -> Document:
     return document(result, "step.json")
 
 
@@ -42,8 +42,8 @@ def test_a_result_survives_its_run_file(result: StepResult) -> None:
     assert StepResult.model_validate_json(result.to_json()) == result
 
 
-def test_every_recipe_has_a_row_with_mfu(made: Document, result: StepResult) -> None:
-    (table,) = [table for table in made.tables() if table.title == "Training step per GPU"]
+def test_every_recipe_has_a_row_with_mfu(doc: Document, result: StepResult) -> None:
+    (table,) = [table for table in doc.tables() if table.title == "Training step per GPU"]
     names = [column.name for column in table.columns]
     assert [row[0].text for row in table.rows] == [time.recipe for time in result.step.recipes]
     for row, recipe in zip(table.rows, result.step.recipes, strict=True):
@@ -52,16 +52,16 @@ def test_every_recipe_has_a_row_with_mfu(made: Document, result: StepResult) -> 
         assert row[names.index("Launch ms")].value == recipe.host_ms
 
 
-def test_every_finding_is_a_message(made: Document, result: StepResult) -> None:
-    assert sorted(message.code for message in made.messages) == sorted(found.code for found in result.findings)
-    assert [message.level for message in made.messages] == sorted(
-        (found.level for found in result.findings), key=("error", "warning", "note").index
+def test_every_finding_is_a_message(doc: Document, result: StepResult) -> None:
+    assert sorted(message.code for message in doc.messages) == sorted(finding.code for finding in result.findings)
+    assert [message.level for message in doc.messages] == sorted(
+        (finding.level for finding in result.findings), key=("error", "warning", "note").index
     )
 
 
-def test_charts(made: Document, result: StepResult) -> None:
-    bars, *falls = [chart for chart in made.charts() if not isinstance(chart, CurveChart)]
-    (curve,) = [chart for chart in made.charts() if isinstance(chart, CurveChart)]
+def test_charts(doc: Document, result: StepResult) -> None:
+    bars, *falls = [chart for chart in doc.charts() if not isinstance(chart, CurveChart)]
+    (curve,) = [chart for chart in doc.charts() if isinstance(chart, CurveChart)]
     assert isinstance(bars, BarChart)
     assert [bar.label for bar in bars.bars] == [time.recipe for time in result.step.recipes]
     assert [chart.recipe for chart in falls if isinstance(chart, WaterfallChart)] == ["FP8Current", "FP8Delayed", "FP8Block"]
@@ -74,21 +74,21 @@ def test_charts(made: Document, result: StepResult) -> None:
     assert sum(part.time_ms for part in bars.bars[1].segments) == pytest.approx(sum(result.step.recipes[1].parts_ms.values()))
 
 
-def test_the_short_view_has_what_was_requested(made: Document) -> None:
-    """The step; the verification and the cost, which options ask for."""
-    assert made.summary is not None
-    assert {"Days", "GPU-hours"} <= {column.name for column in made.summary.columns}
-    assert {"Prediction compared with the real model", "Cost of the full run"} <= {table.title for table in made.tables()}
-    assert any("smallest batch" in line for line in made.because)
+def test_the_short_view_has_what_was_requested(doc: Document) -> None:
+    """The short view has the step, and the verification and cost if they were requested."""
+    assert doc.summary is not None
+    assert {"Days", "GPU-hours"} <= {column.name for column in doc.summary.columns}
+    assert {"Prediction compared with the real model", "Cost of the full run"} <= {table.title for table in doc.tables()}
+    assert any("smallest batch" in line for line in doc.because)
 
 
-def test_the_answer_names_the_winner(made: Document, result: StepResult) -> None:
+def test_the_answer_names_the_winner(doc: Document, result: StepResult) -> None:
     assert result.step.winner is not None
-    assert result.step.winner.best in made.answer
-    assert "1.318x [1.308, 1.327]" in made.answer
-    assert made.advice is not None
-    assert "Transformer Engine" in made.advice.ready_to_paste
-    assert {named.recipe for named in made.speedups} == {"FP8Current", "FP8Delayed", "FP8Block"}
+    assert result.step.winner.best in doc.answer
+    assert "1.318x [1.308, 1.327]" in doc.answer
+    assert doc.advice is not None
+    assert "Transformer Engine" in doc.advice.ready_to_paste
+    assert {named.recipe for named in doc.speedups} == {"FP8Current", "FP8Delayed", "FP8Block"}
 
 
 SURE, CLOSE, SLOW = Interval(1.3, 1.29, 1.31), Interval(1.01, 0.99, 1.03), Interval(0.9, 0.89, 0.91)
@@ -137,7 +137,7 @@ def test_a_fallback_is_no_speedup_anywhere() -> None:
 
 
 def test_shares_are_those_of_the_layers_that_were_run() -> None:
-    """A quarter of the layers ran: a part is its share of these, not of the whole step."""
+    """Only a quarter of the layers ran: shares refer to these layers, not to the whole step."""
     chart = step_chart(times(time("FP8Block", SURE, parts_ms={"GEMMs": 10.0, "attention": 10.0})), layers_run=8)
     assert chart is not None
     assert "8 layers" in chart.note
@@ -154,10 +154,10 @@ def test_a_forecast_says_so_in_every_title() -> None:
 
 def test_a_mixed_plan_is_told(result: StepResult) -> None:
     mixed = Recommendation(recipe="FP8Delayed", left_out=("qkv",), speedup=Interval(1.4, 1.39, 1.41), rivals=("FP8Delayed",))
-    made = document(result.model_copy(update={"recommendation": mixed}))
-    assert made.advice is not None
-    assert made.advice.text == "use FP8Delayed with qkv in BF16 (1.400x [1.390, 1.410]); too close to call against FP8Delayed"
-    assert any("FP8Delayed with qkv in BF16" in line for line in made.because)
+    doc = document(result.model_copy(update={"recommendation": mixed}))
+    assert doc.advice is not None
+    assert doc.advice.text == "use FP8Delayed with qkv in BF16 (1.400x [1.390, 1.410]); too close to call against FP8Delayed"
+    assert any("FP8Delayed with qkv in BF16" in line for line in doc.because)
 
 
 def test_unknown_agreement_is_a_question_mark(result: StepResult) -> None:

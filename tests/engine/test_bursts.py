@@ -1,4 +1,4 @@
-"""Bursts: how long they are, and of what the next one is."""
+"""Bursts: how long they are, and which group comes next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the measuring process needs torch")
 
 @dataclass(frozen=True)
 class Event:
-    """A CUDA event that was passed at that time."""
+    """A CUDA event recorded at that time."""
 
     at_ms: float
 
@@ -26,7 +26,7 @@ class Event:
 
 
 def test_a_burst_tells_how_long_a_cycle_takes() -> None:
-    """From its first mark to its last, what lies between tasks included: the next bursts are planned by that."""
+    """The length of a cycle includes the time between tasks, and is used to plan the next bursts."""
     from gemmscope.engine.timer import Prepared, Runnable, _CudaBurst
 
     tasks = [Runnable(lambda: None, Prepared(lambda: None, copies, 0.0), 0.0) for copies in (1, 2)]
@@ -49,7 +49,7 @@ def test_the_least_rounds_are_of_everything(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_more_of_what_the_worst_speedup_depends_on_comes_first() -> None:
-    """It is known in the last of the least rounds already."""
+    """The order is decided in the last of the minimum rounds."""
     results = recorded_measurements([MODEL[0]], spread=0.001)
     names = ["BF16", "FP8Current"]
     noisy = results.of("FP8Current", "autocast")[0]
@@ -59,7 +59,10 @@ def test_more_of_what_the_worst_speedup_depends_on_comes_first() -> None:
     known = list(results.uncertainties(names, MODES, rule.target))
     assert not rule.done(results.complete_rounds, lambda: known)
     assert rule.open[0] == ("FP8Current", "autocast")
-    assert set(rule.open[1:]) == {("BF16", "pre-quantized"), ("FP8Current", "pre-quantized")}  # the quiet side is not to blame
+    assert set(rule.open[1:]) == {
+        ("BF16", "pre-quantized"),
+        ("FP8Current", "pre-quantized"),
+    }  # the precise side is not
     early = StoppingRule(target=0.0001, least_rounds=results.complete_rounds + 2)
     assert not early.done(results.complete_rounds, lambda: known)
     assert not early.open

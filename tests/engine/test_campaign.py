@@ -37,7 +37,7 @@ pytest.importorskip("torch", reason="measuring needs torch")
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
-# bursts come one by one, and not all before the parent looks
+# bursts arrive one by one, not all before the parent reads them
 WITH_PAUSES = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60, rest_ms=80)
 UNHURRIED = replace(WITH_PAUSES, max_rounds=100)
 
@@ -66,9 +66,9 @@ def test_a_recipe_this_machine_cannot_run_is_named_not_counted(recording: Record
 
 
 def test_later_rounds_measure_what_is_not_precise_enough(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rounds of everything; then, of the one group that is wanted, until the rounds are over.
+    """Two rounds of everything, then only the requested group until the last round.
 
-    There are many rounds: it may take some of them until the worker hears what is wanted.
+    There are many rounds, because the request may take some rounds to reach the worker.
     """
     run = small_campaign(recording, ["BF16", "FP32"], target=0.0)
     run.settings = replace(run.settings, keep_ms=10, max_rounds=60)
@@ -81,7 +81,7 @@ def test_later_rounds_measure_what_is_not_precise_enough(recording: RecordedRun,
 
 
 def test_where_no_speedup_can_be_formed_times_decide(recording: RecordedRun) -> None:
-    """The other recipe failed: measuring ends when the baseline's own times are known, not at the time limit."""
+    """If the other recipe failed, measuring ends when the baseline's own times are precise enough, not at the time limit."""
     run = small_campaign(recording, ["BF16", "FP8Current"], target=0.9)
     run.settings = replace(run.settings, max_rounds=1000)
     run.run()
@@ -89,7 +89,7 @@ def test_where_no_speedup_can_be_formed_times_decide(recording: RecordedRun) -> 
 
 
 def test_what_the_worker_does_not_have_is_not_asked_for(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would skip all it has, round after round, and end with nothing measured."""
+    """Otherwise the worker would skip all its groups in every round and measure nothing."""
     run = small_campaign(recording, ["BF16", "FP8Current"], target=0.0)
     monkeypatch.setattr(run.results, "bursts_behind", lambda _: [("FP8Current", "autocast")])
     results = run.run()
@@ -107,7 +107,7 @@ def test_a_rested_chip_measures_one_op_at_a_time(recording: RecordedRun) -> None
 
 @pytest.mark.real_process
 def test_a_worker_that_is_killed_costs_nothing(recording: RecordedRun) -> None:
-    """Killed while it measures: a new worker goes on."""
+    """A worker killed while it measures is replaced by a new one, which continues."""
     killed: list[int] = []
 
     def kill(message: Message, _: Measurements) -> None:
@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_costs_nothing(recording: RecordedRun) -> None:
             os.kill(child, signal.SIGKILL)
 
     slow = small_campaign(recording, ["BF16"], on_message=kill)
-    slow.settings = replace(slow.settings, keep_ms=150, max_rounds=1000)  # it cannot be through before the signal arrives
+    slow.settings = replace(slow.settings, keep_ms=150, max_rounds=1000)  # it cannot finish before the signal arrives
     results = slow.run()
     assert len(killed) == 1
     assert all(result.measured for result in results.tasks.values())
@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_costs_nothing(recording: RecordedRun) -> None:
 
 @pytest.mark.parametrize(("killed", "workers"), [(True, 2 * 4 + 1), (False, 4 + 1)])
 def test_workers_that_die_cost_the_tasks_they_die_at(recording: RecordedRun, killed: bool, workers: int) -> None:
-    """Here every worker dies at the first task that it is given, of those in autocast: killed from outside, the second time."""
+    """Every worker dies at its first autocast task. A worker killed from outside gets a second try."""
     started: list[dict[str, Any]] = []
 
     def script(request: dict[str, Any]) -> Iterator[Message]:
@@ -151,7 +151,7 @@ def test_workers_that_die_cost_the_tasks_they_die_at(recording: RecordedRun, kil
 def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
     monkeypatch: pytest.MonkeyPatch, *, over: bool, blamed: str
 ) -> None:
-    """Its own, if bursts run while they are launched; else the one before it, which was still running on the GPU."""
+    """The failed burst itself if bursts run during their launch, otherwise the one before, which was still running on the GPU."""
     from gemmscope.bench.worker import Worker
 
     class Out:
@@ -184,7 +184,7 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
 
 
 class Unheard:
-    """A parent that says nothing."""
+    """A parent that sends no orders."""
 
     first_wanted = staticmethod(lambda groups: groups[0])
     stop = staticmethod(lambda: False)
@@ -192,15 +192,15 @@ class Unheard:
 
 def _is_worker(pid: str) -> bool:
     try:
-        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        arguments = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
         parent = int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
         return False
-    return b"gemmscope.bench.worker" in words and parent == os.getpid()
+    return b"gemmscope.bench.worker" in arguments and parent == os.getpid()
 
 
 def test_interrupted_and_resumed(tmp_path: Path) -> None:
-    """Ctrl-C leaves what was measured; --resume goes on from there."""
+    """Ctrl-C keeps the measured samples, and --resume continues from there."""
 
     def on_message(message: Message, _: Measurements) -> None:
         if message == Round(0):
@@ -215,7 +215,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         assert recording.resumed
         results = small_campaign(recording, ["BF16"], target=1e6, settings=UNHURRIED).run()
     assert results.complete_rounds >= 2
-    for key, result in results.tasks.items():  # exactly what was there, then what came later
+    for key, result in results.tasks.items():  # the earlier samples unchanged, then the new ones
         before = first.results.tasks[key].rounds_ms
         assert result.rounds_ms[: len(before)] == before
         assert len(result.rounds_ms) >= 2
@@ -225,7 +225,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
 def test_what_was_measured_before_the_results_were_written_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decisions_take_s: float
 ) -> None:
-    """The process was killed between the last sample and the files: the same result, without a worker."""
+    """A process killed between the last sample and writing the files gives the same result without a new worker."""
     clock = chain([0.0], repeat(decisions_take_s))  # the first decision may take so long that no other one is made until the end
     monkeypatch.setattr("gemmscope.engine.campaign.time", SimpleNamespace(monotonic=lambda: next(clock)))
     with recorded(tmp_path) as recording:
@@ -295,7 +295,7 @@ def test_a_worker_that_says_nothing_is_ended(recording: RecordedRun, monkeypatch
 def test_a_worker_that_leaves_a_child_with_its_pipe_is_seen_to_end(
     recording: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is seen although the pipe stays open; the child ends too."""
+    """The end of the worker is noticed although its child keeps the pipe open, and the child ends too."""
     code = "child = os.fork(); child or time.sleep(60); os._exit(3)"
     monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python(code))
     with pytest.raises(UserError, match=r"did not start \(exit code 3\)"):
@@ -305,7 +305,7 @@ def test_a_worker_that_leaves_a_child_with_its_pipe_is_seen_to_end(
 def test_a_request_larger_than_the_pipe_reaches_a_worker_that_reads_late(
     recording: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that dies without reading is seen to die."""
+    """A worker that dies without reading the request is noticed as well."""
     late = "time.sleep(0.5); os._exit(len(sys.stdin.readline()) > 500_000)"
     for code, message in ((late, "exit code 1"), ("os._exit(4)", "exit code 4")):
         monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd, code=code: _python(code))
@@ -327,7 +327,7 @@ def test_a_backend_that_does_not_load_is_one_message(recording: RecordedRun) -> 
 
 
 def test_what_ran_out_of_memory_gets_another_try_among_fewer(recording: RecordedRun) -> None:
-    """First its op alone, then its recipe beside the baseline; never what was tried already."""
+    """First only its op, then only its recipe and the baseline. No combination is tried twice."""
     key = Task(CASES[0], "FP32", "autocast").key
 
     def script(request: dict[str, Any]) -> Iterator[Message]:
@@ -336,7 +336,7 @@ def test_what_ran_out_of_memory_gets_another_try_among_fewer(recording: Recorded
         if len(keys) > 2 and key in keys:
             yield Failed(key, "too large", "out of memory")
         for number in range(3):
-            yield Sampled({each: [1.0 + number / 1000] for each in keys})
+            yield Sampled({task_key: [1.0 + number / 1000] for task_key in keys})
             yield Round(number)
         yield Done()
 
@@ -348,13 +348,13 @@ def test_what_ran_out_of_memory_gets_another_try_among_fewer(recording: Recorded
     assert {task.case for task in asked[1]} == {CASES[0]}
     assert [task.key for task in asked[2]] == [Task(CASES[0], "BF16", "autocast").key, key]
     assert results.tasks[key].measured
-    assert results.tasks[key].rounds_ms[0] == [1.0]  # of the last try alone
+    assert results.tasks[key].rounds_ms[0] == [1.0]  # only of the last try
     assert len(results.tasks[key].rounds_ms) <= 3
     assert run._crowded_out(_of_one_case) == run._crowded_out(_of_one_recipe) == []
 
 
 def test_fixed_counts(recording: RecordedRun) -> None:
-    """Every task runs as often as was asked for, spread over a few rounds."""
+    """Every task runs the requested number of times, spread over a few rounds."""
     counts = Counts(num_warmup=1, num_iters=13, gpu_warmup=0)
     fixed = small_campaign(recording, ["BF16"], target=0.0, longest_s=float("inf"))
     fixed.settings = replace(fixed.settings, counts=counts, max_rounds=counts.rounds)
@@ -365,7 +365,7 @@ def test_fixed_counts(recording: RecordedRun) -> None:
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_fixed_counts_are_no_more_after_resuming(tmp_path: Path, after: int) -> None:
-    """What was measured before it was interrupted counts: in the middle of a round, too."""
+    """Samples measured before an interruption count, also those of an incomplete round."""
     counts, bursts = Counts(num_warmup=0, num_iters=13, gpu_warmup=0), []
 
     def on_message(message: Message, _: Measurements) -> None:
@@ -375,9 +375,9 @@ def test_fixed_counts_are_no_more_after_resuming(tmp_path: Path, after: int) -> 
                 interrupt()
 
     def fixed(recording: RecordedRun, **more: Any) -> LinearCampaign:
-        made = small_campaign(recording, ["BF16"], target=0.0, longest_s=float("inf"), settings=WITH_PAUSES, **more)
-        made.settings = replace(made.settings, counts=counts, max_rounds=counts.rounds)
-        return made
+        campaign = small_campaign(recording, ["BF16"], target=0.0, longest_s=float("inf"), settings=WITH_PAUSES, **more)
+        campaign.settings = replace(campaign.settings, counts=counts, max_rounds=counts.rounds)
+        return campaign
 
     with recorded(tmp_path) as recording:
         first = fixed(recording, on_message=on_message)
@@ -423,12 +423,12 @@ def test_cases_of_a_model() -> None:
 
 
 def widest(results: Measurements, recipes: list[str], cases: list[Case] | None = None) -> float | None:
-    return max((each.half_width for each in results.uncertainties(recipes, MODES, 0.01, cases)), default=None)
+    return max((uncertainty.half_width for uncertainty in results.uncertainties(recipes, MODES, 0.01, cases)), default=None)
 
 
 @pytest.mark.parametrize(("target", "seconds", "code"), [(0.5, 1e9, "precision-reached"), (0.0, 0.0, "time-limit-reached")])
 def test_stopping_rule(target: float, seconds: float, code: str) -> None:
-    """It knows how precisely things are known, and nothing of what they are."""
+    """The rule depends only on uncertainties, not on what they are uncertainties of."""
     rule = StoppingRule(target=target, least_rounds=3, longest_s=seconds, clock=lambda: 0.0)
     known = [Uncertainty(0.1, (("FP8", "autocast"),)), Uncertainty(0.2, (("BF16", "autocast"), ("FP8", "autocast")))]
     for number in range(3):
@@ -440,7 +440,7 @@ def test_stopping_rule(target: float, seconds: float, code: str) -> None:
 
 
 def test_another_try_has_rounds_of_its_own() -> None:
-    """Those of the first try are none of its: least rounds and time limit begin anew, and nothing is wanted yet."""
+    """Minimum rounds and time limit start again, and no group is requested yet."""
     rule, known = StoppingRule(target=1e-6, least_rounds=2, longest_s=0.0), [Uncertainty(0.1, (("BF16",),))]
     assert rule.done(4, lambda: known)
     assert rule.open
@@ -458,13 +458,13 @@ def test_while_something_is_still_to_come_times_do_not_decide() -> None:
     assert widest(results, ["BF16", "FP8Current"]) is None
     for low in results.of("FP8Current", "autocast") + results.of("FP8Current", "pre-quantized"):
         low.failure = "too large"
-    found = widest(results, ["BF16", "FP8Current"])
-    assert found is not None
-    assert found < 0.01
+    width = widest(results, ["BF16", "FP8Current"])
+    assert width is not None
+    assert width < 0.01
 
 
 def test_another_try_looks_at_its_own_ops_only() -> None:
-    """What the first try left wide would else keep the second going to its time limit."""
+    """Otherwise wide intervals of the first try would keep the second one running until its time limit."""
     wide, narrow = MODEL[0], MODEL[1]
     results = recorded_measurements([wide, narrow], spread=0.0001)
     for result in results.tasks.values():
@@ -494,7 +494,7 @@ def test_a_journal_of_other_tasks_is_one_message(tmp_path: Path) -> None:
 def test_a_signal_to_every_process_of_a_job_is_left_to_the_parent(
     recording: RecordedRun, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """It reaches the worker while it still starts: the worker goes on."""
+    """A signal that reaches the worker during its start does not end it."""
     started = LocalWorkers.start
 
     def start(self: LocalWorkers, module: str) -> Any:

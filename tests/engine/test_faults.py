@@ -112,7 +112,7 @@ def messages(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def test_a_fault_at_every_message(
     case: Case, messages: Callable[[str], list[int]], tmp_path: Path, command: str, kind: str
 ) -> None:
-    """At every eighth message of bench the parent is killed; other faults, and those of step, are tried at fewer."""
+    """The parent is killed at every eighth message of bench. Other faults, and those of step, are tried at fewer messages."""
     often = {"bench": 1, "step": 10}[command] * {"parent": 8, "SIGTERM": 11}.get(kind, 15)
     around_writing = -2 + len(kind) % 2
     for at in [NEVER] if kind == "closed stdout" else [*messages(command)[len(kind) % often :: often], around_writing]:
@@ -130,7 +130,7 @@ def test_a_fault_at_every_message(
         assert ended.code == -9 or "gemmscope: " in ended.err or ended.code in (0, 141), where
         if not delivered:
             assert ended.result == {}, where  # the old file stays
-        elif ended.journaled:  # what was measured is delivered, whatever happened; where nothing was, the old file stays
+        elif ended.journaled:  # measured samples are always written; without any, the old file stays
             assert not Counter(ended.journaled) - ended.bursts, where
         again = case(folder, f"{COMMANDS[command]} --resume")
         if kind == "damaged journal":

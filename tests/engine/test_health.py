@@ -24,7 +24,7 @@ DEVICE = {"name": "NVIDIA H200", "power_limit_w": 700.0, "uuid": "GPU-1", "node"
 
 
 def messages_of_three_bursts(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> list[Message]:
-    """Of a real measuring process whose bursts take no time."""
+    """The messages of a real measuring process whose bursts take no time."""
     pytest.importorskip("torch", reason="the measuring process needs torch")
     from gemmscope.engine import worker
     from gemmscope.engine.timer import DoneBurst
@@ -81,9 +81,11 @@ def test_a_worker_says_which_gpu_it_uses(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _driver_facts(Gpu(pynvml.c_nvmlDevice_t())) == {"power_limit_w": None, "max_sm_mhz": None}
 
 
-@pytest.mark.parametrize(("known", "count", "found"), [(True, 8, "its own"), (False, 1, "the only one"), (False, 8, None)])
-def test_a_worker_never_reports_another_gpu(monkeypatch: pytest.MonkeyPatch, known: bool, count: int, found: str | None) -> None:
-    """The driver may not know the UUID that CUDA gives, as of a part of a GPU (MIG)."""
+@pytest.mark.parametrize(("known", "count", "expected"), [(True, 8, "its own"), (False, 1, "the only one"), (False, 8, None)])
+def test_a_worker_never_reports_another_gpu(
+    monkeypatch: pytest.MonkeyPatch, known: bool, count: int, expected: str | None
+) -> None:
+    """The driver may not know the UUID that CUDA reports, for example that of a MIG instance."""
     torch = pytest.importorskip("torch", reason="the measuring process needs torch")
     from gemmscope.engine import worker
 
@@ -94,7 +96,7 @@ def test_a_worker_never_reports_another_gpu(monkeypatch: pytest.MonkeyPatch, kno
     )
     monkeypatch.setattr(worker, "open_nvml", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
-    assert worker.gpu_in_use() == found
+    assert worker.gpu_in_use() == expected
 
 
 def test_the_latest_health_is_in_the_result() -> None:

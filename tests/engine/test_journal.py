@@ -1,4 +1,4 @@
-"""The journal where things go wrong with it: one message each, and what it holds stays."""
+"""Problems with the journal: one message each, and its content is kept."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> Non
 
 
 def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """What was written before stays; what comes after is in the tables and the run file, and said to be nowhere else."""
+    """Earlier entries are kept. Later samples are only in the tables and the run file, and a message says so."""
     pytest.importorskip("torch", reason="measuring needs torch")
     filled(path)
     opened = Journal.__init__

@@ -1,4 +1,4 @@
-"""Kernel names of other GPUs and frameworks, as their sources and published profiles have them: what each must be taken for."""
+"""Kernel names of other GPUs and frameworks, from their sources and published profiles, and how each must be classified."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CASES = [line.split("\t") for line in TABLE.read_text().splitlines()]
 @pytest.mark.parametrize(("told", "name"), CASES)
 def test_names(told: str, name: str) -> None:
     facts = classify(name)
-    found = (facts.kernel_class, facts.operands[0] if facts.operands else None, facts.scales)
+    recognised = (facts.kernel_class, facts.operands[0] if facts.operands else None, facts.scales)
     wanted = tuple(told.split(":"))
-    assert found[: len(wanted)] == wanted
+    assert recognised[: len(wanted)] == wanted
 
 
 def test_types_alone_do_not_make_a_product() -> None:
-    """A cast that has FP4 or half in its template arguments multiplies nothing."""
+    """A cast with FP4 or half in its template arguments is not a GEMM."""
     assert classify("void at::native::vectorized_elementwise_kernel<4, Op<c10::Float4_e2m1fn_x2>>").kernel_class == "elementwise"
     assert classify("void my_copy<half4_t>(half4_t*)").kernel_class == "other"

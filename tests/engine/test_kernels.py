@@ -54,8 +54,8 @@ def test_parts_sum_to_the_whole(label: str, recipe_name: str) -> None:
 
 def test_the_larger_tensor_costs_more_to_quantize() -> None:
     """QKV: X is 15872x4096, W 4096x12288, dY 15872x12288."""
-    found = attribute(recorded("QKV FP8Current")).quantize_us
-    assert found["dY"] > found["X"] > found["W"]
+    quantize_us = attribute(recorded("QKV FP8Current")).quantize_us
+    assert quantize_us["dY"] > quantize_us["X"] > quantize_us["W"]
 
 
 def test_bf16_where_fp8_was_asked_for_is_a_fallback() -> None:
@@ -89,14 +89,14 @@ def test_torchao(recipe_name: str) -> None:
 
 
 def test_scaling_the_output_belongs_to_the_product_before() -> None:
-    """By rows, torchao multiplies with unit scales and scales the result: after the second product and after the last."""
+    """With rowwise scales, torchao runs the second and the last GEMM with unit scales and scales their outputs afterwards."""
     parts = attribute(recorded("torchao rowwise"), passes=WGRAD_FIRST, casts="per GEMM")
     for_wgrad, for_dgrad = parts.kernels["for wgrad"], parts.kernels["for dgrad"]
     assert for_wgrad[-1] == "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_5"
     assert for_dgrad[-1] == "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_7"
     assert all("_scaled_mm" in name for name in for_dgrad[:-1])
-    found = evidence(recipe("FP8Rowwise"), "wgrad", parts.kernels["wgrad"])
-    assert found.ran == "e4m3 x e4m3, scales: row, applied outside of the GEMM"
+    proof = evidence(recipe("FP8Rowwise"), "wgrad", parts.kernels["wgrad"])
+    assert proof.ran == "e4m3 x e4m3, scales: row, applied outside of the GEMM"
 
 
 def test_scales_outside_of_the_product_are_accepted_only_where_they_are_applied() -> None:
@@ -166,17 +166,17 @@ def measured(name: str, kernels: str, versions: dict[str, str], **facts: object)
 
 
 def cell(results: Measurements, name: str) -> OpTime:
-    found = op_time(results, results.cases()[0], name, "autocast")
-    assert found is not None
-    return found
+    time = op_time(results, results.cases()[0], name, "autocast")
+    assert time is not None
+    return time
 
 
 def test_a_breakdown_knows_how_the_framework_casts() -> None:
-    found = cell(measured("FP8Rowwise", "torchao rowwise", {"torch": "2.11", "torchao": "0.18"}), "FP8Rowwise")
-    assert set(found.quantize_ms) == {"for fprop", "for dgrad", "for wgrad"}
-    assert sum(time.value for time in found.pass_ms.values()) == pytest.approx(5.0)
-    assert sum(found.gemm_ms.values()) == pytest.approx(5.0 - found.quantization_ms)
-    assert found.counts
+    op = cell(measured("FP8Rowwise", "torchao rowwise", {"torch": "2.11", "torchao": "0.18"}), "FP8Rowwise")
+    assert set(op.quantize_ms) == {"for fprop", "for dgrad", "for wgrad"}
+    assert sum(time.value for time in op.pass_ms.values()) == pytest.approx(5.0)
+    assert sum(op.gemm_ms.values()) == pytest.approx(5.0 - op.quantization_ms)
+    assert op.counts
     current = cell(measured("FP8Current", "QKV FP8Current", {"torch": "2.11", "transformer_engine": "2.20"}), "FP8Current")
     assert set(current.quantize_ms) == {"X", "W", "dY"}
 
@@ -199,9 +199,9 @@ def test_a_layer_left_in_bf16_on_purpose_is_no_alarm_and_no_speedup() -> None:
 
 
 def test_what_cannot_be_split_says_why() -> None:
-    found = cell(measured("FP8Rowwise", "Up pre BF16 fprop", {"torchao": "0.18"}), "FP8Rowwise")
-    assert found.not_split == "1 GEMMs instead of 3"
-    assert not found.pass_ms
+    op = cell(measured("FP8Rowwise", "Up pre BF16 fprop", {"torchao": "0.18"}), "FP8Rowwise")
+    assert op.not_split == "1 GEMMs instead of 3"
+    assert not op.pass_ms
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pipes that never block, and the last that a process wrote."""
+"""Non-blocking pipes, and the last output of a process."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ TINY = "--device cpu --shapes 16 --recipes bf16 --pre-quantize --num-iters 6 --n
 SBATCH = {"job-name", "nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task", "exclusive", "time", "output"}
 
 
-def parsed(words: list[str]) -> str:
+def parsed(call: list[str]) -> str:
     """The name of a command whose options all exist."""
-    name, *arguments = words
+    name, *arguments = call
     command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined, arg-type]
     assert command is not None, f"there is no command {name}"
     return str(command.make_context(name, arguments).command.name)
@@ -48,11 +48,11 @@ def test_commands_in_the_comments_exist(script: Path) -> None:
     lines = re.findall(rf"^# .*?{re.escape(script.name)}((?: [^#\n&]+)?)", script.read_text(), flags=re.MULTILINE)
     assert lines
     for line in lines:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
         if script.name != "slurm-ray.sbatch":
-            assert parsed(["fleet", *words]) == "fleet"
-        elif words:
-            assert parsed([*words, "--ray", "auto"]) == words[0]
+            assert parsed(["fleet", *arguments]) == "fleet"
+        elif arguments:
+            assert parsed([*arguments, "--ray", "auto"]) == arguments[0]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_what_the_scripts_call_exists(script: str, calls: int, tmp_path: Path) -
     cluster = Cluster(tmp_path, recorded=True)
     ended = cluster.run(FILES / script, **(JOB if script.endswith(".sbatch") else {}))
     assert ended.returncode == 0, ended.stderr
-    made = cluster.calls()
-    assert len(made) == calls
-    for words in made:
-        parsed(words)
+    recorded_calls = cluster.calls()
+    assert len(recorded_calls) == calls
+    for arguments in recorded_calls:
+        parsed(arguments)
 
 
 def test_the_batch_script_measures_and_gathers(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_the_batch_script_if_no_gpu_was_measured(tmp_path: Path) -> None:
     assert "find:" not in ended.stderr
 
 
-@pytest.mark.parametrize(("found", "code", "message"), [(0, 0, ""), (3, 1, "a GPU is slow"), (2, 1, "could not be checked")])
-def test_the_health_check(found: int, code: int, message: str, tmp_path: Path) -> None:
-    ended = Cluster(tmp_path, recorded=True).run(FILES / "health-check.sh", GATHERED=str(found))
+@pytest.mark.parametrize(("gathered", "code", "message"), [(0, 0, ""), (3, 1, "a GPU is slow"), (2, 1, "could not be checked")])
+def test_the_health_check(gathered: int, code: int, message: str, tmp_path: Path) -> None:
+    ended = Cluster(tmp_path, recorded=True).run(FILES / "health-check.sh", GATHERED=str(gathered))
     assert ended.returncode == code
     assert message in ended.stderr
 
@@ -173,9 +173,9 @@ def check_pod(template: dict[str, Any]) -> Iterator[list[str]]:
 def objects(name: str) -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers and ray")
     loaded: list[dict[str, Any]] = list(yaml.safe_load_all((FILES / name).read_text()))
-    for each in loaded:
-        check(each, OBJECT)
-        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", each["metadata"]["name"])  # the name of a pod's label, too
+    for resource in loaded:
+        check(resource, OBJECT)
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", resource["metadata"]["name"])  # the name of a pod's label, too
     return loaded
 
 
@@ -195,7 +195,7 @@ def test_the_indexed_job() -> None:
     assert parsed(command[1:]) == "fleet"
     (anti,) = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert anti["labelSelector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-    volume = next(each for each in spec["template"]["spec"]["volumes"] if "persistentVolumeClaim" in each)
+    volume = next(volume for volume in spec["template"]["spec"]["volumes"] if "persistentVolumeClaim" in volume)
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
@@ -203,13 +203,13 @@ def test_the_gathering_job_reads_what_the_indexed_job_writes() -> None:
     (gather,) = objects("kubernetes-gather.yaml")
     *_, job = objects("kubernetes-job.yaml")
     check(gather["spec"], JOB_SPEC)
-    (measuring,), (gathering,) = (list(check_pod(each["spec"]["template"])) for each in (job, gather))
+    (measuring,), (gathering,) = (list(check_pod(manifest["spec"]["template"])) for manifest in (job, gather))
     assert parsed(gathering[1:]) == "fleet"
     folder = measuring[measuring.index("--folder") + 1]
     assert gathering[2] == folder
     written = gathering[gathering.index("--json") + 1]
-    assert not written.startswith(f"{folder}/")  # else it would be gathered next time
-    mounts = [each["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0] for each in (job, gather)]
+    assert not written.startswith(f"{folder}/")  # otherwise it would be gathered next time
+    mounts = [manifest["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0] for manifest in (job, gather)]
     assert mounts[0] == mounts[1]
     assert folder.startswith(mounts[0]["mountPath"])
 
@@ -218,8 +218,8 @@ def test_the_ray_job() -> None:
     (job,) = objects("kuberay-rayjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     check(job["spec"], RAY_JOB)
-    program, *words = shlex.split(job["spec"]["entrypoint"])
-    assert (program, parsed(words)) == ("gemmscope", "fleet")
+    program, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert (program, parsed(arguments)) == ("gemmscope", "fleet")
     cluster = job["spec"]["rayClusterSpec"]
     check(cluster, RAY_CLUSTER)
     check(cluster["headGroupSpec"], HEAD)

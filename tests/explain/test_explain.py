@@ -22,11 +22,11 @@ def test_every_recorded_trace_is_expected() -> None:
 
 @pytest.mark.parametrize("name", FIRST_CAUSE)
 def test_first_cause(name: str) -> None:
-    found = found_in(name)
-    assert (found.causes[0].code if found.causes else "") == FIRST_CAUSE[name]
-    assert all(cause.evidence and cause.cost_ms >= 0 and cause.advice for cause in found.causes)
-    if not found.causes:
-        assert as_expected(found)
+    diagnosis = found_in(name)
+    assert (diagnosis.causes[0].code if diagnosis.causes else "") == FIRST_CAUSE[name]
+    assert all(cause.evidence and cause.cost_ms >= 0 and cause.advice for cause in diagnosis.causes)
+    if not diagnosis.causes:
+        assert as_expected(diagnosis)
 
 
 @pytest.mark.parametrize("name", FIRST_CAUSE)
@@ -41,7 +41,7 @@ def test_classes_and_parts_sum_to_the_step(name: str) -> None:
 
 
 def test_what_casting_weights_again_costs() -> None:
-    """The same training with `is_first_microbatch`: the difference is what was said to be lost."""
+    """The cost agrees with the difference to the same training with `is_first_microbatch`."""
     again, once = found_in("recast_weights"), found_in("cached_weights")
     assert again.causes[0].cost_ms == pytest.approx(again.account.step_ms - once.account.step_ms, rel=0.15)
 
@@ -77,13 +77,13 @@ def test_counts() -> None:
 
 @pytest.mark.parametrize("name", ["low_clock", "idle_loader", "recompute", "unaligned_mlp"])
 def test_a_cost_is_what_the_healthy_run_saves(name: str) -> None:
-    """The same training without the cause takes about what the step takes less the cost."""
-    found, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
-    assert found.account.step_ms - found.causes[0].cost_ms == pytest.approx(healthy, rel=0.07)
+    """The step time minus the cost is about the step time of the same training without the cause."""
+    diagnosis, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
+    assert diagnosis.account.step_ms - diagnosis.causes[0].cost_ms == pytest.approx(healthy, rel=0.07)
 
 
 def test_weights_cast_again_cost_what_caching_saves() -> None:
-    """The same training with `is_first_microbatch`: its quantization is shorter by what was named."""
+    """With `is_first_microbatch`, quantization of the same training is shorter by about the cost."""
     again = next(cause for cause in found_in("accumulation_host_bound").causes if cause.code == "recast")
     assert fact(again.evidence, "cause-casts-per-micro-batch", "micro_batches") == 4
     cached = found_in("accumulation_host_bound_cached")
@@ -111,7 +111,7 @@ def test_twins_account_for_the_difference() -> None:
 
 @pytest.mark.parametrize("name", ["healthy_torchao_compiled", "rowwise_casts"])
 def test_norms_do_not_vanish_into_casts(name: str) -> None:
-    """A compiler fuses them; held against BF16, where they stand alone, they take about as long."""
+    """A compiler fuses norms with casts. Compared with BF16, where they are separate, norms take about as long."""
     rows = {part.part: part for part in with_twin(found_in("compiled_bf16"), found_in(name)).parts}
     norms, casts = rows["norms and activations"], rows["quantization"]
     assert norms.expected_ms is not None
@@ -120,7 +120,7 @@ def test_norms_do_not_vanish_into_casts(name: str) -> None:
     assert sum(part.trace_ms for part in rows.values()) == pytest.approx(found_in(name).account.step_ms)
 
 
-# What a trace may lack, and the diagnosis still has to be right (or careful).
+# What a trace may lack. The diagnosis must still be right, or say less.
 def _without(raw: dict[str, Any], keep: Any) -> dict[str, Any]:
     return {**raw, "traceEvents": [event for event in raw["traceEvents"] if keep(event)]}
 
@@ -158,7 +158,7 @@ CAREFUL = {"host": "idle", "elsewhere": "idle", "backward-high": "left-out"}  # 
 def test_with_less_in_the_trace(name: str, lacking: str, tmp_path: Path) -> None:
     path = tmp_path / "less.json"
     path.write_text(json.dumps(LACKS[lacking](events_of(recorded(name)))))
-    found = diagnose(read_trace(path))
-    first = found.causes[0].code if found.causes else ""
+    diagnosis = diagnose(read_trace(path))
+    first = diagnosis.causes[0].code if diagnosis.causes else ""
     assert first in (FIRST_CAUSE[name], CAREFUL.get(FIRST_CAUSE[name]))
-    assert sum(found.account.classes_ms.values()) == pytest.approx(found.account.step_ms, rel=1e-9)
+    assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms, rel=1e-9)

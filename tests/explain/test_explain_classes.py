@@ -24,96 +24,96 @@ TWO = ["c10::BFloat16", "c10::BFloat16"]
 
 def step_of(*kernels: tuple[str, float, str, list[Any]], gpu: Any = "NVIDIA H100 80GB HBM3") -> Builder:
     """Two steps of kernels: name, microseconds, the operator that launches each, and the shapes of its inputs."""
-    made, moment, at = Builder(), 20_000.0, 500.0
+    builder, moment, at = Builder(), 20_000.0, 500.0
     for step in range(2):
         began = at
         for number, (name, time, operator, shapes) in enumerate((*kernels, (ADAM, 5.0, "", []))):
             key = 1000 + 100 * step + number
             if operator:
-                made.mark(operator, at - 1, 8, "cpu_op", args={"External id": key, "Input Dims": shapes, "Input type": TWO})
-            made.kernel(name, moment, time, launched=at, args={"External id": key} if operator else {})
+                builder.mark(operator, at - 1, 8, "cpu_op", args={"External id": key, "Input Dims": shapes, "Input type": TWO})
+            builder.kernel(name, moment, time, launched=at, args={"External id": key} if operator else {})
             moment, at = moment + time, at + 20
-        made.mark(f"ProfilerStep#{step}", began - 10, at - began - 2)
-    return made
+        builder.mark(f"ProfilerStep#{step}", began - 10, at - began - 2)
+    return builder
 
 
-def named(found: TraceDiagnosis) -> list[str]:
-    return [cause.code for cause in found.causes]
+def named(diagnosis: TraceDiagnosis) -> list[str]:
+    return [cause.code for cause in diagnosis.causes]
 
 
 def test_gemms_of_convolutions_are_convolutions(tmp_path: Path) -> None:
     """cuDNN runs plain GEMM kernels: the operator tells what they are for."""
-    found = step_of(
+    diagnosis = step_of(
         (SGEMM, 300.0, "aten::cudnn_convolution", [[8, 64, 56, 56], [64, 64, 3, 3]]),
         (SGEMM, 300.0, "aten::convolution_backward", []),
         (SGEMM, 100.0, "aten::mm", [[512, 512], [512, 512]]),
         ("void cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>(cudnn::bn_fw_tr_1C11_args<float>)", 80.0, "", []),
         ("void cudnn::ops::nchwToNhwcKernel<float, float, float, false, true>(params)", 20.0, "", []),
     ).diagnose(tmp_path / "t.json")
-    assert found.account.parts_ms["convolutions"] == pytest.approx(0.6)
-    classes = found.account.classes_ms
+    assert diagnosis.account.parts_ms["convolutions"] == pytest.approx(0.6)
+    classes = diagnosis.account.classes_ms
     assert (classes["convolution"], classes["GEMM FP32"], classes["norms"], classes["layout"]) == pytest.approx(
         (0.6, 0.1, 0.08, 0.02)
     )
-    assert sum(row.count for row in found.account.gemms) == 1
+    assert sum(row.count for row in diagnosis.account.gemms) == 1
 
 
 def test_ids_that_repeat_the_launch_are_not_those_of_operators(tmp_path: Path) -> None:
     """Old profilers: the id of each kernel's operator is the number of its launch, and belongs to another operator."""
-    made = steady()
-    for event in made.events:
+    builder = steady()
+    for event in builder.events:
         if event["cat"] == "kernel":
             event["args"]["External id"] = event["args"]["correlation"]
     for number in range(1, 40):
-        made.mark("NllLossBackward0", 900.0, 1.0, "cpu_op", args={"External id": number})
-    for event in made.events:
+        builder.mark("NllLossBackward0", 900.0, 1.0, "cpu_op", args={"External id": number})
+    for event in builder.events:
         if "cast_transpose" in event["name"]:
             event["name"] = "a_kernel_that_nobody_knows"
-    found = made.diagnose(tmp_path / "t.json")
-    assert "loss" not in found.account.classes_ms
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert "loss" not in diagnosis.account.classes_ms
 
 
 def test_second_kernels_belong_to_their_gemm(tmp_path: Path) -> None:
     epilogue = "void epilogue::impl::globalKernel<float, float, float, true, true>(int, int, long, float*)"
-    found = step_of(
+    diagnosis = step_of(
         (BF16, 200.0, "aten::mm", [[4096, 4096], [4096, 4096]]), (epilogue, 50.0, "aten::mm", [[4096, 4096], [4096, 4096]])
     ).diagnose(tmp_path / "t.json")
-    (row,) = found.account.gemms
+    (row,) = diagnosis.account.gemms
     assert (row.precision, row.count) == ("BF16", 1)
     assert row.sized_ms == pytest.approx(0.25)
 
 
 def test_rates_are_of_the_gemms_whose_sizes_are_known(tmp_path: Path) -> None:
     sized = (BF16, 200.0, "aten::mm", [[4096, 4096], [4096, 4096]])
-    found = step_of(sized, (BF16, 800.0, "CompiledFunction", [])).diagnose(tmp_path / "t.json")
-    (row,) = found.account.gemms
+    diagnosis = step_of(sized, (BF16, 800.0, "CompiledFunction", [])).diagnose(tmp_path / "t.json")
+    (row,) = diagnosis.account.gemms
     assert row.tflops == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
     assert row.time_ms == pytest.approx(1.0)
-    assert fact(found.findings, "gemm-sizes-partial", "known") == 1
+    assert fact(diagnosis.findings, "gemm-sizes-partial", "known") == 1
 
 
 def test_weights_in_fewer_bits_are_not_low_precision(tmp_path: Path) -> None:
-    found = step_of(("_matmul_ogs_NNT_bf16xbf16xmxfp4_32x128x256x1", 500.0, "", [])).diagnose(tmp_path / "t.json")
-    assert found.account.classes_ms["GEMM FP4 weights"] == pytest.approx(0.5)
-    assert not found.evidence.is_low
-    assert "not-low" not in named(found)
-    assert fact([found.verdict], "step-weight-only", "formats") == ["FP4"]
+    diagnosis = step_of(("_matmul_ogs_NNT_bf16xbf16xmxfp4_32x128x256x1", 500.0, "", [])).diagnose(tmp_path / "t.json")
+    assert diagnosis.account.classes_ms["GEMM FP4 weights"] == pytest.approx(0.5)
+    assert not diagnosis.evidence.is_low
+    assert "not-low" not in named(diagnosis)
+    assert fact([diagnosis.verdict], "step-weight-only", "formats") == ["FP4"]
 
 
 @pytest.mark.parametrize(("known_us", "said"), [(960.0, True), (900.0, False)])
 def test_low_precision_is_not_judged_where_kernels_are_unknown(known_us: float, said: bool, tmp_path: Path) -> None:
-    found = step_of((BF16, known_us, "", []), ("my_secret_expert", 995.0 - known_us, "", [])).diagnose(tmp_path / "t.json")
-    assert ("not-low" in named(found)) == said
-    assert ("kernels-may-be-gemms" in codes(found.findings)) != said
+    diagnosis = step_of((BF16, known_us, "", []), ("my_secret_expert", 995.0 - known_us, "", [])).diagnose(tmp_path / "t.json")
+    assert ("not-low" in named(diagnosis)) == said
+    assert ("kernels-may-be-gemms" in codes(diagnosis.findings)) != said
     if not said:
-        assert found.verdict.code == "step-kernels-unknown"
-        assert fact(found.findings, "kernels-may-be-gemms", "kernels") == ["my_secret_expert"]
+        assert diagnosis.verdict.code == "step-kernels-unknown"
+        assert fact(diagnosis.findings, "kernels-may-be-gemms", "kernels") == ["my_secret_expert"]
 
 
 def test_low_precision_is_not_judged_where_gemms_are_of_unknown_precision(tmp_path: Path) -> None:
-    found = step_of((BF16, 900.0, "", []), ("fused_moe_kernel", 95.0, "", [])).diagnose(tmp_path / "t.json")
-    assert "not-low" not in named(found)
-    assert found.verdict.code == "step-precision-partly-unknown"
+    diagnosis = step_of((BF16, 900.0, "", []), ("fused_moe_kernel", 95.0, "", [])).diagnose(tmp_path / "t.json")
+    assert "not-low" not in named(diagnosis)
+    assert diagnosis.verdict.code == "step-precision-partly-unknown"
 
 
 WITHOUT_FP8: list[dict[str, Any]] = [
@@ -130,42 +130,42 @@ WITHOUT_FP8: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("gpu", WITHOUT_FP8)
 def test_gpus_without_fp8(gpu: dict[str, Any], tmp_path: Path) -> None:
-    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
-    assert "not-low" not in named(found)
-    assert "gpu-without-fp8" in codes(found.findings)
+    diagnosis = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
+    assert "not-low" not in named(diagnosis)
+    assert "gpu-without-fp8" in codes(diagnosis.findings)
 
 
 @pytest.mark.parametrize(
     "gpu", [{"name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "warpSize": 64}, {"name": "NVIDIA H100"}]
 )
 def test_gpus_with_fp8(gpu: dict[str, Any], tmp_path: Path) -> None:
-    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
-    assert named(found) == ["not-low"]
-    assert "gpu-without-fp8" not in codes(found.findings)
+    diagnosis = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
+    assert named(diagnosis) == ["not-low"]
+    assert "gpu-without-fp8" not in codes(diagnosis.findings)
 
 
 def test_a_gpu_that_the_trace_does_not_name_is_promised_nothing(tmp_path: Path) -> None:
-    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[])
-    assert not found.causes
-    assert found.verdict.code == "step-fp8-not-known"
-    assert "fp8-not-known" in codes(found.findings)
+    diagnosis = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[])
+    assert not diagnosis.causes
+    assert diagnosis.verdict.code == "step-fp8-not-known"
+    assert "fp8-not-known" in codes(diagnosis.findings)
 
 
 def test_advice_for_amd(tmp_path: Path) -> None:
     slow = (BF16, 3000.0, "aten::mm", [[8192, 4096], [4096, 4096]])
-    made = step_of(slow, slow)
+    builder = step_of(slow, slow)
     for name, tool in (("AMD Instinct MI300X", "rocm-smi"), ("NVIDIA H100", "nvidia-smi")):
-        found = made.diagnose(tmp_path / "t.json", deviceProperties=[{"name": name}])
-        cause = next(cause for cause in found.causes if cause.code == "throttled")
+        diagnosis = builder.diagnose(tmp_path / "t.json", deviceProperties=[{"name": name}])
+        cause = next(cause for cause in diagnosis.causes if cause.code == "throttled")
         assert tool in " ".join(cause.advice)
 
 
 def test_misaligned_gemms_are_not_throttling(tmp_path: Path) -> None:
     linear = (BF16, 400.0, "aten::addmm", [[1024], [16384, 4096], [4096, 2048]])
     odd = (ALIGN1, 1800.0, "aten::bmm", [[96, 3137, 64], [96, 64, 3137]])
-    found = step_of(linear, odd, odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
-    assert "throttled" not in named(found)
-    cause = next(cause for cause in found.causes if cause.code == "misaligned")
+    diagnosis = step_of(linear, odd, odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    assert "throttled" not in named(diagnosis)
+    cause = next(cause for cause in diagnosis.causes if cause.code == "misaligned")
     assert fact(cause.evidence, "cause-misaligned-sizes", "sizes") == ["3137"]
     assert fact(cause.evidence, "cause-gemm-sizes", "sizes") == ["3137x64x3137"]
     assert cause.kernels == ("cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_nn_align1",)
@@ -174,14 +174,14 @@ def test_misaligned_gemms_are_not_throttling(tmp_path: Path) -> None:
 
 def test_misaligned_gemms_alone_tell_nothing_about_the_gpu(tmp_path: Path) -> None:
     odd = (ALIGN1, 1800.0, "aten::bmm", [[96, 3137, 64], [96, 64, 3137]])
-    found = step_of(odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
-    assert "throttled" not in named(found)
+    diagnosis = step_of(odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    assert "throttled" not in named(diagnosis)
 
 
 def test_tiny_batched_gemms(tmp_path: Path) -> None:
     tiny = (BF16, 900.0, "aten::bmm", [[20000, 8, 64], [20000, 64, 8]])
-    found = step_of(tiny).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
-    cause = next(cause for cause in found.causes if cause.code == "tiny")
+    diagnosis = step_of(tiny).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    cause = next(cause for cause in diagnosis.causes if cause.code == "tiny")
     assert fact(cause.evidence, "cause-gemm-sizes", "sizes") == ["8x64x8"]
 
 
@@ -235,9 +235,9 @@ def test_files_of_other_profilers(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_mark_of_another_device_does_not_reject_a_trace(tmp_path: Path) -> None:
-    made = steady(product=FP8)
-    made.events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:CPU"}})
-    assert made.diagnose(tmp_path / "t.json").account.gemms
+    builder = steady(product=FP8)
+    builder.events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:CPU"}})
+    assert builder.diagnose(tmp_path / "t.json").account.gemms
 
 
 CLASSES = {"GEMM": "gemm", "quantization": "quantize", "embedding and indexing": "embedding"}

@@ -15,16 +15,16 @@ from support.training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Lo
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def first(found: TraceDiagnosis) -> str:
-    assert sum(found.account.classes_ms.values()) == pytest.approx(found.account.step_ms)
-    return found.causes[0].code if found.causes else ""
+def first(diagnosis: TraceDiagnosis) -> str:
+    assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms)
+    return diagnosis.causes[0].code if diagnosis.causes else ""
 
 
 @pytest.mark.parametrize("chip", [H100, B200_MXFP8, B200_NVFP4])
 def test_healthy_on_several_chips(chip: Chip, tmp_path: Path) -> None:
-    found = Job(chip).steps().explained(tmp_path)
-    assert as_expected(found)
-    assert found.account.named_share == 1
+    diagnosis = Job(chip).steps().explained(tmp_path)
+    assert as_expected(diagnosis)
+    assert diagnosis.account.named_share == 1
 
 
 @pytest.mark.parametrize(
@@ -37,50 +37,50 @@ def test_healthy_on_several_chips(chip: Chip, tmp_path: Path) -> None:
     ],
 )
 def test_what_runs_high(low: Low, cause: str, tmp_path: Path) -> None:
-    found = Job(B200_NVFP4, low).steps().explained(tmp_path)
-    assert [each.code for each in found.causes] == [cause]
+    diagnosis = Job(B200_NVFP4, low).steps().explained(tmp_path)
+    assert [named.code for named in diagnosis.causes] == [cause]
 
 
 def test_layers_left_out_and_wgrad_high_at_once(tmp_path: Path) -> None:
-    found = Job(B200_NVFP4, lambda layer, part: layer > 0 and part != "wgrad").steps().explained(tmp_path)
-    assert {each.code for each in found.causes} == {"backward-high", "left-out"}
-    kept = next(each for each in found.causes if each.code == "backward-high")
+    diagnosis = Job(B200_NVFP4, lambda layer, part: layer > 0 and part != "wgrad").steps().explained(tmp_path)
+    assert {cause.code for cause in diagnosis.causes} == {"backward-high", "left-out"}
+    kept = next(cause for cause in diagnosis.causes if cause.code == "backward-high")
     assert fact(kept.evidence, "cause-high-backward", "passes") == ["wgrad"]
     assert fact(kept.evidence, "cause-high-backward", "share") == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_lightning_trains_inside_of_the_optimizer(marked: bool, tmp_path: Path) -> None:
-    """It hands forward and backward to `optimizer.step` as a closure: they are not the optimizer's."""
+    """Lightning passes forward and backward to `optimizer.step` as a closure: they do not count as optimizer."""
     job = Job()
     for number in range(3):
         name = f"ProfilerStep#{number}" if marked else "batch"
         with job.inside(name, "user_annotation"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
             job.backward(job.forward())
             job.optimize()
-    found = job.explained(tmp_path)
-    assert as_expected(found)
-    assert len(found.view.steps.chosen) == 3
-    assert found.account.classes_ms["optimizer"] == pytest.approx(0.8)
+    diagnosis = job.explained(tmp_path)
+    assert as_expected(diagnosis)
+    assert len(diagnosis.view.steps.chosen) == 3
+    assert diagnosis.account.classes_ms["optimizer"] == pytest.approx(0.8)
 
 
 def test_an_optimizer_for_every_parameter(tmp_path: Path) -> None:
-    """Stepping inside of backward marks no steps there; the profiler's marks do."""
+    """Optimizers that step inside backward do not end a step. The profiler's marks do."""
     job = Job()
     for number in range(3):
         with job.inside(f"ProfilerStep#{number}", "user_annotation"):
-            for each in job.forward():
-                job.backward([each])
+            for launched in job.forward():
+                job.backward([launched])
                 with job.node("AccumulateGrad"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
                     job.optimize()
-    found = job.explained(tmp_path)
-    assert len(found.view.steps.chosen) == 3
-    assert found.account.classes_ms["optimizer"] == pytest.approx(0.8 * 16)
+    diagnosis = job.explained(tmp_path)
+    assert len(diagnosis.view.steps.chosen) == 3
+    assert diagnosis.account.classes_ms["optimizer"] == pytest.approx(0.8 * 16)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_micro_batches_of_a_pipeline(ahead: int, tmp_path: Path) -> None:
-    """Several forwards before the first backward, as 1F1B warms up: each is a micro-batch, and each casts the weights."""
+    """Several forward passes before the first backward, as in 1F1B's warm-up. Each is a micro-batch that casts the weights."""
     job = Job(layers=2, cast=150.0)
     for number in range(2):
         with job.inside(f"ProfilerStep#{number}", "user_annotation"):
@@ -88,34 +88,35 @@ def test_micro_batches_of_a_pipeline(ahead: int, tmp_path: Path) -> None:
             for _ in range(8 - ahead):
                 waiting.append(job.forward())
                 job.backward(waiting.pop(0))
-            for each in waiting:
-                job.backward(each)
+            for micro_batch in waiting:
+                job.backward(micro_batch)
             job.optimize()
-    found = job.explained(tmp_path)
-    assert found.account.micro_batches == 8
-    assert first(found) == "recast"
-    assert found.causes[0].cost_ms == pytest.approx(7 * 2 * 2 * 0.3, rel=0.2)  # half of what forward casts, but of the first
+    diagnosis = job.explained(tmp_path)
+    assert diagnosis.account.micro_batches == 8
+    assert first(diagnosis) == "recast"
+    repeated_ms = 7 * 2 * 2 * 0.3  # half of the forward casts, except in the first micro-batch
+    assert diagnosis.causes[0].cost_ms == pytest.approx(repeated_ms, rel=0.2)
 
 
 def test_one_graph_for_the_whole_step(tmp_path: Path) -> None:
     """Kernels of a CUDA graph share one launch, and no operator is known."""
     job, captured = Job(), Job().steps(1).events
-    kernels = sorted((each for each in captured if each["cat"] == "kernel"), key=lambda each: each["ts"])
+    kernels = sorted((event for event in captured if event["cat"] == "kernel"), key=lambda event: event["ts"])
     for number in range(3):
         with job.inside(f"ProfilerStep#{number}", "user_annotation"):
             first_of_graph = len(job.events)
-            for each in kernels:
-                job.launch(each["name"], each["dur"])
-            made = job.events[first_of_graph:]
-            one = made[1]
-            job.events[first_of_graph:] = [each for each in made if each["cat"] == "kernel"] + [
+            for event in kernels:
+                job.launch(event["name"], event["dur"])
+            replayed = job.events[first_of_graph:]
+            one = replayed[1]
+            job.events[first_of_graph:] = [event for event in replayed if event["cat"] == "kernel"] + [
                 {**one, "name": "cudaGraphLaunch"}
             ]
-            for each in made:
-                each["args"]["correlation"] = one["args"]["correlation"]
-    found = job.explained(tmp_path)
-    assert as_expected(found)
-    assert found.account.launches == 1
+            for event in replayed:
+                event["args"]["correlation"] = one["args"]["correlation"]
+    diagnosis = job.explained(tmp_path)
+    assert as_expected(diagnosis)
+    assert diagnosis.account.launches == 1
 
 
 def test_gathered_parameters_are_exposed(tmp_path: Path) -> None:
@@ -134,37 +135,37 @@ def test_gathered_parameters_are_exposed(tmp_path: Path) -> None:
 def test_copies_between_gpus_are_communication(tmp_path: Path) -> None:
     job = Job().steps(2)
     job.kernel("Memcpy PtoP (Device -> Device)", 20_000.0, 500.0, stream=40, cat="gpu_memcpy")
-    found = job.explained(tmp_path)
-    assert found.account.hidden_ms == pytest.approx(0.25, rel=0.05)
-    assert "copies" not in found.account.classes_ms
+    diagnosis = job.explained(tmp_path)
+    assert diagnosis.account.hidden_ms == pytest.approx(0.25, rel=0.05)
+    assert "copies" not in diagnosis.account.classes_ms
 
 
 def test_precision_that_nothing_tells_is_not_called_high(tmp_path: Path) -> None:
     job = Job(Chip("NVIDIA H100 80GB HBM3", "matmul_kernel", "matmul_kernel", "other", (600, 600))).steps()
-    found = job.explained(tmp_path)
-    assert "not-low" not in [each.code for each in found.causes]
-    assert not as_expected(found)
-    assert "gemm-precision-unknown" in codes(found.findings)
+    diagnosis = job.explained(tmp_path)
+    assert "not-low" not in [cause.code for cause in diagnosis.causes]
+    assert not as_expected(diagnosis)
+    assert "gemm-precision-unknown" in codes(diagnosis.findings)
 
 
 def test_without_launches_the_host_does_not_mark_steps(tmp_path: Path) -> None:
-    """The host runs far ahead: its marks lie where the GPU has not begun. The optimizer's kernels still end the steps."""
+    """The host runs far ahead, so its marks are before the GPU's work. The optimizer's kernels end the steps."""
     job = Job().steps()
-    job.events = [each for each in job.events if each["cat"] != "cuda_runtime"]
-    found = job.explained(tmp_path)
-    assert as_expected(found)
-    assert found.view.steps.found_by == "optimizer kernels"
-    assert found.account.idle_share < 0.02
+    job.events = [event for event in job.events if event["cat"] != "cuda_runtime"]
+    diagnosis = job.explained(tmp_path)
+    assert as_expected(diagnosis)
+    assert diagnosis.view.steps.found_by == "optimizer kernels"
+    assert diagnosis.account.idle_share < 0.02
 
 
 def test_odd_ids_and_names_are_read(tmp_path: Path) -> None:
     job = Job().steps()
     for odd in ("--5", "²", "٣", {}, "9" * 40):
         job.kernel("odd \ud800 name", 1500.0, 0.1, stream=odd, args={"correlation": odd, "External id": odd})
-    found = job.explained(tmp_path)
-    assert first(found) == ""
-    assert [kernel.name for kernel in found.account.unknown] == ["odd ? name"]
-    assert all(isinstance(each, GpuWork) for each in found.trace.work)
+    diagnosis = job.explained(tmp_path)
+    assert first(diagnosis) == ""
+    assert [kernel.name for kernel in diagnosis.account.unknown] == ["odd ? name"]
+    assert all(isinstance(work, GpuWork) for work in diagnosis.trace.work)
 
 
 def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
@@ -175,23 +176,23 @@ def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
             job.launch("Memcpy DtoH (Device -> Pinned)", 20_000.0, stream=50, after=7, cat="gpu_memcpy")
             job.free[7] = job.free[50]
             job.optimize()
-    found = job.explained(tmp_path)
-    assert [each.code for each in found.causes] == ["copies"]
-    assert found.causes[0].cost_ms == pytest.approx(20, rel=0.01)
+    diagnosis = job.explained(tmp_path)
+    assert [cause.code for cause in diagnosis.causes] == ["copies"]
+    assert diagnosis.causes[0].cost_ms == pytest.approx(20, rel=0.01)
 
 
 def test_times_that_are_not_microseconds_are_said(tmp_path: Path) -> None:
-    """A thousand times slower than the chip is no throttling."""
+    """GEMMs a thousand times below the peak rate are not throttling."""
     job = Job().steps()
-    for each in job.events:
-        each["ts"], each["dur"] = 1000 * each["ts"], 1000 * each["dur"]
-    found = job.explained(tmp_path)
-    assert not found.causes
-    assert "times-not-microseconds" in codes(found.findings)
+    for event in job.events:
+        event["ts"], event["dur"] = 1000 * event["ts"], 1000 * event["dur"]
+    diagnosis = job.explained(tmp_path)
+    assert not diagnosis.causes
+    assert "times-not-microseconds" in codes(diagnosis.findings)
 
 
 def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> None:
-    """Eager MXFP8 of torchao: the products' function does the casts, in many small kernels."""
+    """In torchao's eager MXFP8, the autograd function of the GEMM casts in many small kernels."""
     job = Job(B200_MXFP8, cast=0.5)
     small = [
         f"void at::native::vectorized_elementwise_kernel<4, {name}>" for name in ("Abs", "Max", "Clamp", "Mul", "Shift", "Copy")
@@ -206,8 +207,8 @@ def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> N
                     job.product(True, HIDDEN, HIDDEN)
             job.backward(done)
             job.optimize()
-    found = job.explained(tmp_path)
-    assert found.account.classes_ms["quantization"] > 12 * 6 * 0.15
+    diagnosis = job.explained(tmp_path)
+    assert diagnosis.account.classes_ms["quantization"] > 12 * 6 * 0.15
 
 
 def test_a_pair_without_shapes_cannot_be_checked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Traces that are made to do harm: each is a diagnosis or one message, soon and in little memory."""
+"""Malicious traces: each ends in a diagnosis or one message, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_run_file_is_no_trace(form: str, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"x": [' + '{"":0},' * 3000, "more than 0 MiB|not valid JSON"),
         ('{"x": "' + "a" * 30_000, "not valid JSON"),
@@ -85,34 +85,34 @@ def test_a_run_file_is_no_trace(form: str, run: Run, tmp_path: Path) -> None:
         ("[" + "0," * 500 + "0]", "more than 400 events"),
     ],
 )
-def test_limits_of_a_file(text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_file(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"PIECE": 1000, "LONGEST_EVENT": 8000, "LONGEST_HEAD": 6000, "MOST_MEMBERS": 100, "MOST_EVENTS": 400}
     for name, limit in limits.items():
         monkeypatch.setattr(stream, name, limit)
     path = tmp_path / "t.json"
     path.write_text(text)
     source = EventStream(path)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         list(source)
     assert source.characters <= 31_000
 
 
 def test_too_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MOST_RECORDS", 9000)
-    made = Builder()
+    builder = Builder()
     for number in range(20_000):
-        made.kernel(FP8, number, 1.0)
-    path = made.write(tmp_path / "t.json")
+        builder.kernel(FP8, number, 1.0)
+    path = builder.write(tmp_path / "t.json")
     with pytest.raises(UserError, match="record fewer steps"):
         read_trace(path)
 
 
 def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MOST_NAMES", 1 << 16)
-    made = Builder()
+    builder = Builder()
     for number in range(12_000):
-        made.kernel(f"kernel_{number}", number, 1.0)
-    path = made.write(tmp_path / "t.json")
+        builder.kernel(f"kernel_{number}", number, 1.0)
+    path = builder.write(tmp_path / "t.json")
     with pytest.raises(UserError, match="different names"):
         read_trace(path)
 
@@ -126,21 +126,21 @@ def test_more_steps_than_kernels(steps: int, run: Run) -> None:
 
 def test_kernels_through_very_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "MOST_SHARES", 1000)
-    made = Builder()
+    builder = Builder()
     for number in range(300):
-        made.kernel(FP8, number, 1000.0, stream=number)
-    found = read_trace(made.write(tmp_path / "t.json"))
+        builder.kernel(FP8, number, 1000.0, stream=number)
+    read = read_trace(builder.write(tmp_path / "t.json"))
     with pytest.raises(UserError, match="too many kernels run through several of its 100 steps"):
-        diagnose(found, 100)
+        diagnose(read, 100)
 
 
 def changed(tmp_path: Path, **arguments: Any) -> Path:
     """A good trace with one argument changed in every kernel and launch."""
-    made = steady()
-    for event in made.events:
+    builder = steady()
+    for event in builder.events:
         if event.get("cat") == "kernel":
             event["args"] |= arguments
-    return made.write(tmp_path / "t.json")
+    return builder.write(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "9" * 5000])
@@ -157,15 +157,15 @@ def test_numbers_that_are_no_ids(number: str, tmp_path: Path) -> None:
     "dims", [[[10**400, 2], [2, 3]], [[-5, 2], [2, 3]], [[2] * 10_000, [2, 3]], [[0, 0], [0, 0]], [["x"], {}]]
 )
 def test_shapes_that_no_tensor_has(dims: list[Any], tmp_path: Path) -> None:
-    made = steady()
-    for number, event in enumerate(list(made.events)):
+    builder = steady()
+    for number, event in enumerate(list(builder.events)):
         if event.get("cat") == "kernel":
             event["args"]["External id"] = number + 1
             arguments = {"External id": number + 1, "Input Dims": dims, "Sequence number": 7}
             for name in ("aten::mm", "_Linear", "_GroupedLinear", "_LayerNormMLP"):
-                made.mark(name, event["ts"] - 900, 1, "cpu_op", args=arguments)
-    found = diagnose(read_trace(made.write(tmp_path / "t.json")))
-    assert all(row.flops >= 0 for row in found.account.gemms)
+                builder.mark(name, event["ts"] - 900, 1, "cpu_op", args=arguments)
+    diagnosis = diagnose(read_trace(builder.write(tmp_path / "t.json")))
+    assert all(row.flops >= 0 for row in diagnosis.account.gemms)
 
 
 def test_slimming_strange_ids(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_slimming_strange_ids(tmp_path: Path) -> None:
 
 
 def test_long_names_are_cut(tmp_path: Path) -> None:
-    made = steady()
-    made.kernel("x" * 1_000_000, 1.0, 5.0)
-    found = read_trace(made.write(tmp_path / "t.json"))
-    assert max(len(work.name) for work in found.work) == trace.LONGEST_NAME
+    builder = steady()
+    builder.kernel("x" * 1_000_000, 1.0, 5.0)
+    read = read_trace(builder.write(tmp_path / "t.json"))
+    assert max(len(work.name) for work in read.work) == trace.LONGEST_NAME
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_is_written_of_what_was_read(tmp_path: Path) -> None:
-    """Halves of characters in the name of a file reach neither the result nor the terminal."""
+    """Lone surrogates in a file name reach neither the result nor the terminal."""
     path = tmp_path / "trace\udcff.json"
     steady().write(path)
     result = explain([path])

@@ -15,52 +15,52 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
-    found = steady().diagnose(tmp_path / "t.json")
-    assert as_expected(found)
-    assert found.account.step_ms == pytest.approx(2.25)
-    assert len(found.view.steps.chosen) == 3
+    diagnosis = steady().diagnose(tmp_path / "t.json")
+    assert as_expected(diagnosis)
+    assert diagnosis.account.step_ms == pytest.approx(2.25)
+    assert len(diagnosis.view.steps.chosen) == 3
 
 
 def test_hidden_and_exposed_communication(tmp_path: Path) -> None:
-    made = steady(1)
-    made.kernel(NCCL, 1000.0, 500.0, stream=20, launched=100.0)  # behind products
-    hidden = made.diagnose(tmp_path / "hidden.json").account
+    builder = steady(1)
+    builder.kernel(NCCL, 1000.0, 500.0, stream=20, launched=100.0)  # hidden behind GEMMs
+    hidden = builder.diagnose(tmp_path / "hidden.json").account
     assert hidden.hidden_ms == pytest.approx(0.5)
     assert EXPOSED not in hidden.classes_ms
-    made = steady(1)
-    made.events = [event for event in made.events if not (event["cat"] == "kernel" and 1500 < event["ts"] < 2500)]
-    made.kernel(NCCL, 1500.0, 990.0, stream=20, launched=100.0)
-    found = made.diagnose(tmp_path / "exposed.json")
-    assert found.account.classes_ms[EXPOSED] > 0.8
-    assert found.causes[0].code == "communication"
-    assert sum(found.account.classes_ms.values()) == pytest.approx(found.account.step_ms)
+    builder = steady(1)
+    builder.events = [event for event in builder.events if not (event["cat"] == "kernel" and 1500 < event["ts"] < 2500)]
+    builder.kernel(NCCL, 1500.0, 990.0, stream=20, launched=100.0)
+    diagnosis = builder.diagnose(tmp_path / "exposed.json")
+    assert diagnosis.account.classes_ms[EXPOSED] > 0.8
+    assert diagnosis.causes[0].code == "communication"
+    assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms)
 
 
 def test_streams_that_compute_at_once_share_the_time(tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         base = 1000.0 + 1000 * step
-        made.mark(f"ProfilerStep#{step}", base - 500, 990)
+        builder.mark(f"ProfilerStep#{step}", base - 500, 990)
         for stream in range(4):
-            made.kernel(FP8, base, 800.0, stream=stream, launched=base - 400)
-        made.kernel(ADAM, base + 800, 200.0, launched=base - 400)
-    account = made.diagnose(tmp_path / "t.json").account
+            builder.kernel(FP8, base, 800.0, stream=stream, launched=base - 400)
+        builder.kernel(ADAM, base + 800, 200.0, launched=base - 400)
+    account = builder.diagnose(tmp_path / "t.json").account
     assert account.classes_ms["GEMM FP8"] == pytest.approx(0.8)
     assert account.overlapped_ms == pytest.approx(0.8)
     assert account.step_ms == pytest.approx(1.0)
 
 
 def test_late_launches_are_the_hosts(tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         base = 1000.0 + 3000 * step
-        made.mark(f"ProfilerStep#{step}", base, 2990)
+        builder.mark(f"ProfilerStep#{step}", base, 2990)
         for number in range(20):
             begin = base + 150 * number
-            made.kernel(FP8, begin + 5, 20.0, launched=begin)
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].code == "host"
-    assert found.account.idle_ms["late launch"] > 2.0
+            builder.kernel(FP8, begin + 5, 20.0, launched=begin)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.causes[0].code == "host"
+    assert diagnosis.account.idle_ms["late launch"] > 2.0
 
 
 @pytest.mark.parametrize(
@@ -73,63 +73,65 @@ def test_late_launches_are_the_hosts(tmp_path: Path) -> None:
     ],
 )
 def test_a_break_before_the_first_launch_is_told_by_its_annotation(name: str, cause: str, tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         base = 1000.0 + 10000 * step
-        made.mark(f"ProfilerStep#{step}", base, 9990)
+        builder.mark(f"ProfilerStep#{step}", base, 9990)
         for number in range(20):
-            made.kernel(FP8, base + 7000 + 100 * number, 100.0, launched=base + 6900 + number)
-        made.mark(name, base + 10, 6500)
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].code == cause
-    assert found.causes[0].cost_ms == pytest.approx(7 if cause == "elsewhere" else 6.5, rel=0.15)
+            builder.kernel(FP8, base + 7000 + 100 * number, 100.0, launched=base + 6900 + number)
+        builder.mark(name, base + 10, 6500)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.causes[0].code == cause
+    assert diagnosis.causes[0].cost_ms == pytest.approx(7 if cause == "elsewhere" else 6.5, rel=0.15)
     code, told = ("cause-cpu-activity", "marks") if cause == "elsewhere" else ("cause-host-calls", "name")
-    assert name in fact(found.causes[0].evidence, code, told)
+    assert name in fact(diagnosis.causes[0].evidence, code, told)
 
 
 def test_a_compilation_in_the_first_step_is_left_out(tmp_path: Path) -> None:
-    made = steady(4)
-    for event in made.events:
+    builder = steady(4)
+    for event in builder.events:
         if event["name"].startswith("ProfilerStep#5"):
             event["ts"] -= 50_000
             event["dur"] += 50_000
-    first = min(event["ts"] for event in made.events if event["cat"] == "kernel")
-    made.kernel(BF16, first - 40_000, 10.0, launched=first - 40_100)
-    found = made.diagnose(tmp_path / "t.json")
-    assert len(found.view.steps.chosen) == 3
-    assert fact(found.findings, "first-step-left-out", "times") > 10
-    assert [step.averaged for step in found.each_step] == [False, True, True, True]
+    first = min(event["ts"] for event in builder.events if event["cat"] == "kernel")
+    builder.kernel(BF16, first - 40_000, 10.0, launched=first - 40_100)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert len(diagnosis.view.steps.chosen) == 3
+    assert fact(diagnosis.findings, "first-step-left-out", "times") > 10
+    assert [step.averaged for step in diagnosis.each_step] == [False, True, True, True]
 
 
 def test_unknown_kernels_are_listed(tmp_path: Path) -> None:
-    made = steady()
-    made.kernel("my_secret_kernel<float>(int)", 1110.0, 0.5, stream=9, launched=90.0)
-    account = made.diagnose(tmp_path / "t.json").account
+    builder = steady()
+    builder.kernel("my_secret_kernel<float>(int)", 1110.0, 0.5, stream=9, launched=90.0)
+    account = builder.diagnose(tmp_path / "t.json").account
     assert [kernel.name for kernel in account.unknown] == ["my_secret_kernel<float>(int)"]
     assert account.named_share < 1
 
 
 def test_no_step_boundary_is_refused(tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for number in range(10):
-        made.kernel(FP8, 100.0 * number, 90.0)
+        builder.kernel(FP8, 100.0 * number, 90.0)
     with pytest.raises(UserError, match="does not show where a training step begins") as caught:
-        made.diagnose(tmp_path / "t.json")
+        builder.diagnose(tmp_path / "t.json")
     assert "trace-me" in caught.value.hint
 
 
 def test_events_without_a_phase_or_ids_are_read(tmp_path: Path) -> None:
     """As other tools write them: a category, a name, a time."""
-    made = steady()
-    made.events = [{key: event[key] for key in ("cat", "name", "ts", "dur")} for event in made.events if event["cat"] == "kernel"]
-    found = made.diagnose(tmp_path / "t.json")
-    assert as_expected(found)
-    assert found.account.step_ms == pytest.approx(2.25)
+    builder = steady()
+    builder.events = [
+        {key: event[key] for key in ("cat", "name", "ts", "dur")} for event in builder.events if event["cat"] == "kernel"
+    ]
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert as_expected(diagnosis)
+    assert diagnosis.account.step_ms == pytest.approx(2.25)
 
 
 def test_events_of_other_tools_do_not_disturb(tmp_path: Path) -> None:
-    made = steady()
-    made.events += [
+    builder = steady()
+    builder.events += [
         {"ph": "X", "cat": "kernel", "name": "no time"},
         {"ph": "X", "cat": "kernel", "name": "bad", "ts": "soon", "dur": None},
         {"ph": "X", "cat": ["list"], "name": "odd", "ts": 1, "dur": 1},
@@ -139,9 +141,9 @@ def test_events_of_other_tools_do_not_disturb(tmp_path: Path) -> None:
         {"ph": "X", "cat": "kernel", "name": "elsewhere", "ts": 1, "dur": 1, "args": {"device": 3, "stream": {}}},
         {},
     ]
-    found = made.diagnose(tmp_path / "t.json", distributedInfo=None, gemmscope=[1])
-    assert as_expected(found)
-    assert fact(found.findings, "several-gpus", "gpus") == 2
+    diagnosis = builder.diagnose(tmp_path / "t.json", distributedInfo=None, gemmscope=[1])
+    assert as_expected(diagnosis)
+    assert fact(diagnosis.findings, "several-gpus", "gpus") == 2
 
 
 @pytest.mark.parametrize(
@@ -181,77 +183,77 @@ def test_kernels_of_other_gpus_and_frameworks(name: str, kernel_class: str, oper
 
 
 def test_slow_gemms_without_a_clock_are_a_slow_gpu(tmp_path: Path) -> None:
-    """Large products of every precision far below what the chip does: by FLOPs alone."""
-    made = Builder()
+    """Large GEMMs of every precision far below the GPU's peak rate, judged by FLOPs only."""
+    builder = Builder()
     for step in range(2):
         base = 10_000.0 + 60_000 * step
-        made.mark(f"ProfilerStep#{step}", base - 9000, 59_000)
+        builder.mark(f"ProfilerStep#{step}", base - 9000, 59_000)
         for number in range(10):
             shape = {"args": {"External id": 100 * step + number + 1}}
-            made.kernel(FP8 if number % 2 else BF16, base + 5000 * number, 5000.0, launched=base - 8000 + number, **shape)
+            builder.kernel(FP8 if number % 2 else BF16, base + 5000 * number, 5000.0, launched=base - 8000 + number, **shape)
             told = {**shape["args"], "Input Dims": [[8192, 8192], [8192, 8192]], "Input type": ["c10::BFloat16"] * 2}
-            made.mark("aten::mm", base - 8000 + number - 0.1, 0.5, "cpu_op", args=told)
-        made.kernel(CAST, base + 50_000, 100, launched=base - 7000)
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].code in ("throttled", "left-out")
-    assert "throttled" in [cause.code for cause in found.causes]
+            builder.mark("aten::mm", base - 8000 + number - 0.1, 0.5, "cpu_op", args=told)
+        builder.kernel(CAST, base + 50_000, 100, launched=base - 7000)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.causes[0].code in ("throttled", "left-out")
+    assert "throttled" in [cause.code for cause in diagnosis.causes]
 
 
 def test_marks_for_every_micro_batch_are_joined(tmp_path: Path) -> None:
-    """prof.step() in the accumulation loop: a step ends with its optimizer all the same."""
-    made = steady(8)
-    optimizers = sorted((event for event in made.events if event["name"] == ADAM), key=lambda event: event["ts"])
+    """prof.step() is called in the accumulation loop, but a step still ends with its optimizer."""
+    builder = steady(8)
+    optimizers = sorted((event for event in builder.events if event["name"] == ADAM), key=lambda event: event["ts"])
     for number, event in enumerate(optimizers):
         if number % 4 != 3:
             event["name"] = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
-    marks = sorted((event for event in made.events if event["name"].startswith("Prof")), key=lambda event: event["ts"])
+    marks = sorted((event for event in builder.events if event["name"].startswith("Prof")), key=lambda event: event["ts"])
     for number in (3, 7):
-        made.mark("Optimizer.step#AdamW.step", marks[number]["ts"] + marks[number]["dur"] - 5, 4.0)
-    found = made.diagnose(tmp_path / "t.json")
-    assert len(found.view.steps.chosen) == 2
-    assert found.account.step_ms == pytest.approx(9.0, rel=0.02)
+        builder.mark("Optimizer.step#AdamW.step", marks[number]["ts"] + marks[number]["dur"] - 5, 4.0)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert len(diagnosis.view.steps.chosen) == 2
+    assert diagnosis.account.step_ms == pytest.approx(9.0, rel=0.02)
 
 
 def test_a_gpu_without_low_precision_is_said(tmp_path: Path) -> None:
-    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
-    assert not found.causes
-    assert found.verdict.code == "step-without-fp8"
-    assert "gpu-without-fp8" in codes(found.findings)
+    diagnosis = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
+    assert not diagnosis.causes
+    assert diagnosis.verdict.code == "step-without-fp8"
+    assert "gpu-without-fp8" in codes(diagnosis.findings)
 
 
 def test_repeated_products_of_a_compiled_backward(tmp_path: Path) -> None:
-    """No function tells: three products of each size in backward for one in forward, and attention forward twice."""
-    made = Builder()
+    """Without function names: backward has three GEMMs of each size for one in forward, and attention runs forward twice."""
+    builder = Builder()
     flash = ("flash_fwd_kernel", "flash_bwd_kernel")
     for step in range(2):
         base, launch = 10_000.0 + 10_000 * step, 500.0 + 10_000 * step
-        made.mark(f"ProfilerStep#{step}", launch - 100, 9990)
+        builder.mark(f"ProfilerStep#{step}", launch - 100, 9990)
         for number, (name, backward) in enumerate(
             [(FP8, False), (flash[0], False), (FP8, True), (flash[0], True), (FP8, True), (flash[1], True), (FP8, True)] * 8
         ):
             key = 1000 * step + number + 1
             moment = launch + 50 * number
             if backward:
-                made.mark("autograd::engine::evaluate_function: CompiledFunctionBackward", moment - 5, 40, "cpu_op")
+                builder.mark("autograd::engine::evaluate_function: CompiledFunctionBackward", moment - 5, 40, "cpu_op")
             if name == FP8:
                 told = {"External id": key, "Input Dims": [[4096, 4096], [4096, 8192]]}
-                made.mark("aten::_scaled_mm", moment - 1, 20, "cpu_op", args=told)
-            made.kernel(name, base + 150.0 * number, 150.0, launched=moment, args={"External id": key})
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].code == "recompute"
-    assert found.causes[0].cost_ms == pytest.approx(8 * 0.15 * 2, rel=0.01)
+                builder.mark("aten::_scaled_mm", moment - 1, 20, "cpu_op", args=told)
+            builder.kernel(name, base + 150.0 * number, 150.0, launched=moment, args={"External id": key})
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.causes[0].code == "recompute"
+    assert diagnosis.causes[0].cost_ms == pytest.approx(8 * 0.15 * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("skew", [-3_000_000.0, -200.0, 90_000_000.0])
 def test_clocks_that_disagree_are_set_right(skew: float, tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for step in range(3):
         base = 1000.0 + 3000 * step
-        made.mark(f"ProfilerStep#{step}", base, 2990)
+        builder.mark(f"ProfilerStep#{step}", base, 2990)
         for number in range(20):
             begin = base + 150 * number
-            made.kernel(FP8, begin + 5 + skew, 20.0, launched=begin)
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].code == "host"
-    assert found.account.step_ms == pytest.approx(3.0, rel=0.01)
-    assert "clock-offset" in codes(found.findings)
+            builder.kernel(FP8, begin + 5 + skew, 20.0, launched=begin)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.causes[0].code == "host"
+    assert diagnosis.account.step_ms == pytest.approx(3.0, rel=0.01)
+    assert "clock-offset" in codes(diagnosis.findings)

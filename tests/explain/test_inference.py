@@ -1,4 +1,4 @@
-"""Inference is recognised, and nothing in it is taken for training."""
+"""Inference is recognised and not mistaken for training."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ FOREACH_COPY = (
 
 def forwards(marks: list[str], kernel: str = BF16) -> Builder:
     """Forward passes of 2 ms, each inside an annotation, with two kernels that copy lists of tensors."""
-    made = Builder()
+    builder = Builder()
     for number, mark in enumerate(marks):
         base = 1000.0 + 2000 * number
         if mark:
-            made.mark(mark, base, 1990)
-        made.mark("aten::linear", base + 1, 3, "cpu_op", args={"External id": number + 1})
+            builder.mark(mark, base, 1990)
+        builder.mark("aten::linear", base + 1, 3, "cpu_op", args={"External id": number + 1})
         for place in range(2):
-            made.kernel(FOREACH_COPY, base + 5 + 5 * place, 5.0, launched=base + 2)
+            builder.kernel(FOREACH_COPY, base + 5 + 5 * place, 5.0, launched=base + 2)
         for place in range(19):
-            made.kernel(kernel, base + 15 + 100 * place, 100.0, launched=base + 3, args={"External id": number + 1})
-    return made
+            builder.kernel(kernel, base + 15 + 100 * place, 100.0, launched=base + 3, args={"External id": number + 1})
+    return builder
 
 
 def test_a_step_that_is_marked(tmp_path: Path) -> None:
-    found = forwards(["ProfilerStep#1", "ProfilerStep#2"]).diagnose(tmp_path / "t.json")
-    assert found.trace.inference
-    assert found.account.step_ms == pytest.approx(2.0, rel=0.02)
-    assert fact(found.findings, "inference", "found_by") == "profiler step marks"
-    assert "optimizer" not in found.account.classes_ms
-    assert all("training" not in line and "micro-batch" not in line for cause in found.causes for line in cause.advice)
+    diagnosis = forwards(["ProfilerStep#1", "ProfilerStep#2"]).diagnose(tmp_path / "t.json")
+    assert diagnosis.trace.inference
+    assert diagnosis.account.step_ms == pytest.approx(2.0, rel=0.02)
+    assert fact(diagnosis.findings, "inference", "found_by") == "profiler step marks"
+    assert "optimizer" not in diagnosis.account.classes_ms
+    assert all("training" not in line and "micro-batch" not in line for cause in diagnosis.causes for line in cause.advice)
 
 
 @pytest.mark.parametrize("mark", ["execute_context_1(888)_generation_0(0)", "step[DECODE bs=32]"])
 def test_annotations_of_engines(mark: str, tmp_path: Path) -> None:
-    found = forwards([mark] * 3).diagnose(tmp_path / "t.json")
-    assert found.view.count == 3
-    assert found.account.step_ms == pytest.approx(2.0, rel=0.02)
-    assert found.view.steps.found_by == "annotations of the inference engine"
+    diagnosis = forwards([mark] * 3).diagnose(tmp_path / "t.json")
+    assert diagnosis.view.count == 3
+    assert diagnosis.account.step_ms == pytest.approx(2.0, rel=0.02)
+    assert diagnosis.view.steps.found_by == "annotations of the inference engine"
 
 
 def test_annotations_of_an_engine_without_operators(tmp_path: Path) -> None:
-    made = forwards(["execute_model"] * 2)
-    made.events = [event for event in made.events if event["cat"] != "cpu_op"]
-    assert made.diagnose(tmp_path / "t.json").trace.inference
+    builder = forwards(["execute_model"] * 2)
+    builder.events = [event for event in builder.events if event["cat"] != "cpu_op"]
+    assert builder.diagnose(tmp_path / "t.json").trace.inference
 
 
 def test_without_any_mark_the_recording_is_one_step(tmp_path: Path) -> None:
     """Two kernels that apply something to many tensors are not an optimizer, and do not end a step."""
-    found = forwards(["", ""]).diagnose(tmp_path / "t.json")
-    assert (found.view.count, found.view.steps.found_by) == (1, "the whole recording")
-    assert found.account.step_ms == pytest.approx(3.91, rel=0.01)
-    assert "inference" in codes(found.findings)
+    diagnosis = forwards(["", ""]).diagnose(tmp_path / "t.json")
+    assert (diagnosis.view.count, diagnosis.view.steps.found_by) == (1, "the whole recording")
+    assert diagnosis.account.step_ms == pytest.approx(3.91, rel=0.01)
+    assert "inference" in codes(diagnosis.findings)
 
 
 @pytest.mark.parametrize(
     "name", ["aten::mm_backward", "Optimizer.step#SGD.step", "autograd::engine::evaluate_function: MmBackward0"]
 )
 def test_training_is_not_inference(name: str, tmp_path: Path) -> None:
-    made = forwards(["ProfilerStep#1", "ProfilerStep#2"])
-    made.mark(name, 1500.0, 10.0, "cpu_op", args={"External id": 77})
-    found = made.diagnose(tmp_path / "t.json")
-    assert not found.trace.inference
-    assert "inference" not in codes(found.findings)
+    builder = forwards(["ProfilerStep#1", "ProfilerStep#2"])
+    builder.mark(name, 1500.0, 10.0, "cpu_op", args={"External id": 77})
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert not diagnosis.trace.inference
+    assert "inference" not in codes(diagnosis.findings)
 
 
 def test_kernels_alone_do_not_prove_inference(tmp_path: Path) -> None:
-    made = Builder()
+    builder = Builder()
     for number in range(10):
-        made.kernel(FP8, 100.0 * number, 90.0)
+        builder.kernel(FP8, 100.0 * number, 90.0)
     with pytest.raises(UserError, match="does not show where a training step begins"):
-        made.diagnose(tmp_path / "t.json")
+        builder.diagnose(tmp_path / "t.json")
     trained = steady().diagnose(tmp_path / "u.json")
     assert ADAM in {work.name for work in trained.trace.work}
     assert not trained.trace.inference

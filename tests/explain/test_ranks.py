@@ -18,41 +18,41 @@ def job(
     compute: float, latest: float, *, idle: float = 0.0, begins: float = 0.0, kernels: int = 4, clock: float = 0.0
 ) -> Builder:
     """Two steps of computation and an all-reduce, which ends on all ranks `TRANSFER` after the `latest` has entered it."""
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         zero = 10_000.0 + 10_000 * step + clock
         moment = zero + begins
-        made.mark(f"ProfilerStep#{step + 5}", moment - 50, 9_000.0)
+        builder.mark(f"ProfilerStep#{step + 5}", moment - 50, 9_000.0)
         for number in range(kernels):
-            made.kernel(BF16, moment, compute / kernels, launched=moment - 10)
+            builder.kernel(BF16, moment, compute / kernels, launched=moment - 10)
             moment += compute / kernels + (idle / kernels if number < kernels else 0.0)
         group = {"Collective name": "allreduce", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20, "dtype": "BFloat16"}
         members = {"Process Group Name": "0", "Process Group Ranks": "[0, 1, 2]", "Group size": 3}
         end = zero + latest + TRANSFER
-        made.kernel(NCCL, moment, end - moment, stream=20, launched=moment - 10, args={**group, **members})
-        made.kernel(ADAM, end, 300.0, launched=end - 20)
-    return made
+        builder.kernel(NCCL, moment, end - moment, stream=20, launched=moment - 10, args={**group, **members})
+        builder.kernel(ADAM, end, 300.0, launched=end - 20)
+    return builder
 
 
 def compared(folder: Path, ranks: list[Builder]) -> RankComparison:
-    found = []
-    for rank, made in enumerate(ranks):
+    diagnoses = []
+    for rank, builder in enumerate(ranks):
         info = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": len(ranks)}}
-        found.append(made.diagnose(folder / f"{rank}.json", **info))
-    return compare_ranks(found)
+        diagnoses.append(builder.diagnose(folder / f"{rank}.json", **info))
+    return compare_ranks(diagnoses)
 
 
 def test_the_one_that_enters_last_is_the_straggler(tmp_path: Path) -> None:
-    """Rank 1 computes longest, and rank 2 keeps everyone waiting: its GPU is idle in between."""
+    """Rank 1 computes longest, but rank 2 is the straggler, because its GPU is idle before the collective."""
     ranks = [job(2000, 5000), job(3000, 5000), job(2000, 5000, idle=3000)]
-    found = compared(tmp_path, ranks)
-    assert found.straggler == found.explained.trace.rank == 2
-    assert [time.rank for time in found.times] == [0, 1, 2]
-    assert [time.waiting_ms for time in found.times] == pytest.approx([3.0, 2.0, 0.0])
-    assert found.times[2].delay_ms == pytest.approx(2.5)
-    assert [time.last_to_arrive for time in found.times] == [0, 0, 1]
-    assert "straggler-idle" in codes(found.findings)
-    assert "straggler-late-start" not in codes(found.findings)
+    comparison = compared(tmp_path, ranks)
+    assert comparison.straggler == comparison.explained.trace.rank == 2
+    assert [time.rank for time in comparison.times] == [0, 1, 2]
+    assert [time.waiting_ms for time in comparison.times] == pytest.approx([3.0, 2.0, 0.0])
+    assert comparison.times[2].delay_ms == pytest.approx(2.5)
+    assert [time.last_to_arrive for time in comparison.times] == [0, 0, 1]
+    assert "straggler-idle" in codes(comparison.findings)
+    assert "straggler-late-start" not in codes(comparison.findings)
 
 
 def test_more_work_is_told_from_a_slower_gpu(tmp_path: Path) -> None:
@@ -74,24 +74,24 @@ def test_clocks_of_several_machines_may_differ(tmp_path: Path) -> None:
 
 
 def test_ranks_that_keep_step(tmp_path: Path) -> None:
-    found = compared(tmp_path, [job(2000 + 10 * rank, 2020) for rank in range(3)])
-    assert found.straggler is None
-    assert codes(found.findings) == ["ranks-in-step", "rank-explained"]
+    comparison = compared(tmp_path, [job(2000 + 10 * rank, 2020) for rank in range(3)])
+    assert comparison.straggler is None
+    assert codes(comparison.findings) == ["ranks-in-step", "rank-explained"]
 
 
 def test_collectives_that_end_apart_are_not_one(tmp_path: Path) -> None:
-    """The n-th collective of each rank, and yet of different groups: nothing is concluded from it."""
+    """The n-th collectives of the ranks belong to different groups, so nothing is concluded from them."""
     ranks = [job(2000, 2000), job(2000, 2500), job(2500, 2500)]
     next(event for event in ranks[1].events if event["name"] == NCCL)["dur"] += 3000
     assert compared(tmp_path, ranks).straggler is None
 
 
 def test_without_collectives_computation_decides(tmp_path: Path) -> None:
-    found = compared(tmp_path, [steady(count=count) for count in (20, 20, 26, 20)])
-    assert [row.rank for row in found.times] == [0, 1, 2, 3]
-    assert found.explained.trace.rank == 2
-    assert found.straggler is None
-    assert fact(found.findings, "ranks-uneven", "rank") == 2
+    comparison = compared(tmp_path, [steady(count=count) for count in (20, 20, 26, 20)])
+    assert [row.rank for row in comparison.times] == [0, 1, 2, 3]
+    assert comparison.explained.trace.rank == 2
+    assert comparison.straggler is None
+    assert fact(comparison.findings, "ranks-uneven", "rank") == 2
 
 
 def test_eight_ranks_of_dlrm() -> None:

@@ -1,4 +1,4 @@
-"""`trace_me` inside somebody's training: problems are said at entry, and nothing it does raises."""
+"""`trace_me` in a user's training: problems are reported at entry, and it never raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.traces import steady
 
 
 class Profiler:
-    """Stands in for torch's. `fails`: the method that raises; records nothing but writes a small trace."""
+    """A stand-in for torch's profiler, which writes a small trace. `fails` names the method that raises."""
 
     fails = ""
 
@@ -48,7 +48,7 @@ class Profiler:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A torch with a GPU, as far as `trace_me` looks at it."""
+    """A stand-in for torch with a GPU, with what `trace_me` uses."""
     state = SimpleNamespace(gpu=True)
     module, profiler, cuda = ModuleType("torch"), ModuleType("torch.profiler"), ModuleType("torch.cuda")
     cuda.is_available = lambda: state.gpu  # type: ignore[attr-defined]

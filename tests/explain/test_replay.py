@@ -1,4 +1,4 @@
-"""What a cause costs is found by replaying the step without it, not by subtracting."""
+"""The cost of a cause comes from replaying the step without it, not from subtraction."""
 
 from __future__ import annotations
 
@@ -14,118 +14,118 @@ from support.traces import BF16, Builder, shared_trace
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 OTHER = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
 
-REMOVED = ("recast", "unfused", "recompute")  # work that is not launched, either
+REMOVED = ("recast", "unfused", "recompute")  # work whose launches disappear too
 
 
-def halved(found: TraceDiagnosis, text: str = "nvjet") -> float:
+def halved(diagnosis: TraceDiagnosis, text: str = "nvjet") -> float:
     """Milliseconds of a step with these kernels at half their time."""
-    items = [item for item in found.evidence.items if item.mentions(text)]
-    return Replay(found.view).replayed_us(StepChange.shorten(items, 0.5)) / 1000 / found.view.count
+    items = [item for item in diagnosis.evidence.items if item.mentions(text)]
+    return Replay(diagnosis.view).replayed_us(StepChange.shorten(items, 0.5)) / 1000 / diagnosis.view.count
 
 
 def early(step: int, number: int = 0) -> float:
-    """When a CPU that runs far ahead launches."""
+    """The launch time of a kernel if the CPU runs far ahead."""
     return 5000.0 + 200 * step + 5 * number
 
 
 def one_stream(late: float = 0.0, sync: bool = False) -> Builder:
-    """Two steps of ten kernels of 100 us. `late`: they are launched one by one, this long after each other; else far ahead."""
-    made = Builder()
+    """Two steps of ten kernels of 100 us. `late`: microseconds between launches; 0 launches them far ahead."""
+    builder = Builder()
     moment = 10_000.0
     for step in range(2):
         begin = moment if late or sync else early(step)
         for number in range(10):
             call = begin + (late or 5) * number
             moment = max(moment, call + 5)
-            made.kernel(BF16, moment, 100.0, launched=call)
+            builder.kernel(BF16, moment, 100.0, launched=call)
             moment += 100.0
         if sync:
-            made.mark("cudaStreamSynchronize", begin + 60, moment + 2 - begin - 60, "cuda_runtime")
+            builder.mark("cudaStreamSynchronize", begin + 60, moment + 2 - begin - 60, "cuda_runtime")
             for number in range(5):
-                made.kernel(OTHER, moment + 10 + 60 * number, 50.0, launched=moment + 4 + 60 * number)
+                builder.kernel(OTHER, moment + 10 + 60 * number, 50.0, launched=moment + 4 + 60 * number)
             moment += 310
-        made.mark(f"ProfilerStep#{step}", begin - 1, (moment if late or sync else early(step + 1)) - begin)
-    return made
+        builder.mark(f"ProfilerStep#{step}", begin - 1, (moment if late or sync else early(step + 1)) - begin)
+    return builder
 
 
 @pytest.mark.parametrize("name", FIRST_CAUSE)
 def test_without_a_change_every_step_takes_what_it_took(name: str) -> None:
-    found = found_in(name)
-    replay = Replay(found.view)
+    diagnosis = found_in(name)
+    replay = Replay(diagnosis.view)
     assert replay.replayed_us(StepChange()) == pytest.approx(replay.recorded_us(), rel=1e-3)
-    for cause in found.causes:
-        subtracted = found.account.step_ms / (found.account.step_ms - cause.cost_ms)
+    for cause in diagnosis.causes:
+        subtracted = diagnosis.account.step_ms / (diagnosis.account.step_ms - cause.cost_ms)
         assert cause.speedup_without >= 1
         assert cause.code in REMOVED or cause.speedup_without <= 1.01 * subtracted
 
 
 @pytest.mark.parametrize("name", ["low_clock", "idle_loader", "recompute", "unaligned_mlp"])
 def test_the_replayed_step_is_the_healthy_one(name: str) -> None:
-    """The same training without the cause takes what the replay says."""
-    found, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
-    assert found.account.step_ms / found.causes[0].speedup_without == pytest.approx(healthy, rel=0.07)
+    """The replayed step time agrees with the same training without the cause."""
+    diagnosis, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
+    assert diagnosis.account.step_ms / diagnosis.causes[0].speedup_without == pytest.approx(healthy, rel=0.07)
 
 
 def test_what_is_not_launched_is_gained_where_launches_are_late() -> None:
-    """Casts of weights in a host-bound step: without them the CPU launches less, and the step was recorded so, too."""
-    found, cached = found_in("accumulation_host_bound"), found_in("accumulation_host_bound_cached").account.step_ms
-    again = next(cause for cause in found.causes if cause.code == "recast")
-    assert found.account.step_ms / again.speedup_without == pytest.approx(cached, rel=0.03)
-    assert found.account.step_ms - again.cost_ms > 1.04 * cached  # subtracting promises less
+    """Casts of weights in a host-bound step: without them the CPU launches fewer kernels, as a recorded trace shows."""
+    diagnosis, cached = found_in("accumulation_host_bound"), found_in("accumulation_host_bound_cached").account.step_ms
+    again = next(cause for cause in diagnosis.causes if cause.code == "recast")
+    assert diagnosis.account.step_ms / again.speedup_without == pytest.approx(cached, rel=0.03)
+    assert diagnosis.account.step_ms - again.cost_ms > 1.04 * cached  # subtracting promises less
 
 
 def test_where_launches_are_early_shorter_work_is_gained(tmp_path: Path) -> None:
-    found = one_stream().diagnose(tmp_path / "t.json")
-    assert found.account.step_ms == pytest.approx(1.0, rel=0.01)
-    assert halved(found) == pytest.approx(0.5, rel=0.01)
+    diagnosis = one_stream().diagnose(tmp_path / "t.json")
+    assert diagnosis.account.step_ms == pytest.approx(1.0, rel=0.01)
+    assert halved(diagnosis) == pytest.approx(0.5, rel=0.01)
 
 
 def test_where_launches_are_late_shorter_work_gains_nothing(tmp_path: Path) -> None:
-    """Launched every 120 us, kernels of 100 us: of 50 us, they would wait for the same launches."""
-    found = one_stream(120).diagnose(tmp_path / "t.json")
-    assert found.account.step_ms - halved(found) < 0.06
-    items = [item for item in found.evidence.items if item.mentions("nvjet")]
-    assert found.evidence.ms(items) == pytest.approx(1.0)
+    """Kernels of 100 us launched every 120 us: at 50 us they would wait for the same launches."""
+    diagnosis = one_stream(120).diagnose(tmp_path / "t.json")
+    assert diagnosis.account.step_ms - halved(diagnosis) < 0.06
+    items = [item for item in diagnosis.evidence.items if item.mentions("nvjet")]
+    assert diagnosis.evidence.ms(items) == pytest.approx(1.0)
 
 
 def test_a_wait_of_the_cpu_ends_with_the_work_it_waits_for(tmp_path: Path) -> None:
-    """What the CPU launches after the wait comes earlier by what the work before it saves."""
-    found = one_stream(sync=True).diagnose(tmp_path / "t.json")
-    assert found.account.step_ms - halved(found) == pytest.approx(0.5, abs=0.08)
+    """Launches after the wait move forward by the time saved before it."""
+    diagnosis = one_stream(sync=True).diagnose(tmp_path / "t.json")
+    assert diagnosis.account.step_ms - halved(diagnosis) == pytest.approx(0.5, abs=0.08)
 
 
 def _two_streams() -> Builder:
     """Computation, then a collective on another stream, which computation waits for."""
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         base = 10_000.0 + 3000 * step
-        made.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
-        made.kernel(BF16, base, 1000.0, launched=early(step, 0))
-        made.kernel(NCCL, base + 1003, 600.0, stream=20, launched=early(step, 1))
-        made.kernel(BF16, base + 1002, 200.0, launched=early(step, 3))
-        made.kernel(OTHER, base + 1606, 1394.0, launched=early(step, 4))
-    return made
+        builder.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
+        builder.kernel(BF16, base, 1000.0, launched=early(step, 0))
+        builder.kernel(NCCL, base + 1003, 600.0, stream=20, launched=early(step, 1))
+        builder.kernel(BF16, base + 1002, 200.0, launched=early(step, 3))
+        builder.kernel(OTHER, base + 1606, 1394.0, launched=early(step, 4))
+    return builder
 
 
 def test_work_still_waits_for_another_stream(tmp_path: Path) -> None:
-    """The second GEMM runs beside the collective: half of it is gained by nobody."""
-    found = _two_streams().diagnose(tmp_path / "t.json")
-    assert found.account.step_ms == pytest.approx(3.0, rel=0.02)
-    assert found.account.step_ms - halved(found) == pytest.approx(0.5, abs=0.01)
+    """The second GEMM runs beside the collective, so shortening it gains nothing."""
+    diagnosis = _two_streams().diagnose(tmp_path / "t.json")
+    assert diagnosis.account.step_ms == pytest.approx(3.0, rel=0.02)
+    assert diagnosis.account.step_ms - halved(diagnosis) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_recorded_wait_for_an_event_is_kept(tmp_path: Path) -> None:
     """The collective ended long before the work that waits for it began; once that is earlier, it has to wait."""
-    made = Builder()
+    builder = Builder()
     for step in range(2):
         base = 10_000.0 + 3000 * step
-        made.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
-        made.kernel(NCCL, base, 1800.0, stream=20, launched=early(step, 0))
-        made.kernel(BF16, base, 2000.0, launched=early(step, 1))
-        made.mark("cudaStreamWaitEvent", early(step, 2), 1, "cuda_runtime")
-        made.kernel(OTHER, base + 2001, 999.0, launched=early(step, 3))
-    found = made.diagnose(tmp_path / "t.json")
-    assert found.account.step_ms - halved(found) == pytest.approx(0.2, abs=0.01)
+        builder.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
+        builder.kernel(NCCL, base, 1800.0, stream=20, launched=early(step, 0))
+        builder.kernel(BF16, base, 2000.0, launched=early(step, 1))
+        builder.mark("cudaStreamWaitEvent", early(step, 2), 1, "cuda_runtime")
+        builder.kernel(OTHER, base + 2001, 999.0, launched=early(step, 3))
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.account.step_ms - halved(diagnosis) == pytest.approx(0.2, abs=0.01)
 
 
 def test_communication_that_the_cpu_hides_gains_nothing() -> None:
@@ -133,6 +133,6 @@ def test_communication_that_the_cpu_hides_gains_nothing() -> None:
     from gemmscope.explain.diagnose import diagnose
     from gemmscope.explain.trace import read_trace
 
-    found = diagnose(read_trace(shared_trace("resnet_ddp_a100.json.gz")))
-    exposed = [cause for cause in found.causes if cause.code == "communication"]
+    diagnosis = diagnose(read_trace(shared_trace("resnet_ddp_a100.json.gz")))
+    exposed = [cause for cause in diagnosis.causes if cause.code == "communication"]
     assert all(cause.speedup_without < 1.03 for cause in exposed)

@@ -22,8 +22,8 @@ EVENTS = [{"ph": "X", "name": f'quote " bracket ] brace }} {number}', "args": {"
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    found = EventStream(path)
-    return list(found), found.head
+    events = EventStream(path)
+    return list(events), events.head
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
@@ -84,7 +84,7 @@ def test_any_bytes_end_in_a_message(content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"PK\x03\x04 not json", "not a trace"),
@@ -95,15 +95,15 @@ def test_any_bytes_end_in_a_message(content: bytes) -> None:
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "gzip data"),
     ],
 )
-def test_what_is_wrong_is_said(content: bytes, words: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         read_trace(path)
 
 
 def test_broken_in_the_middle_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not read to its end in the hope that the event ends."""
+    """An event without an end does not make the reader read the whole file."""
     monkeypatch.setattr(stream, "PIECE", 1000)
     monkeypatch.setattr(stream, "LONGEST_EVENT", 10_000)
     path = tmp_path / "t.json"
@@ -128,8 +128,8 @@ def test_slim_keeps_the_diagnosis(tmp_path: Path) -> None:
 
     raw = events_of(recorded("healthy_te_current"))
     assert len(slim(raw)["traceEvents"]) == len(raw["traceEvents"])
-    made = steady()
-    made.mark("step.py(3): train", 0, 9999, "python_function")
-    made.mark("aten::empty", 0, 5, "cpu_op", args={"External id": 99})
-    kept = slim({"traceEvents": made.events, "displayTimeUnit": "ms"})
+    builder = steady()
+    builder.mark("step.py(3): train", 0, 9999, "python_function")
+    builder.mark("aten::empty", 0, 5, "cpu_op", args={"External id": 99})
+    kept = slim({"traceEvents": builder.events, "displayTimeUnit": "ms"})
     assert {event["cat"] for event in kept["traceEvents"]} == {"kernel", "cuda_runtime", "user_annotation"}

@@ -1,4 +1,4 @@
-"""Facts known about traces of other projects: steps, communication, inference, the CPU; skipped where they are not here."""
+"""Known facts about traces of other projects: steps, communication, inference, the CPU. Skipped without these traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.traces import codes, fact, shared_trace
 
 
 @cache
-def found(name: str) -> TraceDiagnosis:
+def diagnosis(name: str) -> TraceDiagnosis:
     return diagnose(read_trace(shared_trace(f"{name}.json.gz")))
 
 
@@ -22,7 +22,7 @@ OVERLAP = {"dlrm_v100": 69.82, "resnet_ddp_a100": 15.61, "dlrm_sampled_rank0": 1
 
 @pytest.mark.parametrize("name", OVERLAP)
 def test_overlap_of_communication_and_computation(name: str) -> None:
-    assert 100 * (found(name).account.hidden_share or 0) == pytest.approx(OVERLAP[name], abs=0.1)
+    assert 100 * (diagnosis(name).account.hidden_share or 0) == pytest.approx(OVERLAP[name], abs=0.1)
 
 
 STEP_MS = {
@@ -35,18 +35,18 @@ STEP_MS = {
 
 @pytest.mark.parametrize("name", STEP_MS)
 def test_step_time(name: str) -> None:
-    assert found(name).account.step_ms == pytest.approx(STEP_MS[name], rel=0.005)
+    assert diagnosis(name).account.step_ms == pytest.approx(STEP_MS[name], rel=0.005)
 
 
 def test_work_before_the_recording() -> None:
-    qwen = found("qwen_h100")
+    qwen = diagnosis("qwen_h100")
     assert qwen.account.busy_ms == pytest.approx(31.91, rel=0.005)
     assert sum(row.count for row in qwen.account.gemms) == 169
     assert fact(qwen.findings, "work-before-recording", "count") > 500
 
 
 def test_stalls_of_the_data_loader() -> None:
-    resnet = found("resnet_2080ti")
+    resnet = diagnosis("resnet_2080ti")
     assert resnet.causes[0].code == "loader"
     assert len(resnet.each_step) == 30
     assert [step.averaged for step in resnet.each_step] == [False] + [True] * 29
@@ -56,7 +56,7 @@ def test_stalls_of_the_data_loader() -> None:
 
 
 def test_allocation_storms() -> None:
-    storm = found("resnet18_mi300x_hipfree")
+    storm = diagnosis("resnet18_mi300x_hipfree")
     assert storm.causes[0].code == "allocator"
     assert fact(storm.causes[0].evidence, "cause-host-calls", "name") == "hipFree"
     assert fact(storm.causes[0].evidence, "cause-host-calls", "total_ms") == pytest.approx(3346, rel=0.01)
@@ -65,7 +65,7 @@ def test_allocation_storms() -> None:
 
 
 def test_recomputed_convolutions() -> None:
-    cause = next(cause for cause in found("resnet_checkpoint_ddp_mi300x").causes if cause.code == "recompute")
+    cause = next(cause for cause in diagnosis("resnet_checkpoint_ddp_mi300x").causes if cause.code == "recompute")
     assert cause.cost_ms == pytest.approx(1.37, rel=0.01)
 
 
@@ -73,24 +73,24 @@ def test_recomputed_convolutions() -> None:
     "name", ["qwen_h100", "timesformer_h100", "bert_small_h100", "sglang_decode_mi300x", "vllm_moe_mxfp4_b200"]
 )
 def test_inference(name: str) -> None:
-    assert found(name).trace.inference
-    assert "inference" in codes(found(name).findings)
-    assert "optimizer" not in found(name).account.classes_ms
+    assert diagnosis(name).trace.inference
+    assert "inference" in codes(diagnosis(name).findings)
+    assert "optimizer" not in diagnosis(name).account.classes_ms
 
 
 @pytest.mark.parametrize(
     "name", ["resnet_2080ti", "dlrm_v100", "resnet_ddp_a100", "resnet18_mi300x_hipfree", "dlrm_sampled_rank0"]
 )
 def test_training(name: str) -> None:
-    assert not found(name).trace.inference
+    assert not diagnosis(name).trace.inference
 
 
 def test_a_decode_step_whose_begin_was_not_recorded() -> None:
-    decode = found("sglang_decode_mi300x")
+    decode = diagnosis("sglang_decode_mi300x")
     assert decode.account.busy_ms == pytest.approx(9.77, rel=0.005)
     assert decode.account.classes_ms[UNRECORDED] == pytest.approx(463.3, rel=0.005)
     assert decode.account.idle_share < 0.01
 
 
 def test_a_host_bound_forward() -> None:
-    assert found("bert_small_h100").causes[0].code == "host"
+    assert diagnosis("bert_small_h100").causes[0].code == "host"

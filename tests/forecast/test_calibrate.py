@@ -1,4 +1,4 @@
-"""`gemmscope calibrate`: what is measured changes the forecast of this GPU, and of no other; damaged files are one message."""
+"""`gemmscope calibrate`: measurements change the forecast of this GPU and of no other, and damaged files give one message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """Pretends that this machine has an H200: campaigns are filled with kernels recorded there, and listed."""
+    """Simulate a machine with an H200: campaigns are filled with kernels recorded there, and returned in a list."""
     ran: list[LinearCampaign] = []
 
     def measured(campaign: LinearCampaign) -> None:
@@ -70,8 +70,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         campaign.results.take(Hello(hello.versions, {**hello.device, "node": "node03", "uuid": "GPU-1"}))
         campaign.results.take(Health({"corrected_errors": 3}))
 
-    def call(found: Environment) -> list[LinearCampaign]:
-        monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: found)
+    def call(machine_facts: Environment) -> list[LinearCampaign]:
+        monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: machine_facts)
         monkeypatch.setattr("gemmscope.app.choose._missing", lambda _: "")
         monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
@@ -93,12 +93,12 @@ def test_a_calibrated_forecast_is_what_was_measured() -> None:
     seen, calibrated = recorded_linears(MODEL), forecast(calibration())
     for name in RECIPES:
         for mode in MODES:
-            real, found = seen.total(name, mode), calibrated.total(name, mode)
+            real, forecasted = seen.total(name, mode), calibrated.total(name, mode)
             assert real is not None
-            assert found is not None
+            assert forecasted is not None
             # the two modes were recorded at clocks that differ by a tenth; factors come from the GEMMs alone
             near = 0.03 if mode == "pre-quantized" else 0.12
-            assert found.total_ms.value == pytest.approx(real.total_ms.value, rel=near)
+            assert forecasted.total_ms.value == pytest.approx(real.total_ms.value, rel=near)
 
 
 def test_a_slower_gpu_makes_a_slower_forecast() -> None:
@@ -109,9 +109,9 @@ def test_a_slower_gpu_makes_a_slower_forecast() -> None:
 
 def test_saved_and_loaded() -> None:
     assert load("h200") is None
-    found = calibration()
-    save(found)
-    assert load("h200") == found
+    saved = calibration()
+    save(saved)
+    assert load("h200") == saved
     assert load("b200") is None
 
 
@@ -167,8 +167,8 @@ def test_damaged_files_are_one_message(run: Run, text: str, says: str) -> None:
 
 
 def own_findings(run: Run, line: str) -> dict[str, Any]:
-    found = ForecastResult.model_validate_json(run(f"{line} --json -").out)
-    return {each.code: each for part in (*found.gpus, *found.sweeps) for each in part.findings}
+    forecast = ForecastResult.model_validate_json(run(f"{line} --json -").out)
+    return {finding.code: finding for part in (*forecast.gpus, *forecast.sweeps) for finding in part.findings}
 
 
 def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +181,10 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
     for row in ("bf16 GEMMs, sustained, fprop", "bf16 GEMMs, burst, fprop", "quantization, FP8Current"):
         assert row in outcome.out
     assert json.loads(place("h200").read_text())["device"] == "NVIDIA H200"
-    found = load("h200")
-    assert found is not None
-    assert found.parts == {"attention": 1.1}
-    assert (found.node, found.uuid, found.health) == ("node03", "GPU-1", {"corrected_errors": 3})
+    saved = load("h200")
+    assert saved is not None
+    assert saved.parts == {"attention": 1.1}
+    assert (saved.node, saved.uuid, saved.health) == ("node03", "GPU-1", {"corrected_errors": 3})
     calibrated = run(f"{LINE} --gpu h200 --json -").out
     assert json.loads(plain)["gpus"][0]["linears"]["totals"] != json.loads(calibrated)["gpus"][0]["linears"]["totals"]
     assert own_findings(run, f"{LINE} --gpu h200")["calibrated-here"].facts["device"] == "NVIDIA H200"
@@ -218,7 +218,7 @@ def test_what_could_not_be_measured_is_not_written(run: Run, pretend: Pretend, m
 def test_a_place_that_cannot_be_written_is_said_first(
     run: Run, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after minutes of measuring."""
+    """The error comes before measuring starts, not minutes later."""
     ran = pretend(machine())
     (tmp_path / "file").write_text("")
     for folder, why in ((tmp_path / "file", "Not a directory"), (tmp_path / "config", "no permission")):
@@ -256,7 +256,7 @@ def test_no_factor_makes_a_gemm_beat_the_chip(run: Run, tmp_path: Path) -> None:
     assert forecaster.linear(Case("a", 8192, 4096, 4096), "BF16").gemms["fprop"].value == pytest.approx(least)
 
 
-FACTORS = st.fixed_dictionaries({each: st.floats(0.3, 3.0) for each in ("fprop", "dgrad", "wgrad")})
+FACTORS = st.fixed_dictionaries({pass_name: st.floats(0.3, 3.0) for pass_name in ("fprop", "dgrad", "wgrad")})
 
 
 @settings(max_examples=60, deadline=None)
@@ -264,7 +264,7 @@ FACTORS = st.fixed_dictionaries({each: st.floats(0.3, 3.0) for each in ("fprop",
 def test_no_calibration_makes_sustained_faster_than_a_burst(
     sustained: dict[str, float] | None, burst: dict[str, float] | None, tokens: int, outputs: int
 ) -> None:
-    known = [{"bf16": each, "fp8-block": each} if each else {} for each in (sustained, burst)]
+    known = [{"bf16": factor, "fp8-block": factor} if factor else {} for factor in (sustained, burst)]
     model = from_hyperparameters(
         hidden_size=1024, intermediate_size=16 * outputs, num_attention_heads=8, num_hidden_layers=2, vocab_size=512
     )
@@ -277,15 +277,15 @@ def test_no_calibration_makes_sustained_faster_than_a_burst(
         parts, rested = slow.step(name).parts, fast.step(name).parts
         assert all(parts[part].value >= rested[part].value * (1 - 1e-9) for part in parts if part != IDLE)
         for case in slow.cases:
-            pairs = zip(*(each.forecaster.linear(case, name).gemms.values() for each in (slow, fast)), strict=True)
+            pairs = zip(*(setup.forecaster.linear(case, name).gemms.values() for setup in (slow, fast)), strict=True)
             assert all(one.value >= other.value * (1 - 1e-9) for one, other in pairs)
 
 
 def test_what_was_not_measured_keeps_its_uncertainty() -> None:
-    """Eight dense linears of usual sizes say little of grouped GEMMs and of sizes far beyond them."""
-    found = shipped("h200")
-    assert found is not None
-    forecaster = Forecaster(gpu("h200"), "sustained", measured=found.adjustment())
+    """Eight dense linears of usual sizes say little about grouped GEMMs or much larger sizes."""
+    calibrated = shipped("h200")
+    assert calibrated is not None
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=calibrated.adjustment())
     dense, grouped, huge = (
         forecaster.linear(case, "BF16").all_gemms()
         for case in (
@@ -295,7 +295,7 @@ def test_what_was_not_measured_keeps_its_uncertainty() -> None:
         )
     )
     assert dense.shared == pytest.approx(0.03)
-    other = Forecaster(gpu("h200"), "sustained", measured=found.adjustment(other_chip=True))
+    other = Forecaster(gpu("h200"), "sustained", measured=calibrated.adjustment(other_chip=True))
     assert other.linear(Case("a", 8192, 4096, 4096), "BF16").all_gemms().shared > dense.shared
     assert grouped.shared > 0.1
     assert huge.shared > 0.1
@@ -314,16 +314,16 @@ def test_the_shipped_one_is_checked_alike(monkeypatch: pytest.MonkeyPatch, run: 
 
 
 def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part that went wrong must not make the file unreadable."""
+    """One implausible part must not make the file unreadable."""
     parts = {"attention": 22.0, "optimizer": 2.2}, {"attention": 2.0, "optimizer": 2.0}
     monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0
     assert "attention: measured/forecast = 11.000 is implausible" in outcome.err
-    found = load("h200")
-    assert found is not None
-    assert found.parts == {"optimizer": 1.1}
+    loaded = load("h200")
+    assert loaded is not None
+    assert loaded.parts == {"optimizer": 1.1}
 
 
 def session(backend: str = "cpu") -> Any:
@@ -332,12 +332,12 @@ def session(backend: str = "cpu") -> Any:
 
 
 def test_cached_weights_are_cached_on_both_sides() -> None:
-    """Else the forecast would quantize weights that the measurement does not."""
+    """Otherwise the forecast would quantize weights that the measurement does not."""
     for caches in (True, False):
         seen = recorded_linears(MODEL, about={"cache_weights": caches})
-        found = session().forecast(seen, "sustained").op_time(MODEL[0].op, "FP8Current", "autocast")
-        assert found is not None
-        assert ("W" in found.quantize_ms) != caches
+        op = session().forecast(seen, "sustained").op_time(MODEL[0].op, "FP8Current", "autocast")
+        assert op is not None
+        assert ("W" in op.quantize_ms) != caches
 
 
 def test_a_calibrated_part_changes_the_step() -> None:
@@ -353,7 +353,7 @@ def test_a_calibrated_part_changes_the_step() -> None:
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_step_is_run_and_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, whose kernels are not profiled: its parts stay empty, and calibrate nothing."""
+    """On the CPU, kernels are not profiled: the parts stay empty and calibrate nothing."""
     pytest.importorskip("torch")
     monkeypatch.setattr(calibrating, "STEPS_PRECISION", 0.9)
     monkeypatch.setattr(calibrating, "STEPS_LIMIT_S", 1.0)

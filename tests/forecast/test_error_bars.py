@@ -1,4 +1,4 @@
-"""Error bars of what was not measured: groups of series are left out, and forecast from the others."""
+"""Error bars without measurements: groups of series are left out and forecast from the others."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def test_error_bars_hold_for_what_is_left_out(kind: str) -> None:
     groups = list(leave_out.left_out(model().coefficients, rule, named=named))
     assert len(groups) > 15
     assert leave_out.share_inside(groups) >= leave_out.GOAL
-    assert min(each.inside.mean() for each in groups) > 0.7
+    assert min(group.inside.mean() for group in groups) > 0.7
 
 
 @pytest.mark.parametrize("kind", ["its library, on every GPU", "its GPU", "its state on that GPU"])
 def test_error_bars_of_speedups_hold_and_are_narrower(kind: str) -> None:
     pairs = list(leave_out.speedups(model().coefficients, leave_out.KINDS[kind][0]))
-    inside = np.concatenate([np.abs(each.errors) <= each.width for each in pairs])
+    inside = np.concatenate([np.abs(pair.errors) <= pair.width for pair in pairs])
     assert len(inside) > 1000
     assert inside.mean() >= leave_out.GOAL
-    assert all((each.width <= each.independent).all() for each in pairs)
-    assert np.median(np.concatenate([each.width / each.independent for each in pairs])) < 0.9
+    assert all((pair.width <= pair.independent).all() for pair in pairs)
+    assert np.median(np.concatenate([pair.width / pair.independent for pair in pairs])) < 0.9
 
 
-@pytest.mark.parametrize(("fmt", "library"), [each for each in leave_out.CUBLAS if each[0] != "fp8-rowwise"])
+@pytest.mark.parametrize(("fmt", "library"), [pair for pair in leave_out.CUBLAS if pair[0] != "fp8-rowwise"])
 @pytest.mark.parametrize("few", [True, False])
 def test_error_bars_hold_for_another_library_and_for_few_rows(fmt: str, library: str | None, few: bool) -> None:
     group = leave_out.on_h200(model().coefficients, fmt, library, few=few)
-    goal = leave_out.GOAL if library else 0.8  # a library that is not named may be the measured one, and here it is not
+    goal = leave_out.GOAL if library else 0.8  # an unnamed library could be the measured one; here it is not
     assert group.inside.mean() >= goal
 
 
 def test_bars_of_what_was_measured_stay_narrow() -> None:
     groups = [leave_out.forecast(model(), key, rows, key[3]) for key, rows in leave_out.sample().items()]
     assert 0.88 <= leave_out.share_inside(groups) <= 0.93
-    assert np.median(np.concatenate([each.high for each in groups])) < 0.08
+    assert np.median(np.concatenate([group.high for group in groups])) < 0.08
 
 
 # --- what widens them -------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def test_bars_of_what_was_measured_stay_narrow() -> None:
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "fp8-block"])
 def test_the_less_is_known_of_the_library_the_wider(fmt: str) -> None:
-    version = next(each.version for each in model().coefficients.series if (each.gpu, each.state) == ("h200", "burst"))
-    measured, newer, unnamed, other = (bar("h200", fmt, each) for each in ("trtllm", "trtllm==99.1", None, "sglang"))
+    version = next(series.version for series in model().coefficients.series if (series.gpu, series.state) == ("h200", "burst"))
+    measured, newer, unnamed, other = (bar("h200", fmt, library) for library in ("trtllm", "trtllm==99.1", None, "sglang"))
     assert bar("h200", fmt, f"trtllm {version}") == measured
     assert measured < newer < unnamed < other
 
@@ -87,17 +87,17 @@ def test_few_rows_and_other_states_widen() -> None:
 
 
 def test_unmeasured_libraries_promise_no_more_than_the_chip_has() -> None:
-    found = model().time(gpu("h200"), "fp8-block", SQUARE, "burst", "sglang")
-    assert found.low_ms[0] >= SQUARE.flops[0] / (gpu("h200").tflops["fp8"] * 1e9) * (1 - 1e-9)
-    assert found.high[0] > 1
+    estimate = model().time(gpu("h200"), "fp8-block", SQUARE, "burst", "sglang")
+    assert estimate.low_ms[0] >= SQUARE.flops[0] / (gpu("h200").tflops["fp8"] * 1e9) * (1 - 1e-9)
+    assert estimate.high[0] > 1
 
 
 def test_ranges_are_those_of_each_series() -> None:
     """B200's sustained trtllm series have no n above 2560; vllm's have."""
     wide, narrow = Shapes.of(8192, 8192, 8192), Shapes.of(8192, 8192, 2048)
     assert bar("b200", "fp8", "trtllm", wide, "sustained") > 1.5 * bar("b200", "fp8", "trtllm", narrow, "sustained")
-    series = {(each.gpu, each.fmt, each.state, each.library): each for each in model().coefficients.series}
-    trtllm, vllm = (series["b200", "bf16", "sustained", each] for each in ("trtllm", "vllm"))
+    series = {(entry.gpu, entry.fmt, entry.state, entry.library): entry for entry in model().coefficients.series}
+    trtllm, vllm = (series["b200", "bf16", "sustained", library] for library in ("trtllm", "vllm"))
     assert trtllm.sizes[2] == (512, 2560)
     assert octaves_outside(wide, trtllm.sizes)[:, 0].round(2).tolist() == [0, 0, 1.68]
     assert not octaves_outside(wide, vllm.sizes).any()
@@ -106,8 +106,10 @@ def test_ranges_are_those_of_each_series() -> None:
 def test_series_that_contain_the_gemm_are_preferred() -> None:
     """With the defaults exchanged, trtllm is used as far as it was measured, and vllm beyond."""
     exchanged = [
-        replace(each, default=not each.default) if (each.gpu, each.fmt, each.state) == ("b200", "bf16", "sustained") else each
-        for each in model().coefficients.series
+        replace(series, default=not series.default)
+        if (series.gpu, series.fmt, series.state) == ("b200", "bf16", "sustained")
+        else series
+        for series in model().coefficients.series
     ]
     gemms = GemmModel(replace(model().coefficients, series=tuple(exchanged)))
     mixed = Shapes.of(4096, 4096, [1024, 8192, 2048, 100])
@@ -121,12 +123,12 @@ def test_series_that_contain_the_gemm_are_preferred() -> None:
 
 def test_l40s_is_limited_by_its_power() -> None:
     for state, most in (("sustained", 201), ("burst", 220)):
-        found = model().time(gpu("l40s"), "bf16", SQUARE, "sustained" if state == "sustained" else "burst")
-        assert 190 < SQUARE.flops[0] / found.gemm_ms[0] / 1e9 < most
-        assert found.high[0] > 0.5
+        estimate = model().time(gpu("l40s"), "bf16", SQUARE, "sustained" if state == "sustained" else "burst")
+        assert 190 < SQUARE.flops[0] / estimate.gemm_ms[0] / 1e9 < most
+        assert estimate.high[0] > 0.5
     memory_bound = Shapes.of(64, 8192, 8192)
     assert model().time(gpu("l40s"), "bf16", memory_bound).gemm_ms[0] > 3 * memory_bound.flops[0] / (200 * 1e9)
-    assert [each.name for each in gpus().values() if each.sustained_tflops] == ["l40s"]
+    assert [gpu.name for gpu in gpus().values() if gpu.sustained_tflops] == ["l40s"]
 
 
 def test_training_is_less_certain_where_its_library_was_not_measured() -> None:

@@ -1,4 +1,4 @@
-"""What a run would cost on GPUs that are not here."""
+"""Cost of a run on GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def test_cost_is_the_step_times_the_steps(run: Run) -> None:
     tokens_per_step = 8192 * 4 * 32
     for gpu in file.gpus:
         assert gpu.step is not None
-        for each in gpu.step.recipes:
-            assert each.cost is not None
-            days = each.step_ms.value / 1000 * 1e12 / tokens_per_step / 86400
-            assert each.cost.days.value == pytest.approx(days)
-            assert each.cost.gpu_hours.value == pytest.approx(days * 24 * 64)
-            assert each.cost.days.low is not None
-            assert each.cost.days.low < days
+        for recipe in gpu.step.recipes:
+            assert recipe.cost is not None
+            days = recipe.step_ms.value / 1000 * 1e12 / tokens_per_step / 86400
+            assert recipe.cost.days.value == pytest.approx(days)
+            assert recipe.cost.gpu_hours.value == pytest.approx(days * 24 * 64)
+            assert recipe.cost.days.low is not None
+            assert recipe.cost.days.low < days
             if gpu.gpu == "h200":
-                assert each.cost.money is not None
-                assert each.cost.money.value == pytest.approx(days * 24 * 64 * 2.5)
+                assert recipe.cost.money is not None
+                assert recipe.cost.money.value == pytest.approx(days * 24 * 64 * 2.5)
             else:
-                assert each.cost.money is None  # no price was given for it
+                assert recipe.cost.money is None  # no price was given for it
 
 
 def test_gradients_are_exchanged_among_as_many_as_are_paid_for(run: Run) -> None:
-    """A thousand GPUs wait longer for each other than two; that is in the price."""
+    """A thousand GPUs wait longer for each other than two, and the cost includes that."""
     steps = []
     for gpus in (2, 1024):
         small = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 512 --tp 2"  # nothing hides the exchange
@@ -61,7 +61,7 @@ def test_it_is_in_the_document(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ("--gpu h200 --tokens 1e12", "needs --tokens and --gpus"),
         ("--gpu h200 --price 2", "needs --tokens and --gpus"),
@@ -74,10 +74,10 @@ def test_it_is_in_the_document(run: Run) -> None:
         ("--gpu h200 --tokens 1e12 --gpus 64 --sweep tp=1,2", "--tokens applies to the cost of one run"),
     ],
 )
-def test_wrong(run: Run, options: str, words: str) -> None:
+def test_wrong(run: Run, options: str, message: str) -> None:
     outcome = run(f"{MODEL} {options}")
     assert outcome.code == 2
-    assert words in outcome.err
+    assert message in outcome.err
 
 
 @pytest.mark.parametrize("what", ["--shapes 4096", "--gemms -"])

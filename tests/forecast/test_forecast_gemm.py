@@ -26,7 +26,7 @@ from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 SAMPLE = Path(__file__).parent.parent / "data" / "held_out_gemms.csv.gz"
 MEDIAN, P90 = 0.04, 0.12
 COVERED = (0.85, 0.95)
-SAMPLING = 0.035  # the sample is a few hundred rows of each series: its coverage moves by that much
+SAMPLING = 0.035  # sampling error of the coverage: each series has only a few hundred rows
 
 
 def held_out() -> dict[tuple[str, str, str, str], np.ndarray]:
@@ -46,9 +46,9 @@ def errors(key: tuple[str, str, str, str]) -> tuple[np.ndarray, np.ndarray]:
     name, fmt, state, library = key
     m, k, n, measured = ROWS[key].T
     known: State = "sustained" if state == "sustained" else "burst"
-    found = model().time(gpu(name), fmt, Shapes.of(m, k, n), known, library)
-    inside = (measured >= found.low_ms) & (measured <= found.high_ms)
-    return np.abs(found.total_ms / measured - 1), inside
+    estimate = model().time(gpu(name), fmt, Shapes.of(m, k, n), known, library)
+    inside = (measured >= estimate.low_ms) & (measured <= estimate.high_ms)
+    return np.abs(estimate.total_ms / measured - 1), inside
 
 
 def test_the_sample_was_never_fitted_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,44 +56,44 @@ def test_the_sample_was_never_fitted_on(monkeypatch: pytest.MonkeyPatch) -> None
     from sites import HELD_OUT, part
 
     assert all(part(int(n), int(k)) == HELD_OUT for rows in ROWS.values() for _, k, n, _ in rows)
-    assert {(each.gpu, each.fmt, each.state, each.library) for each in model().coefficients.series} == set(ROWS)
+    assert {(series.gpu, series.fmt, series.state, series.library) for series in model().coefficients.series} == set(ROWS)
 
 
 @pytest.mark.parametrize("pair", sorted({key[:2] for key in ROWS}), ids="-".join)
 def test_held_out_error_of_every_gpu_and_format(pair: tuple[str, str]) -> None:
-    found = np.concatenate([errors(key)[0] for key in ROWS if key[:2] == pair])
-    assert np.median(found) <= MEDIAN
-    assert np.quantile(found, 0.9) <= P90
+    pair_errors = np.concatenate([errors(key)[0] for key in ROWS if key[:2] == pair])
+    assert np.median(pair_errors) <= MEDIAN
+    assert np.quantile(pair_errors, 0.9) <= P90
 
 
 def test_error_bars_hold() -> None:
-    """Nine of ten measured times lie inside the 90% error bar: all together, and of every GPU and format."""
+    """90% of the measured times are inside the 90% error bar, in total and for every GPU and format."""
     inside: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     for key in ROWS:
         inside[key[:2]].append(errors(key)[1])
-    covered = {pair: float(np.concatenate(found).mean()) for pair, found in inside.items()}
-    everything = np.concatenate([each for found in inside.values() for each in found])
+    covered = {pair: float(np.concatenate(flags).mean()) for pair, flags in inside.items()}
+    everything = np.concatenate([flag for flags in inside.values() for flag in flags])
     assert COVERED[0] <= everything.mean() <= COVERED[1]
-    assert all(COVERED[0] - SAMPLING <= each <= COVERED[1] + SAMPLING for each in covered.values()), covered
+    assert all(COVERED[0] - SAMPLING <= share <= COVERED[1] + SAMPLING for share in covered.values()), covered
 
 
 def test_published_errors_are_those_of_the_coefficients() -> None:
-    """docs/accuracy.md lists every series with what the coefficients file says of it."""
+    """docs/accuracy.md lists every series with its numbers from the coefficients file."""
     text = (Path(__file__).parent.parent.parent / "docs" / "accuracy.md").read_text()
-    for each in model().coefficients.series:
-        held = each.held_out
-        series = f"| {each.gpu} | {each.fmt} | {each.state} | {each.library} |"
-        line = f"{series} {held['rows']:.0f} | {held['median']:.1%} | {held['p90']:.1%} |"
+    for measured in model().coefficients.series:
+        held_out = measured.held_out
+        series = f"| {measured.gpu} | {measured.fmt} | {measured.state} | {measured.library} |"
+        line = f"{series} {held_out['rows']:.0f} | {held_out['median']:.1%} | {held_out['p90']:.1%} |"
         assert line in text, "run: python benchmarks/fit_forecast.py DATA"
 
 
 def test_better_than_the_roofline_everywhere() -> None:
-    assert all(each.held_out["median"] * 4 < each.held_out["roofline_median"] for each in model().coefficients.series)
+    assert all(series.held_out["median"] * 4 < series.held_out["roofline_median"] for series in model().coefficients.series)
 
 
 # --- physics ----------------------------------------------------------------------------------------------------------
 
-SIZES = st.integers(4, 256).map(lambda each: each * 128)
+SIZES = st.integers(4, 256).map(lambda blocks: blocks * 128)
 CHIPS = st.sampled_from(sorted(gpus())).map(gpu)
 TILE_EFFECTS = 1.12  # a library may do better with a size that fills its tiles
 
@@ -131,11 +131,11 @@ def test_slower_chips_take_longer(chip: GpuSpec, m: int, k: int, n: int, share: 
 @settings(max_examples=100, deadline=None)
 @given(CHIPS, st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 64))
 def test_any_size_has_a_time_with_a_bar(chip: GpuSpec, m: int, k: int, n: int, groups: int) -> None:
-    found = model().time(chip, "bf16", Shapes.of(m, k, n, groups))
-    assert np.isfinite(found.high_ms).all()
-    assert (found.low_ms > 0).all()
-    assert (found.low_ms < found.gemm_ms).all()
-    assert (found.gemm_ms < found.high_ms).all()
+    estimate = model().time(chip, "bf16", Shapes.of(m, k, n, groups))
+    assert np.isfinite(estimate.high_ms).all()
+    assert (estimate.low_ms > 0).all()
+    assert (estimate.low_ms < estimate.gemm_ms).all()
+    assert (estimate.gemm_ms < estimate.high_ms).all()
 
 
 def test_bars_widen_where_nothing_was_measured() -> None:
@@ -160,18 +160,18 @@ def test_burst_is_faster_than_sustained() -> None:
 def test_no_gemm_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: State, data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(formats(chip)))
     shapes = Shapes.of(m, k, n)
-    found = model().time(chip, fmt, shapes, state)
+    estimate = model().time(chip, fmt, shapes, state)
     rate = chip.tflops[{"bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4"}[fmt]]
-    assert found.gemm_ms[0] >= 2 * m * k * n / (rate * 1e9) * (1 - 1e-9)
-    assert found.gemm_ms[0] >= shapes.bytes_moved(fmt)[0] / (chip.bandwidth_tbps * 1e9) * (1 - 1e-9)
-    assert (found.quantize_ms[0] > 0) == (fmt != "bf16")
+    assert estimate.gemm_ms[0] >= 2 * m * k * n / (rate * 1e9) * (1 - 1e-9)
+    assert estimate.gemm_ms[0] >= shapes.bytes_moved(fmt)[0] / (chip.bandwidth_tbps * 1e9) * (1 - 1e-9)
+    assert (estimate.quantize_ms[0] > 0) == (fmt != "bf16")
 
 
 def test_what_a_gemm_needs_comes_out_of_quantization() -> None:
     shapes = Shapes.of(20768, 52032, 688)
-    found = model().time(gpu("b300"), "fp8", shapes, "burst", "trtllm")
-    assert found.gemm_ms[0] >= shapes.flops[0] / (4500 * 1e9)
-    assert found.quantize_ms[0] > found.gemm_ms[0] * 0.1
+    estimate = model().time(gpu("b300"), "fp8", shapes, "burst", "trtllm")
+    assert estimate.gemm_ms[0] >= shapes.flops[0] / (4500 * 1e9)
+    assert estimate.quantize_ms[0] > estimate.gemm_ms[0] * 0.1
 
 
 @settings(max_examples=100, deadline=None)
@@ -226,7 +226,7 @@ def test_damaged_coefficients(text: str) -> None:
     ],
 )
 def test_coefficients_that_do_not_fit_together(damage: Callable[[dict[str, Any]], object]) -> None:
-    """Valid JSON of the right version, and yet no coefficients."""
+    """Valid JSON of the right version that does not contain coefficients."""
     data = json.loads((files("gemmscope.forecast") / "coefficients" / "gemm.json").read_text())
     damage(data)
     with pytest.raises(UserError, match=r"mine\.json is a damaged coefficients file"):
@@ -245,4 +245,4 @@ def test_unknown_gpus_list_the_nearest_first() -> None:
     assert set(gpus()) == {
         *("a100", "h100", "h200", "h200-nvl", "b200", "b300", "gb200", "gb300", "l40s", "rtx-pro-6000", "rtx-5090"),
     }
-    assert all(each.source for each in gpus().values())
+    assert all(gpu.source for gpu in gpus().values())

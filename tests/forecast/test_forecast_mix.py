@@ -1,4 +1,4 @@
-"""The forecast of a mix: between its parts, and exactly one of them where it keeps everything or nothing."""
+"""The forecast of a mix lies between its two recipes, and equals one of them if it keeps everything or nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ops_of(step: StepForecast) -> tuple[str, ...]:
 
 
 def counted(assigned: list[Assigned], name: str) -> int:
-    return sum(each.get(name, 0) for each in assigned)
+    return sum(counts.get(name, 0) for counts in assigned)
 
 
 @st.composite
@@ -82,13 +82,13 @@ def bounds(step: StepForecast, kept_in: str) -> list[tuple[float, float]]:
 def test_a_mix_is_between_the_best_and_the_worst_choice_for_every_op(drawn: tuple[StepForecast, KeptHigher]) -> None:
     step, kept = drawn
     name = mixed_name(LOW, kept)
-    clock = facts()["clock"]["most"]  # GEMMs gain at most so much from what runs between them
-    for found, (least, most), slack in zip(linears_ms(step, name), bounds(step, kept.recipe), (clock, 1e-9), strict=True):
-        assert least * (1 - slack) - 1e-9 <= found <= most * (1 + slack) + 1e-9
-    mixed, low, high = (step.step(each).host_ms for each in (name, LOW, kept.recipe))
+    clock = facts()["clock"]["most"]  # the kernels between GEMMs speed these up by at most this much
+    for mixed_ms, (least, most), slack in zip(linears_ms(step, name), bounds(step, kept.recipe), (clock, 1e-9), strict=True):
+        assert least * (1 - slack) - 1e-9 <= mixed_ms <= most * (1 + slack) + 1e-9
+    mixed, low, high = (step.step(recipe_name).host_ms for recipe_name in (name, LOW, kept.recipe))
     assert min(low, high) * (1 - 1e-9) <= mixed <= max(low, high) * (1 + 1e-9)
     assigned = step.assigned(name)
-    assert [sum(each.values()) for each in assigned] == [count for _, count, _ in step.quantized]
+    assert [sum(counts.values()) for counts in assigned] == [count for _, count, _ in step.quantized]
     if name != LOW:
         assert split_name(name) == (LOW, kept)
         assert recipe(name).base == LOW
@@ -111,7 +111,7 @@ def test_all_kept_is_the_baseline_and_nothing_kept_the_recipe(name: str, run: Ru
 @given(mixes())
 @settings(max_examples=40, deadline=None)
 def test_error_bars_of_what_is_kept_cancel(drawn: tuple[StepForecast, KeptHigher]) -> None:
-    """The more of the step both sides run alike, the less is unknown of their ratio."""
+    """The more of the step both sides share, the narrower the interval of their ratio."""
     step, kept = drawn
     name = mixed_name(LOW, replace(kept, recipe=BASELINE))
     times = forecast_step(step, list(dict.fromkeys([BASELINE, LOW, name])))

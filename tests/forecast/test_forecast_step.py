@@ -1,4 +1,4 @@
-"""The forecast of training steps, against steps that were measured and never fitted on; and how it follows the layout."""
+"""The forecast of training steps, compared with measured steps that were not fitted, and its dependence on the layout."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def steps(name: str, model: ModelSpec, run: RunSpec) -> StepForecast:
 
 def test_speedups_of_real_steps_on_an_h200() -> None:
     """Twelve cases: 6% on average; and the error bar holds the truth in most of them."""
-    errors, held = [], 0
+    errors, inside = [], 0
     for facts in MEASURED.values():
         forecast, real = steps("h200", *model_of(facts["config"])), facts["median_ms"]
         baseline = (real["BF16"] + real["BF16_again"]) / 2
         for name in TE:
-            found = speedup(forecast.step("BF16"), forecast.step(name), in_common()).interval()
-            errors.append(abs(found.value * real[name] / baseline - 1))
-            held += found.low <= baseline / real[name] <= found.high
+            interval = speedup(forecast.step("BF16"), forecast.step(name), in_common()).interval()
+            errors.append(abs(interval.value * real[name] / baseline - 1))
+            inside += interval.low <= baseline / real[name] <= interval.high
     assert sum(errors) / len(errors) < 0.06
     assert max(errors) < 0.10
-    assert held >= 10
+    assert inside >= 10
 
 
 def test_times_of_real_steps_on_an_h200() -> None:
@@ -76,18 +76,18 @@ def test_parts_are_those_of_a_measured_step() -> None:
     model = presets.load("mixtral-8x7b").model
     assert model is not None
     run = RunSpec(1, 4096, tp=2, sequence_parallel=True, ep=4, pp=2, dp=64, gradient_accumulation=4)
-    found = steps("b200", model, run).step("MXFP8")
-    assert set(found.parts) <= set(STEP_PARTS)
-    assert {"GEMMs", "quantization", "attention", "routing", "exposed communication", "pipeline bubble"} <= set(found.parts)
-    assert found.total.value == pytest.approx(sum(part.value for part in found.parts.values()))
+    forecast = steps("b200", model, run).step("MXFP8")
+    assert set(forecast.parts) <= set(STEP_PARTS)
+    assert {"GEMMs", "quantization", "attention", "routing", "exposed communication", "pipeline bubble"} <= set(forecast.parts)
+    assert forecast.total.value == pytest.approx(sum(part.value for part in forecast.parts.values()))
 
 
 def test_times_like_those_of_a_measured_step() -> None:
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
-    found = forecast_step(steps("h200", model, run), ["BF16", *TE])
-    assert found.origin == "forecast"
-    assert [time.recipe for time in found.recipes] == ["BF16", *TE]
-    current = found.of("FP8Current")
+    forecast = forecast_step(steps("h200", model, run), ["BF16", *TE])
+    assert forecast.origin == "forecast"
+    assert [time.recipe for time in forecast.recipes] == ["BF16", *TE]
+    current = forecast.of("FP8Current")
     assert current is not None
     assert current.speedup is not None
     assert current.verdict is not None
@@ -100,34 +100,34 @@ def test_times_like_those_of_a_measured_step() -> None:
 def test_recipes_are_compared_with_each_other() -> None:
     """FP8Current and FP8Delayed run the same GEMMs: their common error cancels, and the winner is called."""
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
-    found = forecast_step(steps("h200", model, run), ["BF16", *TE])
-    assert {(each.recipe, each.over) for each in found.speedups} == {
+    forecast = forecast_step(steps("h200", model, run), ["BF16", *TE])
+    assert {(speedup.recipe, speedup.over) for speedup in forecast.speedups} == {
         (name, over) for name in TE for over in ("BF16", *TE) if name != over
     }
-    ratio, back = found.speedup("FP8Delayed", "FP8Current"), found.speedup("FP8Current", "FP8Delayed")
-    block, gain = found.speedup("FP8Delayed", "FP8Block"), found.speedup("FP8Delayed")
+    ratio, back = forecast.speedup("FP8Delayed", "FP8Current"), forecast.speedup("FP8Current", "FP8Delayed")
+    block, gain = forecast.speedup("FP8Delayed", "FP8Block"), forecast.speedup("FP8Delayed")
     assert ratio is not None
     assert back is not None
     assert block is not None
     assert gain is not None
     assert ratio.value == pytest.approx(1 / back.value)
     assert ratio.half_width < block.half_width
-    assert found.winner is not None
-    assert found.winner.best == "FP8Delayed"
-    assert found.winner.speedup == gain
-    assert ("FP8Current" in found.winner.rivals) == ratio.includes_one
+    assert forecast.winner is not None
+    assert forecast.winner.best == "FP8Delayed"
+    assert forecast.winner.speedup == gain
+    assert ("FP8Current" in forecast.winner.rivals) == ratio.includes_one
 
 
 def test_model_flops_leave_recomputation_out() -> None:
-    """What is computed again takes time, and is no progress."""
+    """Recomputation takes time but does not count as model FLOPs."""
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
     again = replace(run, recompute="full")
-    plain, full = (totals(derive(model, each), each, model) for each in (run, again))
+    plain, full = (totals(derive(model, spec), spec, model) for spec in (run, again))
     assert plain.model_flops == plain.gemm_flops + plain.attention_flops
     assert full.model_flops == plain.model_flops < full.gemm_flops + full.attention_flops
-    found = [forecast_step(steps("h200", model, each), ["BF16"]).recipes[0] for each in (run, again)]
-    assert found[1].model_tflops < found[0].model_tflops
-    assert found[1].model_tflops * found[1].step_ms.value == pytest.approx(found[0].model_tflops * found[0].step_ms.value)
+    times = [forecast_step(steps("h200", model, spec), ["BF16"]).recipes[0] for spec in (run, again)]
+    assert times[1].model_tflops < times[0].model_tflops
+    assert times[1].model_tflops * times[1].step_ms.value == pytest.approx(times[0].model_tflops * times[0].step_ms.value)
 
 
 def test_sizes_that_do_not_fit_are_said() -> None:
@@ -142,12 +142,12 @@ def test_routers_stay_in_bf16() -> None:
     assert model is not None
     workload = derive(model, RunSpec(1, 4096))
     cases = cases_of(op for op in workload.ops if isinstance(op, Linear))
-    found = forecast_linears(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], MODES)
-    router = found.op_time("Router", "FP8Current", "autocast")
+    linears = forecast_linears(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], MODES)
+    router = linears.op_time("Router", "FP8Current", "autocast")
     assert router is not None
     assert router.left_in_baseline
-    assert found.speedup("FP8Current", "autocast", "Router") is None
-    assert found.speedup("FP8Current", "autocast") is not None
+    assert linears.speedup("FP8Current", "autocast", "Router") is None
+    assert linears.speedup("FP8Current", "autocast") is not None
     assert not misaligned(cases, ["BF16", "FP8Current"])
 
 
@@ -155,17 +155,17 @@ def test_routers_stay_in_bf16() -> None:
 def test_what_was_not_measured_has_wide_error_bars(name: str, part: StepPart) -> None:
     model = presets.load(name).model
     assert model is not None
-    found = steps("h200", model, RunSpec(1, 8192, ep=64)).step("FP8Current").parts[part]
-    assert found.value > 0
-    assert found.uncertainty > 0.15
+    time = steps("h200", model, RunSpec(1, 8192, ep=64)).step("FP8Current").parts[part]
+    assert time.value > 0
+    assert time.uncertainty > 0.15
 
 
 @pytest.mark.parametrize("name", gpus())
 def test_every_gpu_answers(name: str) -> None:
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])
-    found = steps(name, model, run).step("BF16").total
-    assert found.value > 0
-    assert 0.01 < found.uncertainty < 0.6
+    time = steps(name, model, run).step("BF16").total
+    assert time.value > 0
+    assert 0.01 < time.uncertainty < 0.6
 
 
 @pytest.mark.parametrize("name", gpus())
@@ -176,31 +176,32 @@ def test_no_part_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> 
     run, chip = RunSpec(1, tokens), gpu(name)
     workload = derive(model, run)
     sustained, burst = (StepForecast(Forecaster(chip, state), model, run, workload) for state in ("sustained", "burst"))  # type: ignore[arg-type]
-    for each in ("BF16", *TE, "MXFP8", "NVFP4"):
-        if support(each, chip.capability).runs:
-            slow, fast = sustained.step(each), burst.step(each)
-            assert all(slow.parts[part].value >= fast.parts[part].value * (1 - 1e-9) for part in slow.parts if part != IDLE), each
+    for recipe_name in ("BF16", *TE, "MXFP8", "NVFP4"):
+        if support(recipe_name, chip.capability).runs:
+            slow, fast = sustained.step(recipe_name), burst.step(recipe_name)
+            parts = [part for part in slow.parts if part != IDLE]
+            assert all(slow.parts[part].value >= fast.parts[part].value * (1 - 1e-9) for part in parts), recipe_name
 
 
 @pytest.mark.parametrize("name", ["h200", "b300", "l40s"])
 def test_linears_do_not_beat_the_chip(name: str) -> None:
     chip, case = gpu(name), Case("wide", 20768, 52032, 688)
-    for each in ("BF16", "FP8Current", "FP8Block"):
-        if support(each, chip.capability).runs:
-            rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
-            gemms = Forecaster(chip, "burst").linear(case, each).gemms.values()
+    for recipe_name in ("BF16", "FP8Current", "FP8Block"):
+        if support(recipe_name, chip.capability).runs:
+            rate = chip.tflops["bf16" if recipe_name == "BF16" else "fp8"] * 1e9
+            gemms = Forecaster(chip, "burst").linear(case, recipe_name).gemms.values()
             assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in gemms)
 
 
 def test_casts_reach_less_of_blackwells_bandwidth() -> None:
-    """By the ratio that the same kernels show; not for very long tensors, and never so that a longer tensor takes less."""
+    """Casts reach a smaller share of bandwidth than on an H200, except for very long tensors. Time grows with length."""
     for name in ("b200", "b300"):
-        h200, other = (quantizing(recipe("MXFP8"), gpu(each)) for each in ("h200", name))
+        h200, other = (quantizing(recipe("MXFP8"), gpu(gpu_name)) for gpu_name in ("h200", name))
         bandwidth = gpu(name).bandwidth_tbps / gpu("h200").bandwidth_tbps
         for elements, least, most in ((5e7, 1.15, 1.35), (1e10, 1.0, 1.02)):
             ratio = (other.time_ms(elements) - other.launch_ms) / (h200.time_ms(elements) - h200.launch_ms) * bandwidth
             assert least < ratio < most
-        times = [other.time_ms(2.0**each) for each in range(40)]
+        times = [other.time_ms(2.0**exponent) for exponent in range(40)]
         assert times == sorted(times)
 
 
@@ -218,7 +219,7 @@ def test_weights_are_quantized_once_per_step() -> None:
         StepForecast(Forecaster(gpu("h200"), "sustained", cache_weights=kept), model, again, derive(model, again))
         for kept in (True, False)
     )
-    times = [each.step("FP8Current").parts["quantization"].value for each in (plain, kept)]
+    times = [forecast.step("FP8Current").parts["quantization"].value for forecast in (plain, kept)]
     assert times[0] - times[1] == pytest.approx(weights / 3)
 
 
@@ -230,10 +231,10 @@ ESTIMATES = st.builds(Estimate, st.floats(0.001, 1e4), UNCERTAINTIES, UNCERTAINT
 
 @given(st.lists(ESTIMATES, min_size=1, max_size=8))
 def test_a_sum_is_no_surer_than_what_its_parts_share(parts: list[Estimate]) -> None:
-    found = total(parts)
-    assert found.value == pytest.approx(sum(part.value for part in parts))
-    assert min(part.shared for part in parts) - 1e-9 <= found.shared <= max(part.shared for part in parts) + 1e-9
-    assert found.own <= max(part.own for part in parts) + 1e-9
+    summed = total(parts)
+    assert summed.value == pytest.approx(sum(part.value for part in parts))
+    assert min(part.shared for part in parts) - 1e-9 <= summed.shared <= max(part.shared for part in parts) + 1e-9
+    assert summed.own <= max(part.own for part in parts) + 1e-9
 
 
 @given(ESTIMATES, ESTIMATES)
@@ -254,11 +255,11 @@ def test_what_does_not_change_dilutes() -> None:
 
 
 def test_a_point_gains_where_its_best_recipe_does() -> None:
-    """Beyond its error bar."""
+    """A point gains if the speedup of its best recipe is beyond the error bar."""
     high = Interval(1.3, 1.2, 1.4)
     certain, close = Winner(best="A", speedup=high), Winner(best="A", speedup=Interval(1.1, 0.9, 1.3), rivals=("BF16",))
     assert SweepPoint(values={"tp": 1}, winner=certain).gains
-    assert SweepPoint(values={"tp": 1}, winner=certain.model_copy(update={"rivals": ("B",)})).gains  # another question
+    assert SweepPoint(values={"tp": 1}, winner=certain.model_copy(update={"rivals": ("B",)})).gains  # only rivals in BF16 matter
     assert not SweepPoint(values={"tp": 1}, winner=close).gains
     assert not SweepPoint(values={"tp": 1}, winner=Winner(best="BF16", speedup=None)).gains
     points = [
@@ -270,7 +271,7 @@ def test_a_point_gains_where_its_best_recipe_does() -> None:
 
 
 def test_a_step_takes_at_least_as_long_as_launching_it() -> None:
-    """So the recipe with the shorter GPU time is never behind another one, and its speedup is that of the whole step."""
+    """The recipe with the shorter GPU time is never slower than another one, and its speedup is that of the whole step."""
     model = presets.load("llama-3.1-8b").model
     assert model is not None
     small, large = (steps("b200", model, RunSpec(1, tokens)) for tokens in (256, 8192))
@@ -293,12 +294,12 @@ def test_rates_are_those_of_one_gpu_on_average() -> None:
 
 
 def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
+    """With and without calibration, other processes get the measured factors. If they die, one process computes everything."""
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])
     wanted = [({"micro_batch_size": batch}, model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
-    found = shipped("h200")
-    assert found is not None
-    forecaster = Forecaster(gpu("h200"), "burst", measured=found.adjustment())
+    calibrated = shipped("h200")
+    assert calibrated is not None
+    forecaster = Forecaster(gpu("h200"), "burst", measured=calibrated.adjustment())
     alone = forecast_sweep(forecaster, wanted, [], ["FP8Current"])
     assert alone != forecast_sweep(Forecaster(gpu("h200"), "burst"), wanted, [], ["FP8Current"])
     monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)

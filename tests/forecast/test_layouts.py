@@ -1,4 +1,4 @@
-"""Steps on several GPUs: what is exchanged, what of it is hidden, pipelines, and what experts and the host add."""
+"""Steps on several GPUs: exchanges, overlap, pipelines, experts and the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def steps(name: str, model: ModelSpec, run: RunSpec, network: Network | None = N
 
 
 def exchanged(name: str, model: ModelSpec, run: RunSpec) -> dict[str, Exchange]:
-    return {each.kind: each for each in steps(name, model, run).fixed.exchanged}
+    return {exchange.kind: exchange for exchange in steps(name, model, run).fixed.exchanged}
 
 
 # --- collectives and networks ------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_a_domain_holds_a_whole_share_of_a_group(domain: int, ranks: int, apart:
 
 @given(st.floats(1, 400), st.floats(1.1, 4))
 def test_a_faster_network_is_never_slower(gbps: float, faster: float) -> None:
-    times = [collective_ms(gpu("h100"), Network(each, 8), "all_gather", 64, 1e9) for each in (gbps, gbps * faster)]
+    times = [collective_ms(gpu("h100"), Network(bandwidth, 8), "all_gather", 64, 1e9) for bandwidth in (gbps, gbps * faster)]
     assert times[0] >= times[1]
 
 
@@ -66,7 +66,7 @@ def test_a_full_node_leaves_the_network_to_others() -> None:
     near, apart, half = (collective_ms(h200, NODES, "reduce_scatter", 2, 1e9, apart) for apart in (1, 8, 4))
     assert apart > 5 * near
     assert half == near
-    wide = [collective_ms(gpu("gb200"), network_of(gpu("gb200")), "reduce_scatter", 8, 1e9, each) for each in (1, 8)]
+    wide = [collective_ms(gpu("gb200"), network_of(gpu("gb200")), "reduce_scatter", 8, 1e9, nodes) for nodes in (1, 8)]
     assert wide[0] == wide[1]
 
 
@@ -103,7 +103,7 @@ def test_sharding_divides_the_gemms_and_adds_communication() -> None:
 
 
 def test_whoever_holds_the_same_weights_exchanges_gradients() -> None:
-    """Ranks of context parallelism do, and not only replicas; experts that are split over ranks are not exchanged."""
+    """Context-parallel ranks exchange gradients too, not only replicas. Experts that are split over ranks are not exchanged."""
     model, moe = model_of("llama-3.1-8b"), model_of("mixtral-8x7b")
     context, replicas = (
         exchanged("h200", model, RunSpec(1, 8192, cp=cp, dp=dp))["gradients"].time_ms for cp, dp in ((8, 1), (1, 8))
@@ -164,11 +164,11 @@ def test_what_is_exposed_is_part_of_what_is_exchanged(
         tp_overlap=overlap, dp_overlap=overlap, ep_overlap=overlap,
     )  # fmt: skip
     computed = MicroBatch(batch_ms * 0.6, batch_ms * 0.2, batch_ms)
-    (found,) = exposed([Exchange(kind, time_ms, crosses=False, per_step=once)], run, computed)
-    assert found.time_ms == pytest.approx(time_ms * (1 if once else 4))
-    assert 0 < found.exposed_ms <= found.time_ms * (1 + 1e-9)
+    (exchange,) = exposed([Exchange(kind, time_ms, crosses=False, per_step=once)], run, computed)
+    assert exchange.time_ms == pytest.approx(time_ms * (1 if once else 4))
+    assert 0 < exchange.exposed_ms <= exchange.time_ms * (1 + 1e-9)
     if not overlap and kind in ("tensor", "experts", "gradients", "weights"):
-        assert found.exposed_ms == pytest.approx(found.time_ms)
+        assert exchange.exposed_ms == pytest.approx(exchange.time_ms)
 
 
 def test_overlap_is_faster() -> None:
@@ -177,7 +177,7 @@ def test_overlap_is_faster() -> None:
     for name, run, switch in (
         ("llama-3.1-70b", dense, "tp_overlap"), ("llama-3.1-70b", dense, "dp_overlap"), ("qwen3-30b-a3b", moe, "ep_overlap"),
     ):  # fmt: skip
-        off, on = (steps("h100", model_of(name), replace(run, **{switch: each})).step("BF16") for each in (False, True))
+        off, on = (steps("h100", model_of(name), replace(run, **{switch: enabled})).step("BF16") for enabled in (False, True))
         assert on.total.value < off.total.value, switch
         assert on.parts["GEMMs"] == off.parts["GEMMs"]
 
@@ -198,7 +198,7 @@ def test_virtual_stages_shrink_the_bubble() -> None:
 
 def test_small_experts_are_bound_by_the_host_unless_graphs_are_used() -> None:
     model, run = model_of("qwen3-30b-a3b"), RunSpec(1, 4096, ep=8, dp=8, gradient_accumulation=64)
-    launched, graphs = (steps("b200", model, replace(run, cuda_graphs=each)).step("MXFP8") for each in (False, True))
+    launched, graphs = (steps("b200", model, replace(run, cuda_graphs=enabled)).step("MXFP8") for enabled in (False, True))
     assert launched.host_bound
     assert not graphs.host_bound
     assert launched.total.value > 1.5 * graphs.total.value
@@ -210,8 +210,8 @@ def test_what_every_recipe_shares_does_not_widen_their_speedup() -> None:
     from gemmscope.forecast.step import forecast_step
 
     model, run = model_of("qwen3-30b-a3b"), RunSpec(4, 4096, ep=8, dp=8, gradient_accumulation=16)
-    found = forecast_step(steps("b200", model, run), ["BF16", "MXFP8"])
-    gain, time = found.speedup("MXFP8"), found.of("MXFP8")
+    forecast = forecast_step(steps("b200", model, run), ["BF16", "MXFP8"])
+    gain, time = forecast.speedup("MXFP8"), forecast.of("MXFP8")
     assert gain is not None
     assert time is not None
     assert gain.half_width < 0.5 * time.step_ms.half_width
@@ -221,9 +221,9 @@ def test_offloaded_activations_travel_to_the_cpu_and_back() -> None:
     """A fast link hides them; PCIe does not."""
     model, run = model_of("llama-3.1-70b"), RunSpec(2, 8192, dp=64, zero=3, gradient_accumulation=2)
     for name, most in (("gb200", 0.10), ("h100", 0.9)):
-        kept, offloaded = (steps(name, model, replace(run, offloaded_layers=each)).step("FP8Current") for each in (0, 40))
+        kept, offloaded = (steps(name, model, replace(run, offloaded_layers=layers)).step("FP8Current") for layers in (0, 40))
         assert 0 < offloaded.total.value / kept.total.value - 1 < most
-    exchanges = {each.kind for each in steps("gb200", model, replace(run, offloaded_layers=40)).step("BF16").exchanged}
+    exchanges = {exchange.kind for exchange in steps("gb200", model, replace(run, offloaded_layers=40)).step("BF16").exchanged}
     assert "offload" in exchanges
 
 
@@ -232,12 +232,12 @@ def test_what_graphs_would_change_is_said_where_launching_limits() -> None:
     from gemmscope.forecast.step import forecast_step
 
     model, run = model_of("qwen3-30b-a3b"), RunSpec(1, 4096, ep=8, dp=8, gradient_accumulation=64)
-    found = {}
+    by_graphs = {}
     for graphs in (None, True):
         forecast = steps("b200", model, replace(run, cuda_graphs=graphs))
-        found[graphs] = graphs_finding(forecast, forecast_step(forecast, ["BF16", "FP8Delayed"]))
-    assert found[True] is None
-    said = found[None]
+        by_graphs[graphs] = graphs_finding(forecast, forecast_step(forecast, ["BF16", "FP8Delayed"]))
+    assert by_graphs[True] is None
+    said = by_graphs[None]
     assert said is not None
     assert said.code == "graphs-would-help"
     assert said.facts["recipe"] == "FP8Delayed"

@@ -32,9 +32,9 @@ H100, H200 = gpu("h100"), gpu("h200")
 
 
 def model(name: str) -> ModelSpec:
-    found = presets.load(name).model
-    assert found is not None
-    return found
+    spec = presets.load(name).model
+    assert spec is not None
+    return spec
 
 
 def read(path: str) -> Any:
@@ -59,14 +59,14 @@ def test_the_peak_of_steps_on_an_h200(name: str, recipe_name: str) -> None:
     said = [message for message in read("tests/data/h200_steps.json.gz")[name] if message["type"] == "ready"]
     peak = next(message["peak_bytes"] for message in said if message["task"].startswith(recipe_name))
     expected = rank_memory(from_hyperparameters(**sizes), run, recipe_name, H200)  # type: ignore[arg-type]
-    held = expected.activations + expected.quantized_copies + expected.workspace
-    assert held == pytest.approx(peak, rel=0.01)
+    total = expected.activations + expected.quantized_copies + expected.workspace
+    assert total == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("recipe_name", ["BF16", "FP8Current", "FP8Delayed", "FP8Block"])
 def test_the_peak_of_llama_1b_on_an_h200(recipe_name: str) -> None:
     measured = read("docs/measured/h200_llama_step.json.gz")
-    peak = next(each["peak_bytes"] for each in measured["step"]["recipes"] if each["recipe"] == recipe_name)
+    peak = next(recipe["peak_bytes"] for recipe in measured["step"]["recipes"] if recipe["recipe"] == recipe_name)
     expected = rank_memory(model("llama-3.2-1b"), RunSpec(8, 4096), recipe_name, H200)
     assert expected.total - expected.reserve == pytest.approx(peak, rel=0.04)
     assert expected.least < peak < expected.most
@@ -170,7 +170,7 @@ def test_what_ran_can_fit(name: str) -> None:
 
 
 def test_no_false_alarms() -> None:
-    """Both were once said to need 83 GB of 80: Megatron's script for 8B in FP8, and torchtitan's 8B."""
+    """A regression test: both were predicted to need 83 of 80 GB. Megatron's script for 8B in FP8, and torchtitan's 8B."""
     llama = model("llama-3.1-8b")
     megatron = RunSpec(1, 8192, dp=8, zero=1, gradient_accumulation=16, gradient_precision="bf16", quantized_weights=True)
     assert rank_memory(llama, megatron, "FP8Delayed", H100).least < memory_bytes(H100)
@@ -179,7 +179,7 @@ def test_no_false_alarms() -> None:
     torchtitan = RunSpec(1, 8192, dp=8, zero=3, optimizer_state="fp32", partly_recomputed=True)
     assert rank_memory(llama, torchtitan, "BF16", H100).fit(H100) == "fits"
     assert rank_memory(llama, replace(torchtitan, micro_batch_size=2), "BF16", H100).fit(H100) == "may not fit"
-    all_gpus = RunSpec(1, 8192, zero=3, optimizer_state="fp32", partly_recomputed=True)  # how many is not said
+    all_gpus = RunSpec(1, 8192, zero=3, optimizer_state="fp32", partly_recomputed=True)  # their number is not given
     assert rank_memory(llama, all_gpus, "BF16", H100).fit(H100) == "may not fit"
 
 
@@ -249,8 +249,8 @@ def test_rows_add_up(layout: tuple[str, RunSpec], name: str, chip: str) -> None:
     as_result = memory_result(memory, name, gpu(chip))
     parts = [value for field, value in as_result.model_dump().items() if field.endswith("_bytes")][:-4]
     assert sum(parts) == pytest.approx(as_result.total_bytes)
-    for found in memory_findings([as_result], run):
-        assert found.text
+    for finding in memory_findings([as_result], run):
+        assert finding.text
 
 
 @settings(deadline=None, max_examples=60)
@@ -271,7 +271,7 @@ def test_more_sharing_never_needs_more(layout: tuple[str, RunSpec], name: str) -
 @settings(deadline=None, max_examples=60)
 @given(layouts())
 def test_weights_of_all_ranks_are_the_models(layout: tuple[str, RunSpec]) -> None:
-    """What tensor parallelism does not split, each of its ranks has; a tied embedding is there twice on several stages."""
+    """Each tensor-parallel rank has everything that is not split. With several stages, a tied embedding exists twice."""
     spec, run = model(layout[0]), layout[1]
     layers, embedding, head, _ = memory_of(spec).blocks(run)
     kinds = memory_of(spec)._order

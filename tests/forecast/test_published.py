@@ -1,4 +1,4 @@
-"""Forecasts of steps on several GPUs beside published runs: what docs/accuracy.md claims."""
+"""Forecasts of steps on several GPUs compared with published runs, as docs/accuracy.md states."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ def compared() -> list[Compared]:
 
 def test_published_runs_are_met(compared: list[Compared]) -> None:
     """Dense models within 8%, models with experts within 15%, at the median; 90% error bars hold in 16 of 20."""
-    found = summary(compared)
-    dense, experts = found["fitted, dense"], found["fitted, with experts"]
+    groups = summary(compared)
+    dense, experts = groups["fitted, dense"], groups["fitted, with experts"]
     assert (dense[0], experts[0]) == (6, 14)
     assert dense[1] <= 0.08
     assert experts[1] <= 0.15
@@ -25,8 +25,8 @@ def test_published_runs_are_met(compared: list[Compared]) -> None:
 
 
 def test_runs_that_were_not_fitted_are_met(compared: list[Compared]) -> None:
-    found = summary(compared)
-    dense, experts = found["not fitted, dense"], found["not fitted, with experts"]
+    groups = summary(compared)
+    dense, experts = groups["not fitted, dense"], groups["not fitted, with experts"]
     assert dense[1] <= 0.08
     assert experts[1] <= 0.15
     assert (dense[2] + experts[2]) / (dense[0] + experts[0]) >= 0.85
@@ -34,4 +34,4 @@ def test_runs_that_were_not_fitted_are_met(compared: list[Compared]) -> None:
 
 def test_error_bars_are_no_excuse(compared: list[Compared]) -> None:
     """Bars of dense models stay below a fifth, also on chips that were not measured."""
-    assert all(each.uncertainty < (0.6 if each.run.has_experts else 0.20) for each in compared)
+    assert all(comparison.uncertainty < (0.6 if comparison.run.has_experts else 0.20) for comparison in compared)

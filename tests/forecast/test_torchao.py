@@ -27,20 +27,20 @@ seq_len = 8192
 
 @pytest.mark.parametrize("model", ["gpt1b_l16", "llama8b_l8", "codon5b_l8"])
 def test_real_steps_on_an_h200(model: str) -> None:
-    """What these coefficients were chosen with: each recipe has one of its own for steps, and three models."""
+    """The steps that the coefficients were fitted to: three models, and one coefficient for each recipe."""
     kept = json.loads(MEASURED.read_text("utf-8"))["torchao"][model]
     sizes = {name: value for name, value in kept["config"].items() if name not in ("micro_batch_size", "sequence_length")}
     job = gs.load(**sizes).on(kept["config"]["micro_batch_size"], kept["config"]["sequence_length"])
     step = job.forecast("h200", recipes=RECIPES).gpus[0].step
     assert step is not None
     for name in RECIPES:
-        found, real = step.of(name), kept["recipes"][name]["real"]
-        assert found is not None
-        assert found.speedup is not None
-        assert found.speedup.value == pytest.approx(real, rel=0.02)
-        assert found.speedup.low is not None
-        assert found.speedup.high is not None
-        assert found.speedup.low < real < found.speedup.high
+        forecasted, real = step.of(name), kept["recipes"][name]["real"]
+        assert forecasted is not None
+        assert forecasted.speedup is not None
+        assert forecasted.speedup.value == pytest.approx(real, rel=0.02)
+        assert forecasted.speedup.low is not None
+        assert forecasted.speedup.high is not None
+        assert forecasted.speedup.low < real < forecasted.speedup.high
 
 
 @pytest.mark.parametrize("gpu", ["b200", "b300", "l40s", "rtx-pro-6000"])
@@ -51,8 +51,8 @@ def test_elsewhere_they_are_refused(gpu: str) -> None:
     ):
         job.forecast(gpu, recipes=["fp8rowwise"])
     both = job.forecast("h200", gpu, recipes=["fp8rowwise", "fp8current"])
-    assert [each.linears.recipes for each in both.gpus] == [("BF16", "FP8Rowwise", "FP8Current"), ("BF16", "FP8Current")]
-    assert [found.facts["recipe"] for found in both.gpus[1].findings if found.code == "recipe-left-out"] == ["FP8Rowwise"]
+    assert [gpu.linears.recipes for gpu in both.gpus] == [("BF16", "FP8Rowwise", "FP8Current"), ("BF16", "FP8Current")]
+    assert [finding.facts["recipe"] for finding in both.gpus[1].findings if finding.code == "recipe-left-out"] == ["FP8Rowwise"]
 
 
 def test_a_torchtitan_config_on_blackwell(run: Run, tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_a_torchtitan_config_on_blackwell(run: Run, tmp_path: Path) -> None:
     out = json.loads(run(f"forecast --config {tmp_path / 'job.toml'} --gpu b200,h100 --json -").out)
     blackwell, hopper = out["gpus"]
     assert blackwell["linears"]["recipes"] == ["BF16", "MXFP8", "NVFP4"]
-    found = {each["code"]: each["facts"] for each in blackwell["findings"]}
-    assert found["torchao-not-measured"] == {"recipes": ["MXFP8", "NVFP4"]}
-    assert "recipe-left-out" in found
+    facts = {finding["code"]: finding["facts"] for finding in blackwell["findings"]}
+    assert facts["torchao-not-measured"] == {"recipes": ["MXFP8", "NVFP4"]}
+    assert "recipe-left-out" in facts
     assert hopper["linears"]["recipes"] == ["BF16", *RECIPES]
-    assert not {"torchao-not-measured", "recipe-left-out"} & {each["code"] for each in hopper["findings"]}
+    assert not {"torchao-not-measured", "recipe-left-out"} & {finding["code"] for finding in hopper["findings"]}
 
 
 def test_an_old_gpu_still_says_what_it_lacks(run: Run) -> None:

@@ -109,7 +109,7 @@ def test_linears_that_a_recipe_does_not_quantize(result: ForecastResult) -> None
 
 
 def test_compiled_and_eager_are_both_told(result: ForecastResult) -> None:
-    [about] = [each for each in result.gpus[0].findings if each.code == "traced-step-compiled"]
+    [about] = [finding for finding in result.gpus[0].findings if finding.code == "traced-step-compiled"]
     step = result.gpus[0].step
     assert step is not None
     assert about.facts["compiled_ms"] == pytest.approx(step.recipes[0].step_ms.value)
@@ -122,7 +122,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
     job = model_run(load_model(module="tower.py:build"))
     one_by_one = forecast(job, ["h200"], choices=Choices(recipes=("fp8tensorwise",)))
-    [about] = [each for each in one_by_one.gpus[0].findings if each.code == "traced-step-layers"]
+    [about] = [finding for finding in one_by_one.gpus[0].findings if finding.code == "traced-step-layers"]
     times = about.facts["times"]
     assert isinstance(times, dict)
     assert times == {name: pytest.approx(time, rel=0.03) for name, time in measured.items()}
@@ -138,13 +138,13 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     [((), "it has no linears to quantize"), (("head",), "head: output features = 1000 is not a multiple of 16")],
 )
 def test_a_recipe_that_quantizes_nothing_says_why(monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], reason: str) -> None:
-    """And not that it is as fast as BF16, nor that a linear has a wrong size that no framework would quantize."""
+    """The message neither claims the speed of BF16 nor names a linear that no framework would quantize."""
     bare = replace(TRACE, linear_paths=paths or ("elsewhere",))
     monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: bare)
     step = forecast(model_run(load_model(module="tower.py:build")), ["h200"]).gpus[0].step
     assert step is not None
     assert [time.recipe for time in step.recipes] == ["BF16"]
-    assert all(each.startswith(reason) for each in step.failures.values())
+    assert all(failure.startswith(reason) for failure in step.failures.values())
 
 
 def test_data_parallelism_exchanges_gradients(job: ModelRun) -> None:

@@ -40,7 +40,7 @@ PREFIX = "gemmscope-fuzz-"
 TIME_LIMIT_S, MEMORY_LIMIT = 10.0, GIB
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 LONGEST_SHOWN = 3000
-SUITE_TIME_LIMIT_S, SUITE_LIMIT_S = 60.0, 600  # one input, one target: the machine of the tests may be busy
+SUITE_TIME_LIMIT_S, SUITE_LIMIT_S = 60.0, 600  # per input: the test machine may be busy
 STARTING_S = 120.0
 PRELOADED = (
     "gemmscope.api",
@@ -70,7 +70,7 @@ class Defect:
 
 @dataclass
 class Summary:
-    """What became of the inputs of one target."""
+    """How the inputs of one target ended."""
 
     inputs: int = 0
     values: int = 0
@@ -201,7 +201,7 @@ def _child(target: Target, values: Sequence[Any]) -> Iterator[tuple[int, Reports
             os._exit(code)
     os.close(writing)
     with suppress(OSError):
-        os.setpgid(child, child)  # the child does the same: whoever comes first
+        os.setpgid(child, child)  # the child does the same; either may come first
     try:
         yield child, Reports(reading), folder
     finally:
@@ -252,7 +252,7 @@ class Reports:
         """The child is dying or dead."""
 
     def next(self, time_limit_s: float) -> list[Any] | None:
-        """On the next input; None if the child dies or is silent for too long."""
+        """The child's report on the next input; None if it dies or is silent for too long."""
         until = time.monotonic() + time_limit_s
         while b"\n" not in self._received:
             ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What hostile inputs are made of: values that no size can have, texts that harm a terminal, and damaged files."""
+"""Building blocks of hostile inputs: invalid sizes, texts that harm a terminal, and damaged files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUTPUTS = st.sampled_from([[], [], ["--detail"], ["--json", "-"], ["--csv", "-"]
 
 
 def json_bytes(value: Any, *, as_utf8: bool = False) -> bytes:
-    """As a program would write it; NaN and half characters included."""
+    """JSON as a program would write it, including NaN and lone surrogates."""
     return json.dumps(value, ensure_ascii=not as_utf8).encode("utf-8", "surrogatepass")
 
 

@@ -150,9 +150,9 @@ def titans(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(0, 4))):
         value = draw(st.sampled_from(TOML_VALUES) | st.integers(-2, 300).map(str) | VALUES.map(json.dumps))
         key, table = draw(st.sampled_from(TITAN)), f"[{draw(st.sampled_from(TOML_TABLES))}]"
-        before, found, after = text.partition(f"{table}\n")  # a table may stand only once
+        before, heading, after = text.partition(f"{table}\n")  # a table may stand only once
         kept = "\n".join(line for line in after.split("\n") if not line.startswith(f"{key} ="))
-        text = f"{before}{table}\n{key} = {value}\n{kept}" if found else f"{text}\n{table}\n{key} = {value}\n"
+        text = f"{before}{table}\n{key} = {value}\n{kept}" if heading else f"{text}\n{table}\n{key} = {value}\n"
     return text.encode("utf-8", "surrogatepass")
 
 

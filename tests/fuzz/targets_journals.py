@@ -65,36 +65,36 @@ def journals(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def write_journal(made: dict[str, Any], path: Path) -> None:
+def write_journal(case: dict[str, Any], path: Path) -> None:
     """The file that an input describes."""
-    if made["random"] is not None:
-        path.write_bytes(made["random"])
+    if case["random"] is not None:
+        path.write_bytes(case["random"])
         return
     with closing(Journal(path)) as journal, journal.recording(FINGERPRINT, "gemmscope") as recording:
         number = recording.number
         recording.write("", Hello())
     with closing(sqlite3.connect(path, isolation_level=None)) as database, suppress(sqlite3.Error, UnicodeEncodeError):
         columns = [row[1] for row in database.execute("PRAGMA table_info(message)")]
-        for content in made["contents"]:
+        for content in case["contents"]:
             values = {"run": number, "part": "", "at": 0.0, "content": content}
             row = [values.get(column) for column in columns]
             database.execute(f"INSERT INTO message VALUES ({', '.join('?' * len(row))})", row)
-        if made["cells"] is not None:
-            database.execute(f"UPDATE {RUNS} SET fingerprint = ?, started = ?, command = ?, finished = ?", made["cells"])
-        for statement in made["statements"]:
+        if case["cells"] is not None:
+            database.execute(f"UPDATE {RUNS} SET fingerprint = ?, started = ?, command = ?, finished = ?", case["cells"])
+        for statement in case["statements"]:
             database.executescript(statement)
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = bytearray(path.read_bytes())
-    for place, some in made["overwrite"]:
+    for place, some in case["overwrite"]:
         place %= max(len(content), 1)
         content[place : place + len(some)] = some
-    path.write_bytes(content[: made["cut"]] if made["cut"] is not None else content)
+    path.write_bytes(content[: case["cut"]] if case["cut"] is not None else content)
 
 
-def read_journal(made: dict[str, Any], folder: Path) -> str:
+def read_journal(case: dict[str, Any], folder: Path) -> str:
     """Begin something new in it, then look for something to resume and read that: what `--resume` does."""
     path = folder / "journal.sqlite3"
-    write_journal(made, path)
+    write_journal(case, path)
     with closing(Journal(path)) as journal:
         with suppress(UserError), journal.recording("y", "") as recording:
             recording.deliver(lambda: None, complete=True)

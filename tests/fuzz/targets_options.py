@@ -1,4 +1,4 @@
-"""Options of every command as nobody should type them, alone and together. Nothing is measured: no GPU is visible."""
+"""Invalid options of every command, alone and combined. No GPU is visible, so nothing is measured."""
 
 from __future__ import annotations
 
@@ -62,7 +62,12 @@ def options_of(command: str) -> dict[str, bool]:
     """Every option of a command: whether it takes a value."""
     group = typer.main.get_command(app)
     parameters = group.get_command(None, command).params  # type: ignore[attr-defined]
-    return {name: not each.is_flag for each in parameters for name in (*each.opts, *each.secondary_opts) if name.startswith("--")}
+    return {
+        name: not parameter.is_flag
+        for parameter in parameters
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("--")
+    }
 
 
 OPTIONS = {command: options_of(command) for command in COMMANDS}

@@ -26,7 +26,7 @@ SPECIAL = "<>&\"'`|\\[](){}$#*_~=+-@!%:/\n\r\t\x00\x07\x08\x1b\x7f\x85\x9b\u200b
 TEXT = st.one_of(
     st.sampled_from(HOSTILE),
     st.text(st.sampled_from(SPECIAL), max_size=20),
-    st.text(st.characters(), max_size=20),  # halves of characters included
+    st.text(st.characters(), max_size=20),  # including lone surrogates
     st.builds(lambda text, count: text * count, st.text(st.characters(), min_size=1, max_size=3), st.integers(100, 800)),
 )
 
@@ -60,24 +60,24 @@ def evil_result(evil: Evil) -> Result:
 def write_everything(evil: Evil, folder: Path) -> str:
     """Every writer on one result. What is not a terminal's text is checked here."""
     result = evil_result(evil)
-    found = document(result, evil.texts[0])
-    tables = found.tables()
-    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(found))))
+    doc = document(result, evil.texts[0])
+    tables = doc.tables()
+    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(doc))))
     assert len(rows) == 1 + sum(len(table.rows) for table in tables), "the CSV file has other rows"
     assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell)], "a formula"
-    html_writer.page([found]).encode()
-    html_writer.notebook_html(found).encode()
-    if found.charts():
-        figure.save_figure(found, folder / "figure.svg")
+    html_writer.page([doc]).encode()
+    html_writer.notebook_html(doc).encode()
+    if doc.charts():
+        figure.save_figure(doc, folder / "figure.svg")
     for ending in ("json", "html"):
         result.save(folder / f"out.{ending}")
     return "".join(
         [
             result.to_json(),
-            terminal.text(found, detail=True),
-            terminal.text(found, detail=False),
-            markdown.markdown([found]),
-            csv_writer.csv_text(found),
+            terminal.text(doc, detail=True),
+            terminal.text(doc, detail=False),
+            markdown.markdown([doc]),
+            csv_writer.csv_text(doc),
         ]
     )
 

@@ -62,7 +62,7 @@ TRACES = st.builds(
     ModuleTrace,
     class_name=TEXTS,
     parameters=SIZES,
-    gemms=st.lists(GEMMS, max_size=3).map(tuple) | st.lists(LINEARS, max_size=3).map(lambda each: tuple(chain(*each))),
+    gemms=st.lists(GEMMS, max_size=3).map(tuple) | st.lists(LINEARS, max_size=3).map(lambda groups: tuple(chain(*groups))),
     batched_gemms=st.lists(BATCHED, max_size=2).map(tuple),
     remainder=st.lists(REMAINDER, max_size=2).map(tuple),
     masks=st.dictionaries(st.sampled_from(["none", "causal", "explicit"]), st.integers(0, 9)),

@@ -91,8 +91,10 @@ def change(events: list[Any], how: str, number: int, field: str, argument: str, 
     at = number % len(events)
     event = events[at]
     if how in ("all", "of a kind", "all arguments") and isinstance(hostile, str):
-        hostile = hostile[:100]  # else the file would have hundreds of megabytes
-    same = [each for each in events if isinstance(each, dict) and isinstance(event, dict) and each.get("cat") == event.get("cat")]
+        hostile = hostile[:100]  # otherwise the file would have hundreds of megabytes
+    same = [
+        other for other in events if isinstance(other, dict) and isinstance(event, dict) and other.get("cat") == event.get("cat")
+    ]
     if how == "drop":
         del events[at : at + 1 + number % 50]
     elif how == "twice":
@@ -104,16 +106,16 @@ def change(events: list[Any], how: str, number: int, field: str, argument: str, 
     elif how == "drop field":
         event.pop(field, None)
     elif how in ("all", "of a kind"):
-        for each in same if how == "of a kind" else events:
-            if isinstance(each, dict):
-                each[field] = hostile
+        for changed in same if how == "of a kind" else events:
+            if isinstance(changed, dict):
+                changed[field] = hostile
     else:
-        for each in same if how == "all arguments" else [event]:
-            if isinstance(each.get("args"), dict):
+        for changed in same if how == "all arguments" else [event]:
+            if isinstance(changed.get("args"), dict):
                 if how == "drop argument":
-                    each["args"].pop(argument, None)
+                    changed["args"].pop(argument, None)
                 else:
-                    each["args"][argument] = deepcopy(hostile)
+                    changed["args"][argument] = deepcopy(hostile)
 
 
 def explain(value: dict[str, Any], folder: Path) -> str:
@@ -132,7 +134,7 @@ def from_standard_input(value: dict[str, Any], folder: Path) -> str:
 
 
 def slim(value: dict[str, Any], folder: Path) -> str:
-    """As `trace_me` does it."""
+    """Slim the trace as `trace_me` does."""
     path = folder / "trace.json"
     path.write_bytes(damaged(value))
     slim_file(path, folder / "slim.json.gz", {})

@@ -132,8 +132,8 @@ def test_nothing_is_left() -> None:
 
 
 def running_commands() -> list[bytes]:
-    found = []
+    lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            found.append(path.read_bytes())
-    return found
+            lines.append(path.read_bytes())
+    return lines

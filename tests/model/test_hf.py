@@ -1,4 +1,4 @@
-"""The Hugging Face reader on what people really give it: wrong types, wrong names, contradictions, rubbish."""
+"""The Hugging Face reader on realistic bad input: wrong types, wrong names, contradictions, garbage."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LLAMA: dict[str, Any] = {
 
 
 def model(config: dict[str, Any]) -> ModelSpec:
-    found = hf.from_config(config, "config.json").model
-    assert found is not None
-    return found
+    spec = hf.from_config(config, "config.json").model
+    assert spec is not None
+    return spec
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_misspelt_key_is_named() -> None:
 
 
 def test_sizes_left_out_are_those_of_the_class() -> None:
-    """But not where a key looks like a misspelling. Keys of other families are none."""
+    """Missing sizes are those of the class, unless a key looks misspelled. Keys of other families are not misspellings."""
     bare = model({"model_type": "llama"})
     assert (bare.hidden_size, len(bare.layers), bare.vocab_size) == (4096, 32, 32000)
     assert model({"model_type": "qwen3_5_text", "moe_intermediate_size": 64}).hidden_size == 4096

@@ -39,12 +39,12 @@ def test_llama_4_interleaves_everything() -> None:
     assert (local.chunk, local.rotary, local.temperature) == (8192, True, False)
     assert (full.chunk, full.rotary, full.temperature) == (None, False, True)
     scout = attentions(preset("llama-4-scout"))
-    assert [each.qk_norm for each in scout[2:4]] == ["head", None]  # only beside rotary positions
-    assert {each.qk_norm for each in attentions(spec)} == {None}
+    assert [attention.qk_norm for attention in scout[2:4]] == ["head", None]  # only beside rotary positions
+    assert {attention.qk_norm for attention in attentions(spec)} == {None}
 
 
 def test_transformers_runs_all_experts_of_llama_4() -> None:
-    """The check compares what the class runs; the workload has what frameworks run."""
+    """--check compares with what the class runs. The workload is what frameworks run."""
     spec = model("llama4_text", num_hidden_layers=1)
     moe = as_live(spec).layers[0].mlp
     assert isinstance(moe, MoeSpec)
@@ -74,20 +74,20 @@ def test_gemma_4_runs_experts_beside_the_mlp() -> None:
 
 
 def test_last_layer_of_gemma_4_sees_everything() -> None:
-    windows = [each.window for each in attentions(model("gemma4_text", num_hidden_layers=4))]
+    windows = [attention.window for attention in attentions(model("gemma4_text", num_hidden_layers=4))]
     assert windows == [512, 512, 512, None]
 
 
 @pytest.mark.parametrize(("window", "reach"), [(512, 512), (513, 512)])
 def test_bidirectional_gemma_4(window: int, reach: int) -> None:
     spec = model("gemma4_text", num_hidden_layers=2, sliding_window=window, use_bidirectional_attention="all")
-    assert [(each.causal, each.window) for each in attentions(spec)] == [(False, reach), (False, None)]
+    assert [(attention.causal, attention.window) for attention in attentions(spec)] == [(False, reach), (False, None)]
 
 
 def test_sizes_of_single_layers() -> None:
     """per_layer_config is what transformers writes in place of global_head_dim; other keys in it have no closed form."""
     spec = model("gemma4_text", num_hidden_layers=12, per_layer_config={"05": {"head_dim": 64}, "11": {"head_dim": 64}})
-    assert [each.head_dim for each in attentions(spec)] == [*[256] * 5, 64] * 2
+    assert [attention.head_dim for attention in attentions(spec)] == [*[256] * 5, 64] * 2
     other = {"model_type": "gemma4_text", "num_hidden_layers": 2, "per_layer_config": {"0": {"intermediate_size": 64}}}
     assert hf.from_config(other, "x").model is None
     assert hf.from_config({"model_type": "llama", "per_layer_config": {"0": {"intermediate_size": 64}}}, "x").model is None
@@ -126,17 +126,23 @@ def test_more_layers_share_keys_than_there_are() -> None:
 def test_deepseek_v4_layers() -> None:
     """Flash begins with windows alone, Pro with heavy compression."""
     flash, pro = (preset(f"deepseek-v4-{size}") for size in ("flash", "pro"))
-    rates = [[each.compressed.rate for each in attentions(spec) if each.compressed is not None] for spec in (flash, pro)]
+    rates = [
+        [attention.compressed.rate for attention in attentions(spec) if attention.compressed is not None] for spec in (flash, pro)
+    ]
     assert (rates[0][:5], rates[1][:5]) == ([0, 0, 4, 128, 4], [128, 128, 4, 128, 4])
-    assert [len(each) for each in rates] == [43, 61]
-    assert {each.indexer is not None for each in attentions(flash) if each.compressed and each.compressed.rate == 4} == {True}
+    assert [len(of_model) for of_model in rates] == [43, 61]
+    assert {
+        attention.indexer is not None
+        for attention in attentions(flash)
+        if attention.compressed and attention.compressed.rate == 4
+    } == {True}
     assert derive(flash, RunSpec(1, 64)).layers == {
         "layer, window 128": 2, "layer, 4 to 1 compressed": 21, "layer, 128 to 1 compressed": 20,
     }  # fmt: skip
 
 
 def test_other_names_of_deepseek_v4() -> None:
-    """The configuration class lets these win."""
+    """The configuration class gives these keys priority."""
     spec = model("deepseek_v4", num_hidden_layers=1, num_local_experts=8, intermediate_size=64, n_routed_experts=4)
     moe = spec.layers[0].mlp
     assert isinstance(moe, MoeSpec)

@@ -88,8 +88,8 @@ def test_what_megatrons_ranks_share(flags: str, zero: int):
     ],
 )
 def test_megatron_switches(flags: str, settings: dict[str, Any]):
-    found = of_arguments(flags)
-    assert {name: found.get(name) for name in settings} == settings
+    read = of_arguments(flags)
+    assert {name: read.get(name) for name in settings} == settings
 
 
 def test_gradients_that_overlap_without_weights_are_a_finding():
@@ -143,14 +143,14 @@ def test_a_bridge_file_that_says_nothing_leaves_it_open():
     ],
 )
 def test_bridge_sections(sections: dict[str, Any], settings: dict[str, Any]):
-    found = of_yaml(**sections)
-    assert {name: found.get(name) for name in settings} == settings
+    read = of_yaml(**sections)
+    assert {name: read.get(name) for name in settings} == settings
 
 
 def test_bridge_model_section():
     overlap = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True, "cuda_graph_impl": "local"}
-    found = of_yaml(overlap)
-    assert (found["tp_overlap"], found["cuda_graphs"]) == (True, True)
+    read = of_yaml(overlap)
+    assert (read["tp_overlap"], read["cuda_graphs"]) == (True, True)
     assert of_yaml({"cuda_graph_impl": "none", "enable_cuda_graph": False})["cuda_graphs"] is False
     assert of_yaml({"cpu_offloading": True, "cpu_offloading_num_layers": 3})["offloaded_layers"] == 3
     assert "offloaded_layers" not in of_yaml({"cpu_offloading": False, "cpu_offloading_num_layers": 3})
@@ -186,10 +186,10 @@ def test_bridge_names_the_section_of_a_wrong_value():
     ],
 )
 def test_torchtitan(parallelism: str, settings: dict[str, Any]):
-    found = of_toml(parallelism)
-    assert {name: found.get(name) for name in settings} == settings
-    assert found["optimizer_state"] == "fp32"
-    assert found["dp_overlap"]
+    read = of_toml(parallelism)
+    assert {name: read.get(name) for name in settings} == settings
+    assert read["optimizer_state"] == "fp32"
+    assert read["dp_overlap"]
 
 
 def test_torchtitan_in_bf16():

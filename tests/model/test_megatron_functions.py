@@ -1,4 +1,4 @@
-"""Launch scripts with functions, conditions without `if`, here-documents and lengths: what runs is what counts."""
+"""Launch scripts with functions, conditions without `if`, here-documents and lengths: only executed code counts."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ WORDS = st.sampled_from(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORDS, max_size=12), st.booleans())
-def test_any_arguments(words: list[str], joined: bool):
-    checked(megatron, SMALL + " " + ("" if joined else " ").join(words))
+def test_any_arguments(arguments: list[str], joined: bool):
+    checked(megatron, SMALL + " " + ("" if joined else " ").join(arguments))
 
 
 @settings(max_examples=150, deadline=None)

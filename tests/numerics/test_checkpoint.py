@@ -23,11 +23,11 @@ SIZES = {
 
 def weights(layers: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    found = {"model.embed_tokens.weight": torch.zeros(1000, 256), "model.norm.weight": torch.ones(256)}
+    tensors = {"model.embed_tokens.weight": torch.zeros(1000, 256), "model.norm.weight": torch.ones(256)}
     for layer in range(layers):
         for name, size in SIZES.items():
-            found[f"model.layers.{layer}.{name}.weight"] = torch.randn(size, generator=generator).bfloat16()
-    return found
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(size, generator=generator).bfloat16()
+    return tensors
 
 
 def model(**changes: int):  # type: ignore[no-untyped-def]
@@ -62,14 +62,15 @@ def test_shards_with_an_index_and_folders(tmp_path: Path) -> None:
     for number in range(2):
         write_tensors(tmp_path / f"model-{number}.safetensors", {name: whole[name] for name in names[number::2]}, {})
     places = {name: f"model-{number}.safetensors" for number in range(2) for name in names[number::2]}
-    found = [read_checkpoint(tmp_path)]
+    checkpoints = [read_checkpoint(tmp_path)]
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    found += [read_checkpoint(tmp_path), read_checkpoint(index)]
+    checkpoints += [read_checkpoint(tmp_path), read_checkpoint(index)]
     assert all(
-        sorted(linear.name for linear in one.linears) == sorted(linear.name for linear in found[0].linears) for one in found
+        sorted(linear.name for linear in one.linears) == sorted(linear.name for linear in checkpoints[0].linears)
+        for one in checkpoints
     )
-    assert len(found[0].linears) == 12
+    assert len(checkpoints[0].linears) == 12
 
 
 def test_a_checkpoint_of_another_model_is_one_message(tmp_path: Path) -> None:
@@ -111,11 +112,11 @@ def test_of_many_experts_some_are_sampled(tmp_path: Path) -> None:
     assert len(linears) == 4
     assert len({linear.facts.expert for linear in linears}) == 2, "the same for all linears of a layer"
     assert {linear.facts.experts for linear in linears} == {8}
-    together = {
+    stacked = {
         "layers.0.experts.gate_up_proj": torch.randn(8, 32, 128, generator=generator),
         "layers.0.experts.down_proj": torch.randn(8, 64, 32),
     }
-    write_tensors(tmp_path / "b.safetensors", together, {})
+    write_tensors(tmp_path / "b.safetensors", stacked, {})
     linears = read_checkpoint(tmp_path / "b.safetensors").linears
     assert {(linear.facts.op, linear.facts.inputs, linear.facts.outputs) for linear in linears} == {
         ("Expert Gate+Up", 32, 128),
@@ -126,9 +127,9 @@ def test_of_many_experts_some_are_sampled(tmp_path: Path) -> None:
     assert sample is not None
     assert torch.equal(
         sample.rows,
-        together["layers.0.experts.gate_up_proj"][number].T
+        stacked["layers.0.experts.gate_up_proj"][number].T
         if linears[-1].facts.outputs == 128
-        else together["layers.0.experts.down_proj"][number].T,
+        else stacked["layers.0.experts.down_proj"][number].T,
     )
 
 

@@ -37,7 +37,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(64, WIDTH)
         self.layers = nn.ModuleList(Block(**how) for _ in range(DEPTH))
         self.batch_norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 64)
-        self.recompute = recompute  # None: no; else whether the reentrant way
+        self.recompute = recompute  # None: no checkpointing; otherwise whether it is reentrant
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -85,9 +85,9 @@ def test_a_module_compared_with_itself() -> None:
 
 def test_the_training_goes_on_as_if_nothing_had_happened() -> None:
     module, twin = model(dropout=0.3), model(dropout=0.3)
-    for each in (module, twin):
+    for trained in (module, twin):
         torch.manual_seed(1)
-        loss(each(IDS)).backward()
+        loss(trained(IDS)).backward()
     random = torch.get_rng_state()
     hooked: list[object] = []
     module.head.weight.register_post_accumulate_grad_hook(hooked.append)

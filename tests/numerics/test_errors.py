@@ -80,15 +80,15 @@ def error_of(linear: RecordedLinear, recipe: str, pass_name: str) -> PassError:
 def test_within_five_percent_of_the_whole_tensors_and_covered() -> None:
     """Five draws of two linears: every estimate is near, and 95% intervals hold the error of the whole tensors."""
     inside = total = 0
-    for made in range(2):
-        whole = tensors(made)
+    for number in range(2):
+        whole = tensors(number)
         exact = {(recipe, name): full_error(whole, recipe, name) for recipe in RECIPES for name in PASSES}
         for seed in range(5):
             linear = LinearErrors(recorded(whole, seed))
             for recipe in RECIPES:
                 for one in linear.of(recipe).passes:
                     truth = exact[recipe, one.pass_name]
-                    assert one.relative.value == pytest.approx(truth, rel=0.05), (made, seed, recipe, one.pass_name)
+                    assert one.relative.value == pytest.approx(truth, rel=0.05), (number, seed, recipe, one.pass_name)
                     assert one.relative.low is not None
                     assert one.relative.high is not None
                     inside += one.relative.low <= truth <= one.relative.high
@@ -109,9 +109,9 @@ def test_values_that_are_cut_off_by_stochastic_rounding_add_up(outliers: bool) -
     whole = (x.bfloat16(), w.bfloat16(), dy.bfloat16())
     truth = full_error(whole, "NVFP4", "wgrad")
     for seed in range(2):
-        found = error_of(recorded(whole, seed), "NVFP4", "wgrad").relative
-        assert found.value == pytest.approx(truth, rel=0.02)
-        assert found.low <= truth <= found.high  # type: ignore[operator]
+        estimate = error_of(recorded(whole, seed), "NVFP4", "wgrad").relative
+        assert estimate.value == pytest.approx(truth, rel=0.02)
+        assert estimate.low <= truth <= estimate.high  # type: ignore[operator]
 
 
 def test_equal_tokens_add_up_in_wgrad_and_only_probes_show_it() -> None:
@@ -141,7 +141,7 @@ def test_values_that_a_recipe_can_hold_have_no_error(recipe: str) -> None:
 def test_powers_of_two_do_not_matter(recipe: str, power: int) -> None:
     whole = tensors(1, tokens=128, inputs=64, outputs=32)
     scaled = tuple(tensor * 2.0**power for tensor in whole)
-    before, after = (LinearErrors(recorded(each)).of(recipe) for each in (whole, scaled))
+    before, after = (LinearErrors(recorded(tensors_of)).of(recipe) for tensors_of in (whole, scaled))
     for one, other in zip(before.passes, after.passes, strict=True):
         assert other.relative.value == pytest.approx(one.relative.value, rel=1e-3)
         assert other.first_share == pytest.approx(one.first_share, abs=1e-3)

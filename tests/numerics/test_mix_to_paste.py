@@ -1,4 +1,4 @@
-"""Settings for a mix: run as they stand, they keep what the mix keeps; what a framework cannot do is a comment."""
+"""Settings for a mix: run unchanged, they keep the layers of the mix. What a framework cannot do is a comment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_recipe_that_is_not_mixed_is_as_step_writes_it() -> None:
 
 
 class Module(SimpleNamespace):
-    """A module as far as the texts look at it."""
+    """A stand-in for a module, with what the settings use."""
 
     def children(self) -> list[Any]:
         return self.parts
@@ -75,12 +75,14 @@ def test_transformer_engine(higher: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(packages["transformer_engine"], "pytorch", te, raising=False)
     names = ["mlp.down_proj", "mlp.experts.7.up_proj", "self_attn.q_proj"]
-    found = dict(named_modules(names))
+    modules = dict(named_modules(names))
     plan = mix("NVFP4", higher, last_layers=1, linears=("mlp.experts.up_proj",))
     ran: dict[str, Any] = {}
-    run = SimpleNamespace(named_modules=lambda: list(found.items()))
+    run = SimpleNamespace(named_modules=lambda: list(modules.items()))
     text = mix_to_paste(plan, names, 4)["Transformer Engine"]
-    exec(text, {"model": run, "layers": lambda _: ran.update({name: one.forward() for name, one in found.items()}), "hidden": 0})
+    exec(
+        text, {"model": run, "layers": lambda _: ran.update({name: one.forward() for name, one in modules.items()}), "hidden": 0}
+    )
     kept = {name for name, recipe in ran.items() if recipe == higher}
     assert kept == {f"model.layers.3.{name}" for name in names} | {f"model.layers.{n}.mlp.experts.7.up_proj" for n in range(4)}
     assert {recipe for name, recipe in ran.items() if name not in kept} == {"NVFP4"}
@@ -108,7 +110,7 @@ def test_torchtitan() -> None:
     text = mix_to_paste(mix(first_layers=2, last_layers=1, linears=("mlp.down_proj",)), LINEARS, 32)["torchtitan"]
     filters = parse_toml(text)["quantize"]["linear"]["float8"]["filter_fqns"]
     assert filters[3:] == ["layers.0.", "layers.1.", "layers.31.", "feed_forward.w2"]
-    assert not any(each in "layers.11.feed_forward.w1" for each in filters)
+    assert not any(pattern in "layers.11.feed_forward.w1" for pattern in filters)
     mxfp8 = mix_to_paste(mix("MXFP8", last_layers=1), LINEARS, 2)["torchtitan"]
     assert parse_toml(mxfp8)["quantize"]["linear"]["mx"]["recipe_name"] == "mxfp8_cublas"
     other = mix_to_paste(mix("FP8Tensorwise", "FP8Rowwise", last_layers=1, linears=("mlp.experts.up_proj",)), LINEARS, 2)[
@@ -146,7 +148,7 @@ def test_megatron() -> None:
 def test_megatron_in_another_recipe_and_where_it_cannot() -> None:
     other = mix_to_paste(mix("NVFP4", "MXFP8", last_layers=2), LINEARS, 32)["Megatron-LM"]
     assert "--first-last-layers-bf16" not in other
-    assert [each["pattern"] for each in file_of(other)["matchers"].values()] == ["*layers.30.*", "*layers.31.*"]
+    assert [matcher["pattern"] for matcher in file_of(other)["matchers"].values()] == ["*layers.30.*", "*layers.31.*"]
     assert "pipeline" in other
     current = mix_to_paste(mix("NVFP4", "FP8Current", linears=("mlp.down_proj",)), LINEARS, 32)["Megatron-LM"]
     assert file_of(current)["configs"]["higher"]["training_recipe"]["fp8_format"] == "hybrid"

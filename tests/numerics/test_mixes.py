@@ -33,7 +33,7 @@ def weight_only(linear: str, layer: int | None, recipe: str, error: float, exper
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Cells, Speeds]:
-    """Any errors and times, also such that a higher precision is worse or faster somewhere, and cells that are missing."""
+    """Random errors and times. A higher precision may be worse or faster somewhere, and cells may be missing."""
     layers, linears = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shape = (layers, linears)
     values = st.floats(0.001, 1.0)
@@ -60,7 +60,7 @@ def tables(draw: st.DrawFn) -> tuple[Cells, Speeds]:
 def every_mix(cells: Cells, speeds: Speeds) -> list[tuple[float, float]]:
     """Error and cost of all mixes, cell by cell, without sums over rows or columns."""
     layers, linears = len(cells.layers), len(cells.linears)
-    found = []
+    points = []
     for recipe, higher in product(NAMES, NAMES):
         if recipe != higher and not cells.error(higher) < cells.error(recipe):
             continue
@@ -76,8 +76,8 @@ def every_mix(cells: Cells, speeds: Speeds) -> list[tuple[float, float]]:
                 time -= speeds.savings[name].total * speeds.savings[name].shares[layer, linear]
             parts = (first > 0) + (last > 0) + len(chosen)
             parts += parts > 0 and higher != "BF16"
-            found.append((sqrt(error), time + PART_COST * parts))
-    return found
+            points.append((sqrt(error), time + PART_COST * parts))
+    return points
 
 
 def cost_of(mix: Mix) -> float:
@@ -132,7 +132,7 @@ def test_no_bound_chooses_nothing_and_no_mix_may_be_below_it() -> None:
     assert weigh(linears, None, None).mixed.chosen is None
     result = weigh(linears, None, 0.0001)
     assert result.mixed.chosen is None
-    assert [found.code for found in result.findings] == ["numerics-no-mix"]
+    assert [finding.code for finding in result.findings] == ["numerics-no-mix"]
 
 
 def test_every_cell_counts_once() -> None:
@@ -154,7 +154,7 @@ def test_every_cell_counts_once() -> None:
     assert saved[0, 1] == cells.flops[0, 1]
     assert saved.sum() == saved[0, 1]  # what stays in BF16 saves nothing
     assert cells.flops[0, 0] == pytest.approx(2 * cells.flops[0, 1])
-    worst = {each.recipe: (each.worst, each.worst_error) for each in recipe_errors(linears, cells)}
+    worst = {summary.recipe: (summary.worst, summary.worst_error) for summary in recipe_errors(linears, cells)}
     assert worst["MXFP8"] == ("0.experts.up.1", 0.3)
 
 
@@ -218,9 +218,9 @@ def test_speeds_of_a_forecast() -> None:
     everywhere = np.ones(cells.flops.shape)
     for name, gain in speeds.speedups.items():
         assert 1 / speeds.time({name: everywhere}) == pytest.approx(gain.value)
-        found = speeds.speedup({name: everywhere})
-        assert found is not None
-        assert (found.low, found.high) == (pytest.approx(gain.low), pytest.approx(gain.high))
+        speedup = speeds.speedup({name: everywhere})
+        assert speedup is not None
+        assert (speedup.low, speedup.high) == (pytest.approx(gain.low), pytest.approx(gain.high))
     shares = speeds.savings["NVFP4"].shares.sum(axis=0)
     gpu = several_gpus().gpus[0]
     times = {op: [gpu.linears.op_time(op, name, "autocast") for name in ("BF16", "NVFP4")] for op in ("QKV Proj", "MLP Down")}
@@ -236,12 +236,12 @@ def test_speeds_of_a_forecast() -> None:
 
 
 def test_speeds_of_bench_and_step() -> None:
-    """A measured step knows no single linears; recipes that were not measured are named."""
+    """A measured step has no times of single linears. Recipes that were not measured are named."""
     cells = cells_of(linear_errors(4))
     assert cells is not None
     step = speeds_of(recorded_step("llama8b"), cells)
     assert (step.of, step.origin) == ("step", "measured")
-    codes = [found.code for found in step.findings]
+    codes = [finding.code for finding in step.findings]
     assert codes == ["numerics-no-speed", "numerics-speed-by-flops"]
     assert {"MXFP8", "NVFP4"} <= set(step.findings[0].facts["recipes"])  # type: ignore[arg-type]
     assert step.rivals["FP8Delayed"] == ()  # 1.37x, 1.33x and 1.21x with intervals of 1%

@@ -163,7 +163,7 @@ def test_transformer_engines_fp8_is_what_its_sources_say(name: str) -> None:
     quantizer = quantizer_named(name)
     target = FORMATS[quantizer.format]
     for case, x in cases():
-        made = quantizer(x)
+        quantized = quantizer(x)
         rows, width = quantizer.block_rows or len(x), quantizer.block or x.shape[1]
         for top in range(0, len(x), rows):
             for left in range(0, x.shape[1], width):
@@ -171,8 +171,8 @@ def test_transformer_engines_fp8_is_what_its_sources_say(name: str) -> None:
                 values = x[block].float()
                 scale = scale_in_c(tensor_amax(values).item(), target.max, power_of_two=quantizer.rule == "te_power_of_two")
                 expected = (values * scale).clamp(-target.max, target.max).to(target.dtype)
-                assert torch.equal(comparable(made.codes[block]), comparable(expected)), case
-                stored = made.scales if quantizer.per_tensor else made.scales[top : top + rows, left // width]
+                assert torch.equal(comparable(quantized.codes[block]), comparable(expected)), case
+                stored = quantized.scales if quantizer.per_tensor else quantized.scales[top : top + rows, left // width]
                 assert (stored == 1 / np.float32(scale)).all(), case
 
 
@@ -180,14 +180,14 @@ def test_transformer_engines_mxfp8_is_what_its_sources_say() -> None:
     """quantize_mxfp8.cuh: the exponent of amax * (1 / 448) rounded up; values times its reciprocal, down to 2^-127."""
     quantizer = quantizer_named("te_mx")
     for case, x in cases():
-        made = quantizer(x)
+        quantized = quantizer(x)
         maxima = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).unflatten(1, (-1, 32)).amax(-1)
         products = (maxima * torch.tensor(1 / 448)).tolist()
         exponents = torch.tensor([[exponent_in_c(one) for one in row] for row in products])
-        assert torch.equal(made.scales.view(torch.uint8).int(), exponents.int()), case
+        assert torch.equal(quantized.scales.view(torch.uint8).int(), exponents.int()), case
         factors = torch.exp2(127.0 - exponents.double()).float().repeat_interleave(32, 1)
         expected = (x.float() * factors).clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert torch.equal(comparable(made.codes), comparable(expected)), case
+        assert torch.equal(comparable(quantized.codes), comparable(expected)), case
 
 
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 40), columns=st.integers(1, 12))
@@ -228,19 +228,19 @@ def test_values_are_codes_times_scales(recipe: str, seed: int, exponent: int) ->
     x = normal(seed, 32, 160) * 2.0**exponent
     for pass_name in TENSORS:
         for quantizer in (operand.quantizer for operand in operands(recipe, pass_name) if operand.quantizer.format in FORMATS):
-            made = quantizer(x, generator=torch.Generator().manual_seed(seed))
-            codes = decode(made.codes, FORMATS[quantizer.format])
-            assert torch.equal(codes, made.rounded)
-            tensor_scale = made.tensor_scale.double()
-            scales = made.scales.double() if quantizer.two_levels else made.scales.double() / tensor_scale
+            quantized = quantizer(x, generator=torch.Generator().manual_seed(seed))
+            codes = decode(quantized.codes, FORMATS[quantizer.format])
+            assert torch.equal(codes, quantized.rounded)
+            tensor_scale = quantized.tensor_scale.double()
+            scales = quantized.scales.double() if quantizer.two_levels else quantized.scales.double() / tensor_scale
             blocks = scales if quantizer.per_tensor else scales.repeat_interleave(quantizer.block or 160, 1)[:, :160]
             exact = codes.double() * blocks  # without the factor of the whole tensor
             assert torch.equal(exact.bfloat16().double(), exact)
             values = exact * tensor_scale
             if quantizer.signs:
                 values = rotate_back(values.float(), quantizer.signs).double()
-            assert (made.values.double() - values).abs().max() <= 1e-6 * values.abs().max()
-            assert torch.equal((made.values / made.tensor_scale).bfloat16().double(), exact) or quantizer.signs
+            assert (quantized.values.double() - values).abs().max() <= 1e-6 * values.abs().max()
+            assert torch.equal((quantized.values / quantized.tensor_scale).bfloat16().double(), exact) or quantizer.signs
 
 
 @pytest.mark.parametrize(("recipe", "bound"), [("FP8Current", 1 / 16), ("FP8Block", 1 / 16), ("MXFP8", 1 / 16), ("NVFP4", 0.35)])
@@ -250,19 +250,19 @@ def test_errors_are_within_half_a_step(recipe: str, bound: float, seed: int) -> 
     """Values in the upper part of their block's range lose at most half a step of the format, and saturate nowhere."""
     x = normal(seed, 48, 256, spread=0.5)
     for operand in operands(recipe, "fprop"):
-        made = operand.quantizer(x)
+        quantized = operand.quantizer(x)
         large = x.abs() > x.abs().max() / 8
-        relative = ((made.values - x) / x).abs()[large]
+        relative = ((quantized.values - x) / x).abs()[large]
         assert relative.max() <= bound
-        assert not made.saturated.any()
+        assert not quantized.saturated.any()
 
 
 def test_delayed_scaling_saturates_beyond_its_history() -> None:
     quantizer = quantizer_named("te_delayed_e4m3")
     x = torch.tensor([[1.0, -2.0, 4.0, 1.02, 0.0]])
-    made = quantizer(x, amax=torch.tensor(1.0))
-    assert made.values.tolist() == [[1.0, -1.0, 1.0, 1.0, 0.0]]
-    assert made.saturated.tolist() == [[False, True, True, False, False]]  # 1.02 is rounded: half a step above 1 is 1.036
+    quantized = quantizer(x, amax=torch.tensor(1.0))
+    assert quantized.values.tolist() == [[1.0, -1.0, 1.0, 1.0, 0.0]]
+    assert quantized.saturated.tolist() == [[False, True, True, False, False]]  # 1.02 is rounded: half a step above 1 is 1.036
     assert torch.equal(quantizer(x).values, quantizer_named("te_tensor_e4m3")(x).values)
 
 
@@ -302,10 +302,12 @@ def test_operands_have_the_formats_of_the_recipe(name: str, backend: str) -> Non
 
 def test_only_gradients_are_rounded_stochastically_and_only_wgrad_rotates() -> None:
     for backend in ("transformer_engine", "torchao"):
-        found = {(pass_name, one.tensor): one.quantizer for pass_name in TENSORS for one in operands("NVFP4", pass_name, backend)}
-        assert {key for key, one in found.items() if one.stochastic} == {("dgrad", "dY"), ("wgrad", "dY")}
-        assert {key for key, one in found.items() if one.signs} == {("wgrad", "X"), ("wgrad", "dY")}
-        assert {key for key, one in found.items() if one.block_rows == 16} == {("fprop", "W"), ("dgrad", "W")}
+        quantizers = {
+            (pass_name, one.tensor): one.quantizer for pass_name in TENSORS for one in operands("NVFP4", pass_name, backend)
+        }
+        assert {key for key, one in quantizers.items() if one.stochastic} == {("dgrad", "dY"), ("wgrad", "dY")}
+        assert {key for key, one in quantizers.items() if one.signs} == {("wgrad", "X"), ("wgrad", "dY")}
+        assert {key for key, one in quantizers.items() if one.block_rows == 16} == {("fprop", "W"), ("dgrad", "W")}
 
 
 def test_bad_input_has_one_message() -> None:
@@ -322,14 +324,14 @@ def test_bad_input_has_one_message() -> None:
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
 def test_experts_without_tokens_have_nothing_to_quantize(shape: tuple[int, int]) -> None:
     for name in QUANTIZERS:
-        made = quantizer_named(name)(torch.zeros(shape, dtype=torch.bfloat16))
-        assert (made.values.shape, made.saturated.shape, made.codes.numel()) == (shape, shape, 0)
-        assert made.values.dtype == torch.float32
+        quantized = quantizer_named(name)(torch.zeros(shape, dtype=torch.bfloat16))
+        assert (quantized.values.shape, quantized.saturated.shape, quantized.codes.numel()) == (shape, shape, 0)
+        assert quantized.values.dtype == torch.float32
 
 
 def test_bf16_is_a_cast() -> None:
     x = torch.tensor([[1.0 + 2**-9, 3.4e38, torch.nan]])
-    made = Quantizer("bf16")(x)
-    assert made.values.tolist()[0][:2] == [1.0, torch.inf]
-    assert made.saturated.tolist() == [[False, True, False]]
-    assert made.codes.dtype == torch.bfloat16
+    quantized = Quantizer("bf16")(x)
+    assert quantized.values.tolist()[0][:2] == [1.0, torch.inf]
+    assert quantized.saturated.tolist() == [[False, True, False]]
+    assert quantized.codes.dtype == torch.bfloat16

@@ -54,22 +54,22 @@ def test_codes_and_scales_are_the_librarys(machine: str, check: str) -> None:
     for index, (name, given) in enumerate(cases()):
         x = given[:128, :128] if facts["square"] else given
         x = (x.T if facts["direction"] == "columns" else x).contiguous()
-        made = quantizer(x, amax=tensor_amax(x) * facts["history"] if facts["history"] else None)
+        quantized = quantizer(x, amax=tensor_amax(x) * facts["history"] if facts["history"] else None)
         if machine == "h200" and check.startswith(DIVIDED_OTHERWISE):
             if not ("NaN" in name and check.startswith("torchao training")):  # its maxima on a GPU ignore NaN
-                assert_few_differ_by_one(comparable(made.scales).numpy(), arrays[f"{check}|scales"][index])
-                flat, rounded = comparable(made.codes).numpy().reshape(-1), made.rounded.reshape(-1).numpy()
+                assert_few_differ_by_one(comparable(quantized.scales).numpy(), arrays[f"{check}|scales"][index])
+                flat, rounded = comparable(quantized.codes).numpy().reshape(-1), quantized.rounded.reshape(-1).numpy()
                 step = max(1, len(flat) // 500)
                 has_code = ~np.isnan(rounded[::step])
                 assert_few_differ_by_one(flat[::step][has_code], arrays[f"{check}|codes"][index][has_code])
             continue
-        assert np.array_equal(comparable(made.scales).numpy(), arrays[f"{check}|scales"][index]), name
-        codes = made.codes
+        assert np.array_equal(comparable(quantized.scales).numpy(), arrays[f"{check}|scales"][index]), name
+        codes = quantized.codes
         if facts["zeros_lose_their_sign"]:
             codes = torch.where(quantized_values(quantizer, x) == 0, 0, codes)
         flat = comparable(codes).numpy().reshape(-1)
         step = max(1, len(flat) // 500)
-        undefined = (made.rounded.isnan() & (quantizer.format == "e2m1")).numpy().reshape(-1)  # NaN has no code in E2M1
+        undefined = (quantized.rounded.isnan() & (quantizer.format == "e2m1")).numpy().reshape(-1)  # NaN has no code in E2M1
         assert np.array_equal(flat[::step][~undefined[::step]], arrays[f"{check}|codes"][index][~undefined[::step]]), name
         if not undefined.any():
             assert hashlib.sha256(flat.tobytes()).digest() == arrays[f"{check}|hash"][index].tobytes(), name

@@ -32,9 +32,11 @@ any_values = st.one_of(any_bits, any_numbers)
 
 
 def same(quantizer: Quantizer, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    made = quantizer(x)
-    assert torch.equal(comparable(made.scales), comparable(scales))
-    own = torch.where(made.rounded.isnan(), codes, made.codes) if quantizer.format == "e2m1" else made.codes  # E2M1 has no NaN
+    quantized = quantizer(x)
+    assert torch.equal(comparable(quantized.scales), comparable(scales))
+    own = quantized.codes
+    if quantizer.format == "e2m1":  # which has no NaN
+        own = torch.where(quantized.rounded.isnan(), codes, own)
     assert torch.equal(comparable(own), comparable(codes))
 
 

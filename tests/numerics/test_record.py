@@ -1,4 +1,4 @@
-"""`record_tensors` in somebody's training: what it records is right, and the training stays the same bit for bit."""
+"""`record_tensors` in a user's training: the recording is correct, and the training is unchanged bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ["eager", "reentrant", "non-reentrant", "layers", "wrapped layers", "who
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes have tests of their own: only one test here takes the time for them."""
+    """Skip probes, which take time and have their own tests, except in one test."""
     if "autocast" not in request.node.name:
         monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", lambda *_, **__: {})
 
@@ -192,11 +192,11 @@ def test_too_many_linears_for_the_file_are_thinned_out_by_layer(tmp_path: Path) 
     with gemmscope.record_tensors(forward, tmp_path / "t.safetensors", steps=1, after=0, megabytes=1) as recording:
         forward(torch.randn(4, 8)).sum().backward()
         recording.step()
-    found = recorded(tmp_path)
-    layers = sorted({linear.facts.layer for linear in found.linears})
-    assert len(found.linears) == 2 * len(layers) < 60
+    thinned = recorded(tmp_path)
+    layers = sorted({linear.facts.layer for linear in thinned.linears})
+    assert len(thinned.linears) == 2 * len(layers) < 60
     assert (layers[0], layers[-1]) == (0, 99)
-    assert "of 200 linears are recorded" in found.facts.notes[0]
+    assert "of 200 linears are recorded" in thinned.facts.notes[0]
 
 
 def test_an_interrupted_training_writes_what_there_is(tmp_path: Path) -> None:
@@ -365,13 +365,13 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_with_one_weight_for_all(transposed: bool, tmp_path: Path) -> None:
-    found = []
+    gradients = []
     for path in (None, tmp_path / "t.safetensors"):
         torch.manual_seed(0)
         model = nn.Sequential(Mixture(transposed=transposed))
-        found.append(trained(model, path, loop=4, steps=2, after=1))
+        gradients.append(trained(model, path, loop=4, steps=2, after=1))
         assert model[0].experts.calls == 4, "attributes are as if the second run had not been"
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     linears = recorded(tmp_path).linears
     assert [linear.facts.op for linear in linears] == ["Expert Gate+Up"] * 2 + ["Expert Down"] * 2
     assert all(linear.facts.experts == 3 and linear.facts.expert in range(3) for linear in linears)
@@ -398,7 +398,7 @@ def test_transformer_engine_modules(tmp_path: Path) -> None:
         gate, up = functional.linear(norm(self, x), self.fc1_weight, self.fc1_bias).chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, self.fc2_weight)
 
-    def made(name: str, forward: Any, weights: dict[str, tuple[int, ...]], **attributes: Any) -> nn.Module:
+    def te_module(name: str, forward: Any, weights: dict[str, tuple[int, ...]], **attributes: Any) -> nn.Module:
         module = te_class(name, forward)()
         for key, shape in weights.items():
             setattr(module, key, nn.Parameter(torch.randn(shape) * 0.1 + ("norm" in key)))
@@ -411,23 +411,23 @@ def test_transformer_engine_modules(tmp_path: Path) -> None:
             super().__init__()
             rms = {"eps": 1e-5, "normalization": "RMSNorm"}
             weights = {"layer_norm_weight": (32,), "query_weight": (32, 32), "key_weight": (16, 32)}
-            self.qkv = made("LayerNormLinear", norm_linear, weights, weight_names=["query_weight", "key_weight"], **rms)
-            self.experts = made("GroupedLinear", grouped, {"weight0": (32, 48), "weight1": (32, 48)}, num_gemms=2)
+            self.qkv = te_module("LayerNormLinear", norm_linear, weights, weight_names=["query_weight", "key_weight"], **rms)
+            self.experts = te_module("GroupedLinear", grouped, {"weight0": (32, 48), "weight1": (32, 48)}, num_gemms=2)
             weights = {"layer_norm_weight": (32,), "fc1_weight": (80, 32), "fc1_bias": (80,), "fc2_weight": (32, 40)}
-            self.mlp = made("LayerNormMLP", norm_mlp, weights, activation="swiglu", fc2_bias=torch.Tensor(), **rms)
+            self.mlp = te_module("LayerNormMLP", norm_mlp, weights, activation="swiglu", fc2_bias=torch.Tensor(), **rms)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             flat = x.reshape(-1, 32)
             flat = self.experts(self.qkv(flat)[0], m_splits=[20, 44])
             return self.mlp(flat).reshape(x.shape)
 
-    found = []
+    gradients = []
     for path in (None, tmp_path / "t.safetensors"):
         torch.manual_seed(0)
         model = nn.Sequential(Layer())
         first = [parameter.detach().clone() for parameter in model.parameters()]
-        found.append(trained(model, path, loop=2, steps=1, after=0))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        gradients.append(trained(model, path, loop=2, steps=1, after=0))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     linears = {linear.name: linear.sampled_steps[0] for linear in recorded(tmp_path).linears}
     assert [step.facts.tokens for step in linears.values()] == [64, 20, 44, 64, 64]
     assert list(linears) == ["0.qkv", "0.experts.0", "0.experts.1", "0.mlp.fc1", "0.mlp.fc2"]

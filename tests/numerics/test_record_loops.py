@@ -63,7 +63,7 @@ def called_twice_with_recomputation(model: nn.Module, x: Tensor) -> None:
 def recorded(
     path: Path, step: Callable[[nn.Module, Tensor], None], model: nn.Module | None = None, **settings: Any
 ) -> dict[str, RecordedLinear]:
-    """What is recorded of a network; its gradients are those without recording, bit for bit."""
+    """The recording of a network, after checking that its gradients are those without recording, bit for bit."""
     torch.manual_seed(0)
     model = model if model is not None else Pair()
     x = torch.randn(2, 8, 32, requires_grad=True)

@@ -163,7 +163,7 @@ def test_a_sample_survives_the_file(tmp_path) -> None:  # type: ignore[no-untype
     x, w, dy = tensors()
     facts, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=60_000, random=random_for(0))
     linear = LinearFacts(name="a", linear="a", inputs=400, outputs=500, steps=(facts,))
-    made = assembled(RecordingFacts(source="synthetic", linears=(linear,)), "", 0, lambda _linear, _step, name: kept[name])
-    made.write(tmp_path / "t")
+    recording = assembled(RecordingFacts(source="synthetic", linears=(linear,)), "", 0, lambda _linear, _step, name: kept[name])
+    recording.write(tmp_path / "t")
     step: StepFacts = read_recording(tmp_path / "t").linears[0].steps[0].facts
     assert step == facts

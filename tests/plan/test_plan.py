@@ -1,4 +1,4 @@
-"""The search: what fits, what is fastest, what is too close to call, and what is said where nothing is possible."""
+"""The search: layouts that fit, the fastest, those too close to call, and the message if no layout is possible."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ratios_share_errors() -> None:
 
 
 def test_what_is_excluded_is_said() -> None:
-    pruned = {each.rule: each for each in plan_of_experts().points[0].pruned}
+    pruned = {entry.rule: entry for entry in plan_of_experts().points[0].pruned}
     assert {"gpus", "domain", "memory"} <= set(pruned)
     assert pruned["memory"].count > 0
     assert "needs" in pruned["memory"].example
@@ -118,13 +118,13 @@ def test_published_layouts_rank_high(
 ) -> None:
     """Those of NVIDIA's Megatron-Bridge performance summary are among the best tenth, or within the error bar of the best."""
     result = planned(preset, chip, gpus, batch, sequence, recipes=recipes)
-    best, found = result.best, [
+    best, ranks = result.best, [
         (rank, layout) for rank, layout in enumerate(result.layouts)
         if layout.cp == 1 and all(getattr(layout, name) == value for name, value in chosen.items())
     ]  # fmt: skip
     assert best is not None
     assert best.tokens_per_s.low is not None
-    rank, layout = found[0]
+    rank, layout = ranks[0]
     assert rank < len(result.layouts) / 10 or layout.tokens_per_s.value >= best.tokens_per_s.low
 
 
@@ -201,9 +201,9 @@ def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(search, "WORTH_SHARING", 1)
     monkeypatch.setattr(search, "AT_A_TIME", 7)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    together = small().layouts
-    assert len(together) == len(alone)
-    for one, other in zip(together, alone, strict=True):
+    parallel = small().layouts
+    assert len(parallel) == len(alone)
+    for one, other in zip(parallel, alone, strict=True):
         assert (one.recipe, one.splits, one.micro_batch_size, one.zero) == (
             other.recipe, other.splits, other.micro_batch_size, other.zero,
         )  # fmt: skip
@@ -234,7 +234,7 @@ def test_the_layout_of_a_file_is_ranked(tmp_path: Any) -> None:
     path.write_text("torchrun pretrain_gpt.py " + text.format(tp=4))
     result = plan(load_model(config=str(path)), "h100", 8)
     assert result.points[0].global_batch == 32
-    [about] = [each for each in result.findings if each.code == "plan-file-layout"]
+    [about] = [finding for finding in result.findings if finding.code == "plan-file-layout"]
     rank = about.facts["rank"]
     assert isinstance(rank, int)
     assert result.layouts[rank - 1].tp == 4
@@ -254,7 +254,7 @@ def test_memory_that_is_tight_is_said() -> None:
 
 
 def test_all_layouts_have_the_same_optimizer() -> None:
-    """One replica alone would need no FP32 master weights by default: compared with others, it has them too."""
+    """By default, a single replica would have no FP32 master weights. In a comparison, it has them like the others."""
     usual, light = small(restrict={"tp": 8}), small(restrict={"tp": 8}, settings={"optimizer_state": "bf16"})
     assert usual.run is not None
     assert (usual.run.data_parallel, usual.run.state_precision) == (1, "fp32")

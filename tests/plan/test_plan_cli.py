@@ -59,23 +59,23 @@ def test_the_next_command_runs_and_says_the_same(run: Run) -> None:
     best = planned.best
     assert best is not None
     shown = run(f"{SMALL} --recipes fp8current --tp 2,4 --recompute full").out
-    words = shlex.split(shown.partition("best layout go:\n")[2].replace("\\\n", " "))
-    assert words[:2] == ["gemmscope", "forecast"]
-    outcome = run(" ".join([*words[1:], "--json", "-"]))
+    command = shlex.split(shown.partition("best layout go:\n")[2].replace("\\\n", " "))
+    assert command[:2] == ["gemmscope", "forecast"]
+    outcome = run(" ".join([*command[1:], "--json", "-"]))
     assert outcome.code == 0, outcome.err
     assert f"{best.step_ms.value:.2f}"[:6] in outcome.out
 
 
 def test_lists_restrict_the_search(run: Run) -> None:
-    found = result(
+    plan = result(
         run,
         f"{SMALL} --tp 1,2 --pp 1 --micro_batch_size 1,2 --recompute none,full --zero 1 --recipes fp8block,bf16".replace(
             "mxfp8", "fp8block"
         ),
     )
-    sizes = {(layout.tp, layout.pp, layout.micro_batch_size, layout.recompute, layout.zero) for layout in found.layouts}
+    sizes = {(layout.tp, layout.pp, layout.micro_batch_size, layout.recompute, layout.zero) for layout in plan.layouts}
     assert sizes == {(tp, 1, size, recompute, 1) for tp in (1, 2) for size in (1, 2) for recompute in ("none", "full")}
-    assert {layout.recipe for layout in found.layouts} == {"BF16", "FP8Block"}
+    assert {layout.recipe for layout in plan.layouts} == {"BF16", "FP8Block"}
 
 
 def test_settings_of_all_layouts(run: Run) -> None:
@@ -92,8 +92,8 @@ def test_models_compared(run: Run) -> None:
     assert "4 models with different hidden, layers" in outcome.out
     assert "has the highest MFU" in outcome.out
     assert len(outcome.out.splitlines()) <= 30
-    found = result(run, f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
-    assert [tuple(point.values.items()) for point in found.points][1] == (("hidden", 2048), ("layers", 16))
+    plan = result(run, f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
+    assert [tuple(point.values.items()) for point in plan.points][1] == (("hidden", 2048), ("layers", 16))
 
 
 def test_files(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run files with values that no result has: a value or one message, whatever is done with them."""
+"""Run files with invalid values: every use of them gives a value or one message."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_nesting(tmp_path: Path) -> None:
 
 
 def test_very_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them could be wrong, and all errors together would need far more memory than the file."""
+    """Each value can cause an error, and all errors together would need far more memory than the file."""
     monkeypatch.setattr(read, "MOST_VALUES", 20_000)
     path = put(tmp_path, "run.json", change(run_data("bench"), "linears", "cases", to=[1] * 21_000))
     with pytest.raises(UserError, match="more than 20,000 values"):
@@ -99,7 +99,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_values_that_do_not_belong_together(name: str, tmp_path: Path) -> None:
-    """A value or one message from every use; nothing else."""
+    """Every use gives a value or one message."""
     result, place, value = ROWS[name]
     path = put(tmp_path, "run.json", change(run_data(result), *place, to=value))
     uses: list[Callable[[], object]] = [lambda: text(read_result(path), detail=True), lambda: report([path])]
@@ -136,10 +136,10 @@ AGAINST: dict[str, tuple[Callable[[Path], Path], tuple[Any, ...], Any, str]] = {
 
 @pytest.mark.parametrize("name", AGAINST)
 def test_predictions_without_times(name: str, tmp_path: Path) -> None:
-    make, place, value, words = AGAINST[name]
+    make, place, value, message = AGAINST[name]
     path = make(tmp_path)
     path.write_text(json.dumps(change(json.loads(path.read_text()), *place, to=value)))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         explain([recorded("healthy_te_current")], against=path)
 
 

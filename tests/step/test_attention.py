@@ -21,8 +21,8 @@ KIT = Kit(recipe("FP32"))
 
 def core(**settings: Any) -> Core:
     spec = AttentionSpec(4, 2, 8, rotary=False, **settings)
-    plan, found = plan_step(ModelSpec("tiny", 32, (LayerSpec(spec, MlpSpec(16, gated=False)),)), RunSpec(2, SEQUENCE))
-    assert found == []
+    plan, findings = plan_step(ModelSpec("tiny", 32, (LayerSpec(spec, MlpSpec(16, gated=False)),)), RunSpec(2, SEQUENCE))
+    assert findings == []
     return Core(KIT, spec, plan, None)
 
 
@@ -56,16 +56,16 @@ BACK = POSITIONS[:, None] - POSITIONS
 )
 def test_masks(settings: dict[str, Any], mask: Any) -> None:
     torch.manual_seed(0)
-    made, projected = core(**settings), torch.randn(2 * SEQUENCE, 64)
+    module, projected = core(**settings), torch.randn(2 * SEQUENCE, 64)
     sinks = None
     if settings.get("sinks"):
-        sinks = made.attention.sinks.data.normal_()
-    assert torch.allclose(made(projected), by_hand(projected, mask, sinks), atol=1e-5)
+        sinks = module.attention.sinks.data.normal_()
+    assert torch.allclose(module(projected), by_hand(projected, mask, sinks), atol=1e-5)
 
 
 def test_three_tensors_are_as_one() -> None:
-    made, projected = core(), torch.randn(2 * SEQUENCE, 64)
-    assert torch.equal(made(projected), made(*projected.split([32, 16, 16], dim=-1)))
+    module, projected = core(), torch.randn(2 * SEQUENCE, 64)
+    assert torch.equal(module(projected), module(*projected.split([32, 16, 16], dim=-1)))
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])

@@ -21,7 +21,7 @@ from gemmscope.step.mixers import mixer_of  # noqa: E402
 HIDDEN, SEQUENCE = 32, 24
 
 
-def made(spec: MixerSpec) -> Any:
+def mixer(spec: MixerSpec) -> Any:
     torch.manual_seed(0)
     return mixer_of(Kit(recipe("FP32")), HIDDEN, spec, SEQUENCE, None)
 
@@ -58,7 +58,7 @@ def test_mamba2() -> None:
         num_heads=4, head_dim=16, hidden_size=HIDDEN, state_size=8, n_groups=2, expand=2, chunk_size=8, num_hidden_layers=1
     )
     theirs = randomized(Mamba2Mixer(config, 0))
-    ours = made(MixerSpec("ssd", 4, 16, groups=2, key_dim=8, conv_kernel=4, conv_bias=True, chunk=8))
+    ours = mixer(MixerSpec("ssd", 4, 16, groups=2, key_dim=8, conv_kernel=4, conv_bias=True, chunk=8))
     load(
         ours, a_log=theirs.A_log, skip=theirs.D, dt_bias=theirs.dt_bias, conv_weight=theirs.conv1d.weight,
         conv_bias=theirs.conv1d.bias, norm_weight=theirs.norm.weight,
@@ -83,7 +83,7 @@ def test_mamba() -> None:
 
     config = MambaConfig(hidden_size=HIDDEN, state_size=8, expand=2, time_step_rank=4, num_hidden_layers=1)
     theirs = randomized(MambaMixer(config, 0))
-    ours = made(MixerSpec("selective scan", 64, 1, key_dim=8, conv_kernel=4, conv_bias=True, rank=4, norm=""))
+    ours = mixer(MixerSpec("selective scan", 64, 1, key_dim=8, conv_kernel=4, conv_bias=True, rank=4, norm=""))
     load(
         ours, a_log=theirs.A_log, skip=theirs.D, conv_weight=theirs.conv1d.weight, conv_bias=theirs.conv1d.bias,
         **{
@@ -105,7 +105,7 @@ def test_gated_delta_rule() -> None:
         linear_value_head_dim=size, rms_norm_eps=1e-5, num_hidden_layers=1, layer_types=["linear_attention"],
     )  # fmt: skip
     theirs = randomized(Qwen3NextGatedDeltaNet(config, 0))
-    ours = made(MixerSpec("gated delta rule", values, size, groups=keys, key_dim=size, conv_kernel=4, norm="head"))
+    ours = mixer(MixerSpec("gated delta rule", values, size, groups=keys, key_dim=size, conv_kernel=4, norm="head"))
     shared = values // keys
     qkvz = theirs.in_proj_qkvz.weight.view(keys, -1, HIDDEN).split([size, size, shared * size, shared * size], dim=1)
     ba = theirs.in_proj_ba.weight.view(keys, -1, HIDDEN).split([shared, shared], dim=1)
@@ -126,7 +126,7 @@ def test_kda() -> None:
         layer_types=["linear_attention"], mlp_layer_types=["dense"],
     )  # fmt: skip
     theirs = randomized(KimiLinearDeltaAttention(config, 0))
-    ours = made(MixerSpec("kda", 4, 8, groups=4, key_dim=8, conv_kernel=4, rank=8, norm="head"))
+    ours = mixer(MixerSpec("kda", 4, 8, groups=4, key_dim=8, conv_kernel=4, rank=8, norm="head"))
     inputs = (theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.b_proj)
     gate = theirs.forget_gate
     load(
@@ -153,7 +153,7 @@ def test_lightning_attention() -> None:
         layer_types=["linear_attention"] * 4,
     )
     theirs = randomized(MiniMaxLightningAttention(config, 0))
-    ours = made(MixerSpec("lightning attention", 4, 8, groups=4, key_dim=8))
+    ours = mixer(MixerSpec("lightning attention", 4, 8, groups=4, key_dim=8))
     rows = theirs.qkv_proj.weight.view(4, 3, 8, HIDDEN).transpose(0, 1).reshape(-1, HIDDEN)  # theirs are sorted by head
     load(
         ours,
@@ -170,7 +170,7 @@ def test_short_convolution() -> None:
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
     theirs = randomized(Lfm2ShortConv(Lfm2Config(hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["conv"]), 0))
-    ours = made(MixerSpec("short convolution", 1, HIDDEN, conv_kernel=3, gated=False, norm=""))
+    ours = mixer(MixerSpec("short convolution", 1, HIDDEN, conv_kernel=3, gated=False, norm=""))
     load(
         ours, conv_weight=theirs.conv.weight,
         **{"projection.weight": theirs.in_proj.weight, "out.weight": theirs.out_proj.weight},
@@ -179,7 +179,7 @@ def test_short_convolution() -> None:
 
 
 def test_a_kernel_that_nobody_has_is_named() -> None:
-    """On a GPU the loop of transformers over all positions is no substitute."""
+    """On a GPU, transformers' loop over all positions is not used as a fallback."""
     x = torch.zeros(1, 2, 4)
     with pytest.raises(MissingKernelError, match="selective scan needs mamba-ssm: install one of them"):
         MixerKernels("cuda").selective_scan(x, x, x[0], x, x, skip=x[0, 0], z=x, dt_bias=x[0, 0])

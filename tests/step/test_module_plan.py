@@ -23,7 +23,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num
 @settings(deadline=None, max_examples=25)
 @given(st.text("MA*-E", min_size=12, max_size=60), st.integers(6, 40))
 def test_kinds_of_layers_add_up_to_the_whole_model(pattern: str, most: int) -> None:
-    """For every pattern, regular or not: exactly, or it is said that so few layers are not enough."""
+    """For every pattern, the result is exact, or a message says that there are too few layers."""
     try:
         weights = extrapolation(lambda depth: Counter(pattern[:depth]), len(pattern), min(most, len(pattern)))
     except UserError as error:

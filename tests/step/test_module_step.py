@@ -316,9 +316,9 @@ def worker(folder: Path, name: str, recipes: tuple[str, ...], said: list[Message
     settings = asdict(StepSettings("cpu", compile=compiled, drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=1))  # type: ignore[arg-type]
     variants = [Variant(recipe_name, 0).to_json() for recipe_name in recipes]
     request = {**settings, "plan": asdict(plan(folder, name)), "live": True, "variants": variants}
-    made = StepWorker({**request, "host": False, "profile": False, "least_rounds": 1, "had": {}}, None)
-    made.say = said.append  # type: ignore[method-assign]
-    return made
+    step_worker = StepWorker({**request, "host": False, "profile": False, "least_rounds": 1, "had": {}}, None)
+    step_worker.say = said.append  # type: ignore[method-assign]
+    return step_worker
 
 
 def test_what_is_wrong_with_the_module_itself_ends_the_measurement(tmp_path: Path) -> None:
@@ -333,10 +333,10 @@ def test_what_is_wrong_with_the_module_itself_ends_the_measurement(tmp_path: Pat
 
 def test_a_recipe_that_cannot_run_any_linear_costs_that_recipe(tmp_path: Path) -> None:
     said: list[Message] = []
-    made = worker(tmp_path, "flat", ("BF16", "MXFP8"), said)
-    made._measure = lambda: None  # type: ignore[method-assign]
-    made.request["optimizer"] = "none"
-    made.main()
+    step_worker = worker(tmp_path, "flat", ("BF16", "MXFP8"), said)
+    step_worker._measure = lambda: None  # type: ignore[method-assign]
+    step_worker.request["optimizer"] = "none"
+    step_worker.main()
     assert [type(message) for message in said if isinstance(message, (Hello, Fatal))] == [Hello]
     failed = [message for message in said if isinstance(message, Failed)]
     assert [message.task for message in failed] == ["MXFP8"]

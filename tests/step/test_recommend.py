@@ -111,10 +111,10 @@ def test_ready_to_paste() -> None:
 
 
 def test_cost_carries_the_interval() -> None:
-    found = cost(Interval(100.0, 98.0, 102.0), RunSpec(1, 1000, tp=2), Budget(8.64e9, gpus=20, price=2.0))
-    assert found.days.value == pytest.approx(1.0)
-    assert found.money is not None
-    assert (found.money.low, found.money.high) == (pytest.approx(0.98 * 960), pytest.approx(1.02 * 960))
+    estimate = cost(Interval(100.0, 98.0, 102.0), RunSpec(1, 1000, tp=2), Budget(8.64e9, gpus=20, price=2.0))
+    assert estimate.days.value == pytest.approx(1.0)
+    assert estimate.money is not None
+    assert (estimate.money.low, estimate.money.high) == (pytest.approx(0.98 * 960), pytest.approx(1.02 * 960))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_torchao_code_does_what_it_says(left_out: tuple[str, ...], spared: set[s
 
 
 def test_a_fallback_is_never_recommended() -> None:
-    """Its GEMMs ran in BF16: whatever its step took, it is not the time of this recipe."""
+    """Its GEMMs ran in BF16, so its step time is not that of the recipe."""
     measurements = StepMeasurements([PLAIN, LOW], layers=8)
     for variant in (PLAIN, LOW):
         parts = [["mlp", "forward", [[BF16, 9e4, 7]]], ["optimizer", "step", [["multi_tensor_apply_kernel", 1e4, 7]]]]
@@ -195,15 +195,15 @@ def test_without_an_interval_nothing_is_said_of_agreement() -> None:
         (Interval(1.3, 1.29, 1.31), 1.3, "observed-as-expected"),
         (Interval(1.3, 1.29, 1.31), 1.5, "observed-more"),
         (Interval(1.3, 1.29, 1.31), 1.02, "observed-no-gain"),
-        (Interval(1.3, 1.29, 1.31), 0.7, "observed-less"),  # low precision that does not run would not be slower
+        (Interval(1.3, 1.29, 1.31), 0.7, "observed-less"),  # low precision that falls back to BF16 would not be slower
         (Interval(0.9, 0.89, 0.91), 0.8, "observed-less"),
         (Interval(1.3), 0.5, "observed-unknown"),
     ],
 )
 def test_an_observed_speedup(predicted: Interval, observed: float, code: str) -> None:
-    (found,) = observed_findings(step(predicted), observed)
-    assert (found.code, found.facts["predicted"]) == (code, predicted)
-    assert found.text.startswith(f"You observed {observed:g}x")
+    (finding,) = observed_findings(step(predicted), observed)
+    assert (finding.code, finding.facts["predicted"]) == (code, predicted)
+    assert finding.text.startswith(f"You observed {observed:g}x")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_what_is_host_bound_or_missing_is_said() -> None:
     times = times.model_copy(update={"failures": {"FP8Block": "out of memory"}})
     findings = {finding.code: finding.facts for finding in step_findings(times)}
     assert set(findings) == {"step-launch-bound", "graphs-not-measured", "unknown-kernels", "step-not-measured"}
-    assert "graphs-not-measured" not in {found.code for found in step_findings(times, graphs=True)}
+    assert "graphs-not-measured" not in {finding.code for finding in step_findings(times, graphs=True)}
     assert findings["unknown-kernels"]["kernels"] == ["void odd(int)"]
     assert findings["step-not-measured"] == {"recipe": "FP8Block", "reason": "out of memory"}
 
@@ -227,8 +227,8 @@ def test_what_is_host_bound_or_missing_is_said() -> None:
 def test_weights_that_stay_quantized_count_in_peak_memory() -> None:
     """10 GB beyond what both hold; FP8 also keeps 3 GB of quantized weights from one micro-batch to the next."""
     measurements = StepMeasurements([PLAIN, LOW], layers=8)
-    for variant, held in ((PLAIN, 1e9), (LOW, 4e9)):
-        measurements.take(Ready(variant.name, {"held_bytes": held, "peak_bytes": held + 10e9}))
+    for variant, weights in ((PLAIN, 1e9), (LOW, 4e9)):
+        measurements.take(Ready(variant.name, {"held_bytes": weights, "peak_bytes": weights + 10e9}))
         bursts(measurements, variant, 100.0)
     times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
     assert [time.peak_bytes for time in times.recipes] == [10e9 + 8000, 13e9 + 8000]

@@ -1,4 +1,4 @@
-"""The training step at toy size on the CPU: what is built is the model, what is rolled computes what the real one does."""
+"""The training step at toy size on the CPU: the stack is the model, and the rolled stack computes what the real one does."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def plan(name: str, **run: Any) -> StackPlan:
 
 
 def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any) -> Step:
-    made = plan(name, **run)
-    return Step(made.unrolled() if real else made, Kit(recipe(recipe_name)), Weights(), "cpu")
+    stack_plan = plan(name, **run)
+    return Step(stack_plan.unrolled() if real else stack_plan, Kit(recipe(recipe_name)), Weights(), "cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_crosses_the_process_boundary(name: str) -> None:
-    made = plan(name)
-    assert StackPlan.from_json(json.loads(json.dumps(asdict(made)))) == made
+    stack_plan = plan(name)
+    assert StackPlan.from_json(json.loads(json.dumps(asdict(stack_plan)))) == stack_plan
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
@@ -102,7 +102,7 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
     slots = share_weights(layers)
     assert len(set(slots)) <= 4
     assert sorted(set(slots)) == list(range(len(set(slots))))
-    assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
+    assert all(len({layers[index] for index, slot in enumerate(slots) if slot == chosen}) == 1 for chosen in slots)
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
@@ -115,13 +115,13 @@ def test_presets_that_cannot_be_run(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have but one."""
-    made, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
-    stack = Stack(made, kit, Weights(), "meta")
-    labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
-    states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")
-    stack(labels if made.vocab_size else states, labels).backward()
+    stack_plan, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
+    stack = Stack(stack_plan, kit, Weights(), "meta")
+    labels = torch.zeros(stack_plan.tokens, dtype=torch.long, device="meta")
+    states = torch.zeros(stack_plan.tokens, stack_plan.hidden_size, dtype=kit.precision, device="meta")
+    stack(labels if stack_plan.vocab_size else states, labels).backward()
     assert all(parameter.grad is not None for parameter in stack.inner)
-    assert bool(recipe("FP8Current").misaligned(made.low_precision_sizes())) == (name == "falcon-h1-7b")
+    assert bool(recipe("FP8Current").misaligned(stack_plan.low_precision_sizes())) == (name == "falcon-h1-7b")
 
 
 def test_unaligned_sizes_are_told() -> None:
@@ -138,20 +138,20 @@ def test_sizes_that_are_in_no_gemm_need_not_be_aligned() -> None:
 
 
 def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
-    made = replace(plan("experts"), expert_rows=(48, 64))
-    assert made.padded(recipe("FP8Current").multiple_of).expert_rows == (48, 64)
-    assert made.padded(recipe("MXFP8").multiple_of).expert_rows == (64, 64)
+    stack_plan = replace(plan("experts"), expert_rows=(48, 64))
+    assert stack_plan.padded(recipe("FP8Current").multiple_of).expert_rows == (48, 64)
+    assert stack_plan.padded(recipe("MXFP8").multiple_of).expert_rows == (64, 64)
 
 
 def test_what_is_not_run_is_said() -> None:
     odd = LayerSpec(ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("Gate", 64, 8),))
-    findings = {found.code: found for found in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
+    findings = {finding.code: finding for finding in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
     assert set(findings) == {"some-norms-not-run", "activation-replaced", "extra-linears-not-run"}
     assert findings["some-norms-not-run"].facts == {"norms": ["5"]}
     assert findings["activation-replaced"].facts == {"activations": ["xielu"]}
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
-    assert [found.code for found in split] == ["communication-not-run", "quantized-after-gather"]
-    assert all(found.text for found in (*findings.values(), *split))
+    assert [finding.code for finding in split] == ["communication-not-run", "quantized-after-gather"]
+    assert all(finding.text for finding in (*findings.values(), *split))
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
 
 
@@ -182,8 +182,8 @@ def test_sequence_parallelism(name: str, etp: int | None) -> None:
 @pytest.mark.parametrize(("name", "function"), [("swish", "silu"), ("gelu_python", "gelu"), ("gelu", "gelu"), ("relu", "relu")])
 def test_activations_have_several_names(name: str, function: str) -> None:
     x = torch.linspace(-3, 3, 7)
-    found = activation_of(MlpSpec(96, gated=False, activation=name))(x)
-    assert torch.equal(found, getattr(torch.nn.functional, function)(x))
+    output = activation_of(MlpSpec(96, gated=False, activation=name))(x)
+    assert torch.equal(output, getattr(torch.nn.functional, function)(x))
 
 
 def test_a_pipeline_stage_without_layers() -> None:
@@ -203,29 +203,29 @@ def test_too_many_kinds_of_layers() -> None:
 def test_the_real_stack_has_the_models_parameters(name: str) -> None:
     """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
     model = MODELS[name]
-    found = sum(parameter.numel() for parameter in step(name, real=True).stack.parameters())
-    assert found == derive(model, RUN).parameters
+    count = sum(parameter.numel() for parameter in step(name, real=True).stack.parameters())
+    assert count == derive(model, RUN).parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["BF16", "FP32"])
 def test_it_trains(name: str, precision: str) -> None:
-    made = step(name, precision)
-    made.run()
-    assert made.loss() > 0
+    trained = step(name, precision)
+    trained.run()
+    assert trained.loss() > 0
 
 
 def test_layers_share_memory_and_gradients_are_dropped() -> None:
     """Six layers on the weights of four: every layer gets its own complete gradient, none is kept."""
-    made = step("llama")
-    pointers = {parameter.data_ptr() for parameter in made.stack.inner}
-    assert len(pointers) == len(made.stack.inner) * 4 // 6
+    llama = step("llama")
+    pointers = {parameter.data_ptr() for parameter in llama.stack.inner}
+    assert len(pointers) == len(llama.stack.inner) * 4 // 6
     seen: list[Any] = []
-    for parameter in made.stack.inner:
+    for parameter in llama.stack.inner:
         parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
-    made.run()
-    assert len(seen) == len(made.stack.inner)
-    assert all(parameter.grad is None for parameter in made.stack.parameters())
+    llama.run()
+    assert len(seen) == len(llama.stack.inner)
+    assert all(parameter.grad is None for parameter in llama.stack.parameters())
 
 
 def test_a_rolled_stack_computes_what_the_real_one_does() -> None:
@@ -237,10 +237,10 @@ def test_a_rolled_stack_computes_what_the_real_one_does() -> None:
     real._x, real._labels = rolled._x, rolled._labels
     assert real.loss() == pytest.approx(rolled.loss(), rel=1e-5)
     gradients = []
-    for made in (rolled, real):
+    for built in (rolled, real):
         kept: list[Any] = []
-        made.stack.inner[0].register_hook(kept.append)
-        made.run()
+        built.stack.inner[0].register_hook(kept.append)
+        built.run()
         gradients.append(kept[0])
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
 
@@ -258,9 +258,9 @@ def test_options_do_not_change_the_loss(options: dict[str, Any]) -> None:
 
 
 def test_marks_come_in_the_order_of_the_parts() -> None:
-    made = step("llama")
+    llama = step("llama")
     with recording() as marks:
-        made.run()
+        llama.run()
     layer = ["qkv", "attention", "attn out", "mlp"]
     forward = [part for part, way in marks.labels if way == "forward"]
     backward = [part for part, way in marks.labels if way == "backward"]
@@ -270,9 +270,9 @@ def test_marks_come_in_the_order_of_the_parts() -> None:
 
 
 def test_tensor_parallel_ranks_are_narrower() -> None:
-    made = plan("llama", tp=2)
-    assert (made.layers[0].attention.heads, made.layers[0].attention.kv_heads) == (2, 1)
-    mlp = made.layers[0].mlp
+    stack_plan = plan("llama", tp=2)
+    assert (stack_plan.layers[0].attention.heads, stack_plan.layers[0].attention.kv_heads) == (2, 1)
+    mlp = stack_plan.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
     assert mlp.intermediate_size == 48
 
@@ -287,10 +287,10 @@ def recording_of_run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 
 def step_campaign(
-    recording: RecordedRun, made: StackPlan, recipes: list[str], settings: StepSettings, **more: Any
+    recording: RecordedRun, stack_plan: StackPlan, recipes: list[str], settings: StepSettings, **more: Any
 ) -> StepCampaign:
     defaults = {"rule": StoppingRule(), "workers": LocalWorkers()}
-    return StepCampaign(plan=made, recipes=recipes, settings=settings, recording=recording, **(defaults | more))
+    return StepCampaign(plan=stack_plan, recipes=recipes, settings=settings, recording=recording, **(defaults | more))
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -309,8 +309,8 @@ def test_a_run_on_the_cpu(recording_of_run: RecordedRun) -> None:
 
 def test_many_micro_batches_may_be_silent_for_longer(recording_of_run: RecordedRun) -> None:
     def silence(accumulation: int) -> float:
-        made = plan("llama", gradient_accumulation=accumulation)
-        return step_campaign(recording_of_run, made, ["BF16"], StepSettings("cpu", silence_s=180)).silence_s
+        stack_plan = plan("llama", gradient_accumulation=accumulation)
+        return step_campaign(recording_of_run, stack_plan, ["BF16"], StepSettings("cpu", silence_s=180)).silence_s
 
     assert (silence(1), silence(64)) == (180, 180 * 16)
     assert step_campaign(recording_of_run, plan("hybrid"), ["BF16"], StepSettings("cpu", silence_s=180)).silence_s == 180 * 5
@@ -322,7 +322,7 @@ def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> N
 
 
 def test_two_depths_give_the_whole_models_step() -> None:
-    """100 ms and 10 ms a layer; half of that in FP8: the line says what 40 layers take."""
+    """100 ms plus 10 ms per layer, half of that in FP8: the fitted line gives the time of 40 layers."""
     variants = [Variant(name, depth) for name in ("BF16", "FP8Current") for depth in (16, 8)]
     measurements = StepMeasurements(variants, layers=40)
     for variant in variants:
@@ -388,12 +388,12 @@ def test_a_process_that_dies_while_profiling_costs_no_step(
     measurements = campaign.run()
     assert [len(request["variants"]) for request in workers.requests] == [2]
     assert measurements.speedup("FP32") is not None
-    (found,) = measurements.findings
-    assert (found.code, found.facts["reason"]) == ("kernels-not-profiled", "the measuring process died (signal 11)")
+    (finding,) = measurements.findings
+    assert (finding.code, finding.facts["reason"]) == ("kernels-not-profiled", "the measuring process died (signal 11)")
 
 
 def test_a_shallower_stack_is_resumed_where_it_was(tmp_path: Path) -> None:
-    """Killed in its second depth: the first is not tried again, and its samples are there once."""
+    """If the process is killed in its second depth, the first is not measured again, and its samples exist once."""
 
     def script(request: dict[str, Any]) -> Iterator[Message]:
         deep = request["variants"][0]["depth"] > 3
@@ -435,11 +435,13 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
         first_wanted = staticmethod(lambda groups: groups[0])
 
     monkeypatch.setattr("gemmscope.engine.worker.Orders", Quiet)
-    monkeypatch.setattr("gc.freeze", lambda: None)  # of this very process
+    monkeypatch.setattr("gc.freeze", lambda: None)  # of the process that runs this test
     monkeypatch.setattr("gc.disable", lambda: None)
-    made = plan("llama")
+    stack_plan = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": asdict(made), "live": False, "variants": [], "least_rounds": 3, "had": {}}, None)
+    worker = StepWorker(
+        {**settings, "plan": asdict(stack_plan), "live": False, "variants": [], "least_rounds": 3, "had": {}}, None
+    )
     said: list[Message] = []
     monkeypatch.setattr(worker, "say", said.append)
     launch = worker.launch

@@ -39,7 +39,7 @@ def test_the_stack_has_the_models_parameters(model_type: str) -> None:
     model = hf.from_config(json.loads(json.dumps({"model_type": model_type, **settings})), "config.json").model
     assert model is not None
     run = RunSpec(1, 32)
-    plan, found = plan_step(model, run)
+    plan, findings = plan_step(model, run)
     stack = Stack(plan.unrolled(), Kit(recipe("BF16"), device="meta"), Weights(), "meta")
     assert sum(parameter.numel() for parameter in stack.parameters()) == derive(model, run).parameters
-    assert found == []
+    assert findings == []

@@ -30,22 +30,22 @@ RECIPES = ("FP8Current", "FP8Delayed", "FP8Block")
 def test_every_preset_runs_in_every_recipe(name: str) -> None:
     plan, weights = two_layers(name), Weights()
     losses = {}
-    for each in ("BF16", *RECIPES):
-        kit = TransformerEngineKit(recipe(each))
+    for recipe_name in ("BF16", *RECIPES):
+        kit = TransformerEngineKit(recipe(recipe_name))
         if kit.why_not(plan):
             continue
         step = Step(plan, kit, weights, "cuda")
         step.run()
         step.run()
-        losses[each] = step.loss()
+        losses[recipe_name] = step.loss()
     assert all(abs(loss / losses["BF16"] - 1) < 0.1 for loss in losses.values()), losses
 
 
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"gradient_accumulation": 2}])
 def test_options(options: dict[str, object]) -> None:
     plan, weights = two_layers("llama-3.1-8b", **options), Weights()
-    for each in ("BF16", *RECIPES):
-        step = Step(plan, TransformerEngineKit(recipe(each)), weights, "cuda")
+    for recipe_name in ("BF16", *RECIPES):
+        step = Step(plan, TransformerEngineKit(recipe(recipe_name)), weights, "cuda")
         step.run()
         step.run()
         assert step.loss() > 0
@@ -54,8 +54,8 @@ def test_options(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b"])
 def test_a_step_is_captured_in_every_recipe(name: str) -> None:
     plan, weights, memory = two_layers(name), Weights(), GraphMemory()
-    for each in ("BF16", *RECIPES):
-        step = CapturedStep(Step(plan, TransformerEngineKit(recipe(each)), weights, "cuda"), memory)
+    for recipe_name in ("BF16", *RECIPES):
+        step = CapturedStep(Step(plan, TransformerEngineKit(recipe(recipe_name)), weights, "cuda"), memory)
         step.run()
         torch.cuda.synchronize()
         assert step.loss() > 0
@@ -80,9 +80,11 @@ def test_parts_left_in_bf16(left_out: str) -> None:
             marks.passed("end", "step")
         labels.extend(marks.labels)
 
-    found = segments(work)
-    assert len(found) == len(labels)
-    parts = [(part, way, [[event.name(), 1.0, 0] for event in events]) for (part, way), events in zip(labels, found, strict=True)]
+    pieces = segments(work)
+    assert len(pieces) == len(labels)
+    parts = [
+        (part, way, [[event.name(), 1.0, 0] for event in events]) for (part, way), events in zip(labels, pieces, strict=True)
+    ]
     operands: dict[str, set[object]] = {}
     for kernel in place(parts):
         facts = classify(kernel.name)
@@ -116,10 +118,10 @@ def test_linears_of_a_module_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "toy_layers.py").write_text(MODULE)
     live = LiveModule.build(ModulePlan(f"{tmp_path}/toy_layers.py:build", None, 0, 0, 0), "cuda", torch.bfloat16, "adamw")
     losses = {}
-    for each in ("BF16", *RECIPES):
-        step = ModuleStep(live, TransformerEngineKit(recipe(each)))
+    for recipe_name in ("BF16", *RECIPES):
+        step = ModuleStep(live, TransformerEngineKit(recipe(recipe_name)))
         step.run()
         step.run()
-        losses[each] = step.loss()
-        assert len(step.conversion.converted) == (4 if each != "BF16" else 0)
+        losses[recipe_name] = step.loss()
+        assert len(step.conversion.converted) == (4 if recipe_name != "BF16" else 0)
     assert all(abs(loss / losses["BF16"] - 1) < 0.1 for loss in losses.values()), losses

@@ -1,4 +1,4 @@
-"""What can be said of the kits without their frameworks: which sizes they refuse, and how they name what they build."""
+"""The kits without their frameworks: which sizes they refuse, and how they name their modules."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NAMES = ("Float8LinearConfig", "convert_to_float8_training", "recipe", "apply_ro
 
 def kit(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A kit's module, its framework replaced by empty modules."""
-    for each in STAND_INS:
-        module = ModuleType(each)
+    for module_name in STAND_INS:
+        module = ModuleType(module_name)
         vars(module).update(dict.fromkeys(NAMES, lambda: None))
         vars(module)["__path__"] = []
-        monkeypatch.setitem(sys.modules, each, module)
+        monkeypatch.setitem(sys.modules, module_name, module)
     monkeypatch.delitem(sys.modules, f"gemmscope.step.kits.{name}", raising=False)
     loaded = importlib.import_module(f"gemmscope.step.kits.{name}")
-    del sys.modules[loaded.__name__]  # nobody else's
+    del sys.modules[loaded.__name__]  # not shared with other tests
     return loaded
 
 
@@ -58,7 +58,7 @@ def test_transformer_engines_names_of_activations(
 
 
 @pytest.mark.parametrize(
-    ("recipe_name", "sequence", "words"),
+    ("recipe_name", "sequence", "reason"),
     [
         ("BF16", 17, ""),
         ("FP8Tensorwise", 16, ""),
@@ -67,11 +67,11 @@ def test_transformer_engines_names_of_activations(
         ("MXFP8", 16, "MXFP8 is not yet supported in steps with torchao"),
     ],
 )
-def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchao_refuses(recipe_name: str, sequence: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that do not fit stay in BF16; recipes cannot run tokens that do not fit."""
     model = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
-    made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
-    assert made.why_not(plan_step(model, RunSpec(1, sequence))[0]) == words
+    torchao_kit = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
+    assert torchao_kit.why_not(plan_step(model, RunSpec(1, sequence))[0]) == reason
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monke
 def test_which_linears_of_a_module_torchao_can_run(
     recipe_name: str, rows: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
-    assert made.why_not_linear(rows, 128, 256) == reason
-    assert made.why_not_linear(rows, 128, 250) == "output features = 250 is not a multiple of 16"
-    assert made.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
+    torchao_kit = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
+    assert torchao_kit.why_not_linear(rows, 128, 256) == reason
+    assert torchao_kit.why_not_linear(rows, 128, 250) == "output features = 250 is not a multiple of 16"
+    assert torchao_kit.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
 
 
 def test_torchao_converts_the_chosen_linears(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_torchao_converts_the_chosen_linears(monkeypatch: pytest.MonkeyPatch) ->
         asked.append((config, [name for name, child in module.named_modules() if module_filter_fn(child, name)]))
 
     loaded.convert_to_float8_training = convert
-    made = loaded.TorchaoKit(recipe("FP8Rowwise"), device="cpu", compiled="none")
-    made.convert(nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)}), ["down"])
+    torchao_kit = loaded.TorchaoKit(recipe("FP8Rowwise"), device="cpu", compiled="none")
+    torchao_kit.convert(nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)}), ["down"])
     assert asked == [("ROWWISE", ["down"])]
 
 
@@ -109,14 +109,14 @@ def test_transformer_engines_linear_takes_over_the_parameters(bias: bool, monkey
 
     loaded = kit("transformer_engine", monkeypatch)
     loaded.te = SimpleNamespace(Linear=Linear)
-    made = loaded.TransformerEngineKit(recipe("BF16"), device="cpu")
+    te_kit = loaded.TransformerEngineKit(recipe("BF16"), device="cpu")
     module = nn.ModuleDict({"linear": nn.Linear(4, 2, bias=bias)}).eval()
     before = dict(module.named_parameters())
-    made.convert(module, ["linear"])
+    te_kit.convert(module, ["linear"])
     assert isinstance(module["linear"], Linear)
     assert not module["linear"].training
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
-    assert made.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
+    assert te_kit.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
 
 
 def test_tokens_go_to_as_many_experts_as_planned() -> None:

@@ -118,7 +118,7 @@ def stand_in(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> type[Kit]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "gemmscope.step.kits.transformer_engine", raising=False)
     loaded = importlib.import_module("gemmscope.step.kits.transformer_engine")
-    del sys.modules[loaded.__name__]  # nobody else's
+    del sys.modules[loaded.__name__]  # not shared with other tests
     kit: type[Kit] = loaded.TransformerEngineKit
     return kit
 
@@ -129,8 +129,8 @@ def calls_of(name: str, monkeypatch: pytest.MonkeyPatch, plan: StackPlan | None 
     kit = stand_in(seen, monkeypatch)(recipe(name), device="cpu")
     stack = Stack(plan, kit, Weights(), "cpu")
     stack(torch.randint(64, (16,)), torch.randint(64, (16,))).backward()
-    each = len(seen.calls) // plan.depth
-    return [seen.calls[first : first + each] for first in range(0, len(seen.calls), each)]
+    per_layer = len(seen.calls) // plan.depth
+    return [seen.calls[first : first + per_layer] for first in range(0, len(seen.calls), per_layer)]
 
 
 QKV, OUT, MLP, UP, DOWN = (

@@ -80,11 +80,11 @@ def test_parts_add_up_to_the_step() -> None:
 )
 def test_verdicts(fast: list[ProfiledPart], wall: float | None, code: str, parts: set[str] | None) -> None:
     attention = next(kernels[0][1] for part, _, kernels in fast if part == "attention") / 1000
-    found = why(step(100, attention=attention), fast, wall)
-    assert found.code == code
-    times = found.facts.get("parts_ms")
+    finding = why(step(100, attention=attention), fast, wall)
+    assert finding.code == code
+    times = finding.facts.get("parts_ms")
     assert (set(times) if isinstance(times, dict) else None) == parts
-    assert found.text.startswith(("FP8Current", "FALLBACK: FP8Current"))
+    assert finding.text.startswith(("FP8Current", "FALLBACK: FP8Current"))
 
 
 def test_a_fallback_names_what_ran() -> None:
@@ -94,9 +94,9 @@ def test_a_fallback_names_what_ran() -> None:
 
 
 def test_a_forecast_needs_neither_recipe_nor_kernels() -> None:
-    found = verdict(levels_of({"GEMMs": 80.0, "attention": 20.0}, {"GEMMs": 40.0, "attention": 20.0}))
-    assert (found.code, found.facts["parts_ms"]) == ("step-diluted", {"attention": 20.0})
-    assert found.text
+    finding = verdict(levels_of({"GEMMs": 80.0, "attention": 20.0}, {"GEMMs": 40.0, "attention": 20.0}))
+    assert (finding.code, finding.facts["parts_ms"]) == ("step-diluted", {"attention": 20.0})
+    assert finding.text
 
 
 def test_a_cast_fused_with_an_activation_is_divided_between_the_two() -> None:
@@ -117,9 +117,9 @@ def test_a_cast_fused_with_an_activation_is_divided_between_the_two() -> None:
 def test_the_verdict_tells_that_fused_casts_are_an_estimate() -> None:
     cast = "triton_poi_fused__scaled_mm__to_copy_clamp_gelu_mul_7"
     fast: list[ProfiledPart] = [*step(50, attention=1, low=True), ("mlp", "forward", [[cast, 40_000.0, 7]])]
-    found = why(step(100, attention=1), fast, name="FP8Tensorwise")
-    assert (found.code, found.facts["fused_casts"]) == ("step-quantization", True)
-    assert found.facts["parts_ms"] == {"quantization": pytest.approx(30.0)}
+    finding = why(step(100, attention=1), fast, name="FP8Tensorwise")
+    assert (finding.code, finding.facts["fused_casts"]) == ("step-quantization", True)
+    assert finding.facts["parts_ms"] == {"quantization": pytest.approx(30.0)}
 
 
 def test_unknown_kernels_are_listed() -> None:
@@ -134,9 +134,9 @@ def test_a_model_without_marks_falls_back_if_all_its_gemms_do() -> None:
     """A Hugging Face model none of whose linears could be converted; the head's GEMM is always in BF16."""
     low, plain = recipe("FP8Tensorwise"), recipe("BF16")
     names = [[BF16, 1000.0, 7], [FLASH, 1000.0, 7]]
-    found = fallbacks(low, place([("model", "forward", names)]))
-    assert found is not None
-    assert (found.facts["where"], found.facts["requested"]) == (["every GEMM"], ["e4m3 x e4m3"])
+    finding = fallbacks(low, place([("model", "forward", names)]))
+    assert finding is not None
+    assert (finding.facts["where"], finding.facts["requested"]) == (["every GEMM"], ["e4m3 x e4m3"])
     assert fallbacks(low, place([("model", "forward", [*names, [FP8, 1000.0, 7]])])) is None
     assert fallbacks(plain, place([("model", "forward", names)])) is None
 

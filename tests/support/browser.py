@@ -1,4 +1,4 @@
-"""Chromium without a window, spoken to over its debugging pipe: opens pages, points, types, and listens to what they complain of.
+"""Chromium without a window, spoken to over its debugging pipe: opens pages, moves the mouse, types, and collects errors.
 
 Messages are JSON with a zero byte at their end, written to the browser's file descriptor 3 and read from its 4.
 """
@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 PATIENCE_S = 180.0
 
 
 class Browser:
-    """One process. `profile` is a folder of its own."""
+    """A browser process. `profile` is its own folder."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
@@ -43,7 +43,7 @@ class Browser:
         self._closed: list[Tab] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer; what the browser says meanwhile is kept in `events`."""
+        """Send a command and return its answer. Events that arrive meanwhile are kept in `events`."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
         if session is not None:
@@ -59,7 +59,7 @@ class Browser:
             self.events.append(answer)
 
     def listen(self, seconds: float) -> None:
-        """Take in what is said of its own accord."""
+        """Read the events that have arrived."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and (message := self._next(left)) is not None:
             self.events.append(message)
@@ -80,8 +80,8 @@ class Browser:
             assert read, "the browser ended"
             self._buffer += read
         message, self._buffer = self._buffer.split(b"\0", 1)
-        found: dict[str, Any] = json.loads(message)
-        return found
+        event: dict[str, Any] = json.loads(message)
+        return event
 
     def open(self, path: Path, *, width: int = 1400, height: int = 900, dark: bool = False) -> Tab:
         """A page from a file, on a screen of that size and in that theme. A closed tab is used again, which is faster."""
@@ -90,7 +90,7 @@ class Browser:
         return tab
 
     def close(self) -> None:
-        """End it, and wait for the end."""
+        """End the process and wait for it."""
         try:
             self.call("Browser.close")
         except (AssertionError, OSError):
@@ -121,8 +121,8 @@ class Tab:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **parameters)
 
-    def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Another screen and theme, without loading the page again; charts are drawn anew."""
+    def emulate(self, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Change the screen size and the theme without reloading the page, and wait until the charts are redrawn."""
         self._size(width, height)
         self.theme(dark=dark)
         self.wait_for(f"innerWidth === {width} && (document.documentElement.dataset.drawn || '{width}') === '{width}'")
@@ -180,16 +180,16 @@ class Tab:
 
     def complaints(self) -> list[str]:
         """Errors on the console, exceptions, and everything the log calls an error."""
-        found = []
+        problems = []
         for event in self._mine():
             parameters = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
-                found.append(str(parameters["exceptionDetails"]))
+                problems.append(str(parameters["exceptionDetails"]))
             elif event["method"] == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
-                found.append(str(parameters["args"]))
+                problems.append(str(parameters["args"]))
             elif event["method"] == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-                found.append(str(parameters["entry"]))
-        return found
+                problems.append(str(parameters["entry"]))
+        return problems
 
     def requests(self) -> list[str]:
         """Every address the page asked for."""
@@ -200,6 +200,6 @@ class Tab:
         return [event for event in self._browser.events if event.get("sessionId") == self._session and "method" in event]
 
     def close(self) -> None:
-        """It can be used for another page."""
+        """Make the tab available for another page."""
         self._browser.events.clear()
         self._browser._closed.append(self)

@@ -1,4 +1,4 @@
-"""Campaigns in tests: a journal of their own, real workers or workers that say what a script says."""
+"""Campaigns for tests: with their own journal, and real workers or workers that follow a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Script = Callable[[dict[str, Any]], Iterable[Message]]
 
 
 def interrupt() -> None:
-    """What Ctrl-C does."""
+    """Interrupt this process as Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -42,18 +42,18 @@ def recorded(folder: Path, *, resume: bool = False) -> Iterator[RecordedRun]:
 def small_campaign(recording: RecordedRun, recipes: list[str], **changes: Any) -> LinearCampaign:
     """Two small linears on the CPU; `changes`: of the rule, or of the campaign."""
     rule = {"least_rounds": 2, "target": 0.5} | {name: changes.pop(name) for name in ("target", "longest_s") if name in changes}
-    made = {
+    settings = {
         "tasks": tasks_of(CASES, recipes, MODES, {}),
         "settings": BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60),
         "rule": StoppingRule(**rule),
         "workers": LocalWorkers(),
     }
-    return LinearCampaign(recording=recording, **(made | changes))
+    return LinearCampaign(recording=recording, **(settings | changes))
 
 
 @dataclass
 class Scripted:
-    """Workers that say what the script says, and end then: with its last message, or by dying of `death`."""
+    """Workers that send the messages of a script. They end after the last message, or with the signal `death`."""
 
     script: Script
     death: str = ""

@@ -47,15 +47,15 @@ train: {global_batch_size: 512, micro_batch_size: 1}
 @cache
 def commands() -> dict[str, str]:
     """Each complete command, and the first text that shows it. Those with … in them are not complete."""
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for path in TEXTS:
         for block in code_blocks(path.read_text(encoding="utf-8")):
             joined = re.sub(r" \\\n\s+", " ", block)
             for line in re.findall(r"^(?:\$ )?(gemmscope .*)$", joined, flags=re.MULTILINE):
                 command = " ".join(re.sub(r"\s#.*", "", line).split())
                 if "…" not in command:
-                    found.setdefault(command, str(path.relative_to(ROOT)))
-    return found
+                    places.setdefault(command, str(path.relative_to(ROOT)))
+    return places
 
 
 def code_blocks(text: str) -> list[str]:
@@ -74,18 +74,18 @@ def code_blocks(text: str) -> list[str]:
 
 def reason_not_to_run(command: str) -> str:
     """Why the tests do not run it here; empty if they do."""
-    words = command.split()
-    if words[1] in ("bench", "step", "fleet", "calibrate"):
+    arguments = command.split()
+    if arguments[1] in ("bench", "step", "fleet", "calibrate"):
         return "needs a GPU"
-    if words[1] == "numerics":
+    if arguments[1] == "numerics":
         return "imports torch, and needs a recording: tests/cli/test_numerics_cli.py runs it"
-    if "--check" in words:
+    if "--check" in arguments:
         return "imports torch and transformers: test_readme_shows_real_output and tests/workload check shapes"
-    if "--module" in words:
+    if "--module" in arguments:
         return "imports torch: tests/workload traces modules"
-    if words[1] == "doctor":
+    if arguments[1] == "doctor":
         return "starts the installed frameworks: tests/cli/test_doctor.py runs it"
-    if "--install-completion" in words or "--show-completion" in words:
+    if "--install-completion" in arguments or "--show-completion" in arguments:
         return "changes the shell: test_completion_can_be_shown shows it"
     return ""
 

@@ -34,12 +34,12 @@ Pretend = Callable[..., list[LinearCampaign]]
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """As if this machine had that GPU and those packages; campaigns take recorded kernels, and are handed back as they ran."""
+    """Simulate a machine with that GPU and those packages. Campaigns get recorded kernels and are returned in a list."""
     real = importlib.util.find_spec
 
-    def prepare(found: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[LinearCampaign]:
+    def prepare(facts: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[LinearCampaign]:
         known = {"torch", "transformer_engine", "torchao"}
-        monkeypatch.setattr("gemmscope.app.bench.environment", lambda: found or machine())
+        monkeypatch.setattr("gemmscope.app.bench.environment", lambda: facts or machine())
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name: (name in packages.split() or None) if name in known else real(name)
         )

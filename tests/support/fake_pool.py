@@ -28,7 +28,7 @@ Kind = Literal["done", "fails", "dies", "refuses", "silent", "slow", "twice", "l
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one assignment, after how long, and how long the place is away if it is lost (None: for good)."""
+    """How one assignment ends, after how long, and how long the place is away if it is lost (None: forever)."""
 
     kind: Kind = "done"
     seconds: float = 1.0

@@ -51,7 +51,7 @@ class Forked:
             os.close(writing)
             sys.stdin = os.fdopen(0)
             sys.argv = [command[-2], str(pass_fds[0])]
-            signals._held, signals._installed = None, False
+            signals._deferred, signals._installed = None, False
             _ending_here(lambda: (process.end_with_parent(parent), _worker(command[-2]).serve()))
         os.close(reading)
         self.running.append(self.pid)
@@ -166,7 +166,7 @@ def _case(arguments: list[str], folder: str, kind: str, at: int) -> None:
         os.close(reading)
         os.close(writing)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    for number in signals.ENDING:  # whoever runs the tests in the background ignores them
+    for number in signals.ENDING:  # background jobs of a shell ignore some of them
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     link.subprocess.Popen = Forked  # type: ignore[misc, assignment]
     Fault(kind, at, place)

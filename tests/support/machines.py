@@ -1,4 +1,4 @@
-"""Machines to pretend: one with an H200 (or another GPU), one with nothing."""
+"""Simulated machines: one with an H200 (or another GPU), one without a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def machine(capability: tuple[int, int] = (9, 0), visible: str | None = None, **
         "utilization": 0,
         "processes": (),
     }
-    found = GpuFacts(0, "NVIDIA H200", capability, now=reading, **(facts | gpu))  # type: ignore[arg-type]
-    return Environment("Linux", "3.12", 16, {}, "580", (found,), visible)
+    gpu_facts = GpuFacts(0, "NVIDIA H200", capability, now=reading, **(facts | gpu))  # type: ignore[arg-type]
+    return Environment("Linux", "3.12", 16, {}, "580", (gpu_facts,), visible)
 
 
 NOTHING = Environment("Linux", "3.12", 16, {}, None, (), None)

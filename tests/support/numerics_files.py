@@ -45,12 +45,12 @@ def linear_error(name: str, layer: int, layers: int, recipe_name: str) -> Linear
     op, inputs, outputs = SIZES[name]
     passes = []
     for pass_name, formats in recipe(recipe_name).operands.items():
-        sizes = [ROUNDING[each] * SPREAD[recipe_name] * hardness(name, layer, layers) for each in formats]
+        sizes = [ROUNDING[format_name] * SPREAD[recipe_name] * hardness(name, layer, layers) for format_name in formats]
         operands = [
             OperandError(
-                tensor=tensor, format=each, relative=size, underflow=0.02 * size, saturated=0.0, octaves=18.0 + layer % 5
+                tensor=tensor, format=format_name, relative=size, underflow=0.02 * size, saturated=0.0, octaves=18.0 + layer % 5
             )
-            for tensor, each, size in zip(TENSORS[pass_name], formats, sizes, strict=True)
+            for tensor, format_name, size in zip(TENSORS[pass_name], formats, sizes, strict=True)
         ]
         total = hypot(*sizes)
         passes.append(
@@ -71,7 +71,7 @@ def linear_error(name: str, layer: int, layers: int, recipe_name: str) -> Linear
 @cache
 def linear_errors(layers: int = 32, recipes: Sequence[str] = RECIPES) -> tuple[LinearError, ...]:
     """Every linear of every layer in every recipe."""
-    return tuple(linear_error(name, layer, layers, each) for each in recipes for layer in range(layers) for name in SIZES)
+    return tuple(linear_error(name, layer, layers, recipe) for recipe in recipes for layer in range(layers) for name in SIZES)
 
 
 @cache
@@ -86,13 +86,13 @@ def numerics_result(
     )
     depth = tuple(
         DepthError(
-            recipe=each.recipe,
-            forward=tuple(each.error * (0.6 + 0.02 * layer) for layer in range(layers)),
-            backward=tuple(each.error * (1.5 - 0.02 * layer) for layer in range(layers)),
-            loss=each.error**2 / 10,
+            recipe=recipe.recipe,
+            forward=tuple(recipe.error * (0.6 + 0.02 * layer) for layer in range(layers)),
+            backward=tuple(recipe.error * (1.5 - 0.02 * layer) for layer in range(layers)),
+            loss=recipe.error**2 / 10,
         )
-        for each in weighed.recipes
-        if each.recipe != "BF16"
+        for recipe in weighed.recipes
+        if recipe.recipe != "BF16"
     )
     origin = {"recording": "recording.safetensors", "checkpoint": "checkpoints/step-1000", "synthetic": "outliers"}[source]
     return NumericsResult(

@@ -110,8 +110,8 @@ class Driver:
     def _remapped_rows(self, _: Any, *out: Any) -> int:
         if self.rows is None:
             return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        for each, value in zip(out, self.rows, strict=True):
-            self._number(each, value)
+        for target, value in zip(out, self.rows, strict=True):
+            self._number(target, value)
         return int(pynvml.NVML_SUCCESS)
 
     def _retired_pages(self, _: Any, cause: Any, count: Any, out: Any) -> int:
@@ -137,8 +137,8 @@ class Driver:
         values = out._obj
         assert count.value == len(values)
         for value in values:
-            found = value.fieldId in self.fields and value.scopeId < LINKS
-            value.nvmlReturn = pynvml.NVML_SUCCESS if found else pynvml.NVML_ERROR_NOT_SUPPORTED
+            supported = value.fieldId in self.fields and value.scopeId < LINKS
+            value.nvmlReturn = pynvml.NVML_SUCCESS if supported else pynvml.NVML_ERROR_NOT_SUPPORTED
             if value.fieldId == pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT:
                 value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
                 value.value.ullVal = 0xDEAD_BEEF_0000_0000  # the rest of the union is not defined
@@ -148,13 +148,13 @@ class Driver:
                 value.value.ullVal = self.fields.get(value.fieldId, 0)
         return int(pynvml.NVML_SUCCESS)
 
-    def _cpu_affinity(self, _: Any, words: int, out: Any) -> int:
+    def _cpu_affinity(self, _: Any, word_count: int, out: Any) -> int:
         for core in self.cores:
-            assert core // 64 < words
+            assert core // 64 < word_count
             out._obj[core // 64] |= 1 << core % 64
         return int(pynvml.NVML_SUCCESS)
 
-    def _memory_affinity(self, _: Any, words: int, out: Any, scope: Any) -> int:
-        assert (words, scope.value) == (1, pynvml.NVML_AFFINITY_SCOPE_NODE)
+    def _memory_affinity(self, _: Any, word_count: int, out: Any, scope: Any) -> int:
+        assert (word_count, scope.value) == (1, pynvml.NVML_AFFINITY_SCOPE_NODE)
         out._obj[0] = self.node_mask
         return int(pynvml.NVML_SUCCESS)

@@ -13,7 +13,7 @@ from gemmscope.results.plan import PlanResult
 
 def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **options: Any) -> PlanResult:
     recipes = options.pop("recipes", None)
-    words = f"--preset {preset} --gpu {gpu} --gpus {gpus} --global-batch {batch} --sequence-length {sequence}"
+    flags = f"--preset {preset} --gpu {gpu} --gpus {gpus} --global-batch {batch} --sequence-length {sequence}"
     return plan(
         load_model(preset=preset),
         gpu,
@@ -21,7 +21,7 @@ def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **optio
         global_batch=batch,
         sequence_length=sequence,
         choices=Choices(recipes),
-        command=f"gemmscope plan {words}",
+        command=f"gemmscope plan {flags}",
         **options,
     )
 

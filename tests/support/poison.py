@@ -41,7 +41,7 @@ INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 def invisible(text: str, allowed: str = "\n\t") -> set[str]:
     """The characters in a text that nobody sees, and that do something to a terminal, a line or a file."""
-    return {each for each in text if unicodedata.category(each) in INVISIBLE and each not in allowed}
+    return {character for character in text if unicodedata.category(character) in INVISIBLE and character not in allowed}
 
 
 @cache
@@ -106,8 +106,14 @@ def poisoned(result: Result, poison: Callable[[str], str]) -> tuple[Result, set[
             assert wrong - refused, error
             refused |= wrong
         except ValidationError as error:
-            wrong = {back[each["input"]] for each in error.errors() if isinstance(each["input"], str) and each["input"] in back}
-            wrong |= {back[part] for each in error.errors() for part in each["loc"] if isinstance(part, str) and part in back}
+            wrong = {
+                back[problem["input"]]
+                for problem in error.errors()
+                if isinstance(problem["input"], str) and problem["input"] in back
+            }
+            wrong |= {
+                back[part] for problem in error.errors() for part in problem["loc"] if isinstance(part, str) and part in back
+            }
             assert wrong - refused, error
             refused |= wrong
         else:

@@ -1,4 +1,4 @@
-"""Units for tests of pools: what sites are asked to measure, and what they make of the result."""
+"""Units for tests of pools: requests to sites, and the summaries of their results."""
 
 from __future__ import annotations
 

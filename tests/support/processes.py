@@ -1,4 +1,4 @@
-"""Looking at processes: by number, or by a marker in the environment that they inherit."""
+"""Find processes by their number, or by a marker in the environment that they inherit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MARKER = "GEMMSCOPE_TEST_MARKER"
 
 def running(marker: str) -> list[int]:
     """The processes whose environment has this marker, zombies apart."""
-    wanted, found = f"{MARKER}={marker}".encode(), []
+    wanted, pids = f"{MARKER}={marker}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
-PATIENCE_S = 120.0  # on a busy machine; only what hangs takes so long
+PATIENCE_S = 120.0  # long enough for a busy machine; only a hang takes longer
 
 
 def left_running(marker: str, apart_from: Collection[int] = ()) -> list[int]:
@@ -45,7 +45,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object]) -> bool:
-    """Whether it came true; False only where it does not within minutes."""
+    """Whether the condition becomes true within minutes."""
     end = time.monotonic() + PATIENCE_S
     while not (true := condition()) and time.monotonic() < end:
         time.sleep(0.02)

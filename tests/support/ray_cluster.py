@@ -72,7 +72,7 @@ class RayCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, **resources: float) -> str:
-        """Another node. Returns what to call it here."""
+        """Add a node. Returns its name here."""
         node = str(self._ask("add", json.dumps(resources or {"num_cpus": 1}))["node"])
         self.nodes.append(node)
         return node
@@ -86,11 +86,11 @@ class RayCluster:
         """SIGSTOP to the actors of a node: they are silent, and nothing closes their connections."""
         self._ask("freeze", node)
 
-    def _ask(self, *words: str) -> dict[str, Any]:
+    def _ask(self, *command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if words:
-            self._process.stdin.write(" ".join(words) + "\n")
+        if command:
+            self._process.stdin.write(" ".join(command) + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith(READY):
@@ -110,7 +110,7 @@ def _serve(client: bool) -> None:
         head["ray_client_server_port"] = _free_port()
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes: dict[str, Any] = {}
-    made = 0
+    started = 0
 
     def answer(**content: Any) -> None:
         sys.stdout.write(READY + json.dumps(content) + "\n")
@@ -122,9 +122,9 @@ def _serve(client: bool) -> None:
         command, _, argument = line.strip().partition(" ")
         if command == "add":
             node = cluster.add_node(**{**same, "num_gpus": 0, **json.loads(argument)})
-            made += 1
-            nodes[str(made)] = node
-            answer(node=str(made))
+            started += 1
+            nodes[str(started)] = node
+            answer(node=str(started))
             continue
         if command == "kill":
             cluster.remove_node(nodes.pop(argument), allow_graceful=False)
@@ -146,17 +146,17 @@ def _serve(client: bool) -> None:
 
 def _tree(node: Any) -> list[int]:
     """The raylet of a node and every process below it."""
-    found: list[int] = []
+    pids: list[int] = []
     waiting = [info.process.pid for infos in node.all_processes.values() for info in infos]
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        pids.append(pid)
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 waiting += map(int, task.read_text().split())
             except OSError:
                 continue
-    return found
+    return pids
 
 
 def _free_port() -> int:

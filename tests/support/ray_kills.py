@@ -1,4 +1,4 @@
-"""Kills nodes of a Ray cluster while a real command measures a sweep on it, and checks what the command makes of it."""
+"""Kills nodes of a Ray cluster while a real command measures a sweep on it, and checks the result."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def points_of(file: Path) -> list[dict[str, Any]]:
 
 
 def _note(seen: dict[str, Any], file: Path, report: KillReport) -> None:
-    """What is in the streamed file stays there as it is."""
+    """Entries of the streamed file never change."""
     now = {json.dumps(point["values"]): point["times_ms"] for point in points_of(file)}
     for name, times in seen.items():
         if now.get(name) != times:
@@ -140,7 +140,7 @@ def _check(report: KillReport, seen: dict[str, Any], file: Path, state: Path) ->
         if strange := [line for line in text.splitlines() if RAYS_OWN.search(line) and "pool" not in line][:3]:
             say(f"on {name}: {strange}")
     if file.exists():
-        report.findings = {each["code"]: each["facts"] for each in json.loads(file.read_text())["findings"]}
+        report.findings = {finding["code"]: finding["facts"] for finding in json.loads(file.read_text())["findings"]}
         report.repeated = int(report.findings.get("pool-units-repeated", {}).get("units", 0))
 
 

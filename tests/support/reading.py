@@ -1,4 +1,4 @@
-"""What every text must come to in any reader: a source that later stages can use, or a message."""
+"""Checks for every reader: any text becomes a source that later stages can use, or a message."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def codes(source: HasFindings) -> list[str]:
 
 def facts(source: HasFindings, code: str) -> dict[str, Fact]:
     """The facts of the one finding of this code."""
-    (found,) = (finding for finding in source.findings if finding.code == code)
-    assert found.text  # it has a sentence
-    return dict(found.facts)
+    (finding,) = (finding for finding in source.findings if finding.code == code)
+    assert finding.text  # it has a sentence
+    return dict(finding.facts)
 
 
 def checked(reader: Any, text: str) -> ModelSource | None:
@@ -45,7 +45,7 @@ def checked(reader: Any, text: str) -> ModelSource | None:
 
 @contextmanager
 def in_little_memory() -> Iterator[None]:
-    """What a few lines of text blow up to must not be built."""
+    """A few lines of text must not expand into a huge model."""
     tracemalloc.start()
     try:
         yield

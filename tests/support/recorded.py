@@ -50,7 +50,7 @@ LINEARS = ["embed", "layers.0.up_proj", "layers.0.down_proj", "layers.1.up_proj"
 
 
 def prepared(kind: str) -> nn.Module:
-    """The network as it is called in the training."""
+    """The network as the training loop calls it."""
     torch.manual_seed(0)
     model: Any = Network(recompute=kind if kind in ("reentrant", "non-reentrant") else "")
     if kind == "layers":

@@ -35,18 +35,18 @@ def recorded_bench(name: str = "first") -> BenchResult:
 
 def replayed(result: BenchResult) -> Measurements:
     """The samples and kernels of a bench, taken in again as the worker's messages brought them."""
-    measurements = Measurements([each.task for each in result.tasks])
+    measurements = Measurements([task.task for task in result.tasks])
     measurements.take(Hello(result.versions, result.device))
-    groups = {each.task.key: each.task.group for each in result.tasks}
+    groups = {task.task.key: task.task.group for task in result.tasks}
     bursts: dict[
         tuple[str, str, int], tuple[dict[str, list[float]], dict[str, Any]]
     ] = {}  # the tasks of one recipe and mode share a burst
-    for each in result.tasks:
-        measurements.take(Ready(each.task.key, {**each.facts}))
-        measurements.take(Kernels(each.task.key, each.kernels))
-        for number, (times_ms, state) in enumerate(zip(each.rounds_ms, each.states, strict=True)):
-            group = groups[each.facts.get("sum_of", [each.task.key])[0]]  # a sum was measured with its parts
-            bursts.setdefault((*group, number), ({}, state))[0][each.task.key] = times_ms
+    for task in result.tasks:
+        measurements.take(Ready(task.task.key, {**task.facts}))
+        measurements.take(Kernels(task.task.key, task.kernels))
+        for number, (times_ms, state) in enumerate(zip(task.rounds_ms, task.states, strict=True)):
+            group = groups[task.facts.get("sum_of", [task.task.key])[0]]  # a sum was measured with its parts
+            bursts.setdefault((*group, number), ({}, state))[0][task.task.key] = times_ms
     for burst in bursts.values():
         measurements.take(Sampled(*burst))
     for number in range(result.rounds):

@@ -39,7 +39,7 @@ def _describe(schema: dict[str, Any], part: type[Part]) -> None:
 
 
 def _subclasses(base: type[Part]) -> list[type[Part]]:
-    return [base, *(found for child in base.__subclasses__() for found in _subclasses(child))]
+    return [base, *(subclass for child in base.__subclasses__() for subclass in _subclasses(child))]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Looks at every page of the built documentation site in Chromium: `python tests/support/site_pages.py build/site [SCREENSHOTS]`.
+"""Checks every page of the built documentation site in Chromium: `python tests/support/site_pages.py build/site [SCREENSHOTS]`.
 
 Each page is opened from its file, at desktop and phone width, light and dark. It must not be wider than the screen, must not
 complain, and must not ask another host for anything.
@@ -48,48 +48,48 @@ def pages(site: Path) -> list[Path]:
     return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
 
 
-def look(browser: Browser, path: Path, width: int, *, dark: bool, picture: Path | None = None) -> list[str]:
-    """What is wrong with a page."""
+def page_problems(browser: Browser, path: Path, width: int, *, dark: bool, picture: Path | None = None) -> list[str]:
+    """The problems of a page."""
     tab = browser.open(path, width=width, dark=dark)
-    found = complaints(tab)
+    problems = complaints(tab)
     if tab.evaluate("document.body.getAttribute('data-md-color-scheme')") != ("slate" if dark else "default"):
-        found.append("the palette does not follow the system")
+        problems.append("the palette does not follow the system")
     if picture is not None:
-        browser.listen(0.5)  # until what fades in is there
+        browser.listen(0.5)  # wait for the fade-in
         tab.screenshot(picture)
     tab.close()
-    return [f"{path.name}, {width} px, {'dark' if dark else 'light'}: {each}" for each in found]
+    return [f"{path.name}, {width} px, {'dark' if dark else 'light'}: {problem}" for problem in problems]
 
 
 def complaints(tab: Tab) -> list[str]:
     """Errors, requests to other hosts, and content that is clipped or wider than the screen."""
     elsewhere = [f"asks for {url}" for url in tab.requests() if not url.startswith(("file:", "data:", "about:", "blob:"))]
-    wide = [f"too wide: {each}" for each in json.loads(tab.evaluate(OVERFLOW))]
-    clipped = [f"clipped: {each}" for each in json.loads(tab.evaluate(CLIPPED))]
+    wide = [f"too wide: {text}" for text in json.loads(tab.evaluate(OVERFLOW))]
+    clipped = [f"clipped: {text}" for text in json.loads(tab.evaluate(CLIPPED))]
     return [*tab.complaints(), *elsewhere, *wide, *clipped]
 
 
-def results_of_search(browser: Browser, page: Path, words: str) -> list[str]:
+def results_of_search(browser: Browser, page: Path, query: str) -> list[str]:
     """The pages that the site's search finds, on a page opened from its file."""
     tab = browser.open(page)
     tab.evaluate("document.querySelector('.md-search__button').click()")
     tab.wait_for(f"{SEARCH}.some(root => root.querySelector('input'))")
-    tab.call("Input.insertText", text=words)
+    tab.call("Input.insertText", text=query)
     tab.wait_for(f"{SEARCH}.some(root => root.querySelector('a'))")
-    found: str = tab.evaluate(f"{SEARCH}.flatMap(root => [...root.querySelectorAll('a')]).map(a => a.href).join(' ')")
+    addresses: str = tab.evaluate(f"{SEARCH}.flatMap(root => [...root.querySelectorAll('a')]).map(a => a.href).join(' ')")
     tab.close()
-    return found.split()
+    return addresses.split()
 
 
 def look_at_all(site: Path, pictures: Path | None) -> Iterator[str]:
-    """What is wrong with any page, at any width, in any theme."""
+    """The problems of all pages, at every width and in every theme."""
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(Path(profile))
         for path in pages(site):
             for width in WIDTHS:
                 for dark in (False, True):
                     name = f"{path.relative_to(site).with_suffix('')}-{width}-{'dark' if dark else 'light'}.png".replace("/", "-")
-                    yield from look(browser, path, width, dark=dark, picture=pictures / name if pictures else None)
+                    yield from page_problems(browser, path, width, dark=dark, picture=pictures / name if pictures else None)
         browser.close()
 
 

@@ -94,4 +94,4 @@ class Cluster:
     def calls(self) -> list[list[str]]:
         """How gemmscope was called, one call after another; those of `srun` in the order of their ranks."""
         lines = [json.loads(line) for line in self._calls.read_text().splitlines()]
-        return [words for words, *_ in lines]
+        return [arguments for arguments, *_ in lines]

@@ -24,7 +24,7 @@ def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: boo
     speedups = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
     sizes = (1, 2, run.micro_batch_size) if batches else ()
     at = [AtBatch(micro_batch_size=size, sequence_length=run.sequence_length, speedups=speedups) for size in sizes]
-    variants = [result for each in (measurements, *([real] if real else [])) for result in each.tasks.values()]
+    variants = [result for part in (measurements, *([real] if real else [])) for result in part.tasks.values()]
     return StepResult(
         command="gemmscope step --json step.json",
         origin="command line",

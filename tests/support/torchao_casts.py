@@ -34,7 +34,7 @@ def stays_high_precision(recipe: str, pass_name: str, tensor: str) -> bool:
 def float8(x: Tensor, recipe: str, pass_name: str, tensor: str) -> tuple[Tensor, Tensor]:
     """The cast of an operand in a float8 recipe."""
     cast = cast_config(recipe, pass_name, tensor)
-    made = hp_tensor_to_float8_dynamic(
+    cast_tensor = hp_tensor_to_float8_dynamic(
         x,
         cast.target_dtype,
         LinearMMConfig(),
@@ -43,7 +43,7 @@ def float8(x: Tensor, recipe: str, pass_name: str, tensor: str) -> tuple[Tensor,
         round_scales_to_power_of_2=Float8LinearConfig.from_recipe_name(RECIPES[recipe]).round_scales_to_power_of_2,
     )
     shape = (-1, 1) if cast.scaling_granularity is ScalingGranularity.AXISWISE else ()
-    return made._data, made._scale.reciprocal().reshape(shape)
+    return cast_tensor._data, cast_tensor._scale.reciprocal().reshape(shape)
 
 
 def mx(x: Tensor, mode: ScaleCalculationMode) -> tuple[Tensor, Tensor]:

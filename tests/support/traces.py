@@ -27,8 +27,8 @@ def recorded(name: str) -> Path:
 
 
 def events_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+    content: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return content
 
 
 def codes(findings: Iterable[Finding]) -> list[str]:
@@ -40,10 +40,11 @@ def fact(findings: Iterable[Finding], code: str, name: str) -> Any:
     return next(finding for finding in findings if finding.code == code).facts[name]
 
 
-def as_expected(found: TraceDiagnosis) -> bool:
+def as_expected(diagnosis: TraceDiagnosis) -> bool:
     """Nothing is wrong, and all linears run in low precision."""
     return (
-        found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
+        diagnosis.verdict.code == "step-as-expected"
+        and round(float(fact([diagnosis.verdict], "step-as-expected", "low_share")), 2) == 1
     )
 
 
@@ -90,18 +91,18 @@ class Builder:
 
 def steady(steps: int = 3, *, product: str = FP8, count: int = 20, begin: float = 1000.0) -> Builder:
     """Steps of products with a cast each and an optimizer, launched far ahead: nothing is wrong with them."""
-    made = Builder()
+    builder = Builder()
     moment = begin
     for step in range(steps):
         first = moment
         for _ in range(count):
-            made.kernel(CAST, moment, 10.0, launched=first - 900.0)
-            made.kernel(product, moment + 10.0, 100.0, launched=first - 900.0)
+            builder.kernel(CAST, moment, 10.0, launched=first - 900.0)
+            builder.kernel(product, moment + 10.0, 100.0, launched=first - 900.0)
             moment += 110.0
-        made.kernel(ADAM, moment, 50.0, launched=first - 900.0)
+        builder.kernel(ADAM, moment, 50.0, launched=first - 900.0)
         moment += 50.0
-        made.mark(f"ProfilerStep#{step + 5}", first - 950.0, moment - first - 1.0)
-    return made
+        builder.mark(f"ProfilerStep#{step + 5}", first - 950.0, moment - first - 1.0)
+    return builder
 
 
 def shared_trace(name: str) -> Path:

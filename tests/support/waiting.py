@@ -1,4 +1,4 @@
-"""A unit that waits, as a site waits for its GPU: for what a pool itself costs."""
+"""A unit that only waits, as a site waits for its GPU, to measure the overhead of a pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemmscope.gpu.environment import Environment
 
 @dataclass(frozen=True)
 class Waiting:
-    """Takes so many seconds, and no CPU."""
+    """Wait for the given seconds without using the CPU."""
 
     seconds: float
 

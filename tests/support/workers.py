@@ -84,7 +84,7 @@ WARM = {
 
 
 def _warm(module: str, *arguments: str) -> tuple[str, ...]:
-    """Transformers only where a config's model is built: versions of what is imported are part of the answer."""
+    """Import transformers only if a config's model is built, because the answer contains the versions of imported packages."""
     builds = module == "gemmscope.workload.trace_worker" and "config" in json.loads(Path(arguments[0]).read_text())
     return (*WARM[module], *(("transformers.modeling_utils",) if builds else ()))
 

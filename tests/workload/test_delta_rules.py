@@ -103,18 +103,18 @@ def w_and_u(count: Counter, inverse: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     return {"u": count.dot(inverse, beta * v), "w": count.dot(inverse, beta * k * decay)}
 
 
-def step(count: Counter, part: dict[str, Tensor], made: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+def step(count: Counter, part: dict[str, Tensor], inside: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """The new values of a chunk, and the state after it."""
-    new = made["u"] - count.dot(made["w"], state)
-    return new, state * made["total"][-1].exp().unsqueeze(-1) + count.dot((part["k"] * made["out"]).T, new)
+    new = inside["u"] - count.dot(inside["w"], state)
+    return new, state * inside["total"][-1].exp().unsqueeze(-1) + count.dot((part["k"] * inside["out"]).T, new)
 
 
 def forward(count: Counter, values: dict[str, Tensor], rule: str) -> Tensor:
     state, outputs = torch.zeros(KEY, VALUE, dtype=torch.float64), []
     for part in chunks(values):
-        made = intra(count, part, rule)
-        new, after = step(count, part, made, state)
-        outputs.append(count.dot(part["q"] * made["in"], state) + count.dot(made["scores"], new))
+        inside = intra(count, part, rule)
+        new, after = step(count, part, inside, state)
+        outputs.append(count.dot(part["q"] * inside["in"], state) + count.dot(inside["scores"], new))
         state = after
     return torch.cat(outputs)
 
@@ -132,17 +132,17 @@ def test_forward(rule: MixerKind) -> None:
 
 def backward(values: dict[str, Tensor], gradient: Tensor, rule: str) -> tuple[Counter, dict[str, Tensor]]:
     """In the order of flash-linear-attention's kernels. What forward keeps is not counted."""
-    parts, made = chunks(values), [intra(Counter(), part, rule) for part in chunks(values)]
+    parts, insides = chunks(values), [intra(Counter(), part, rule) for part in chunks(values)]
     count, outputs = Counter(), gradient.split(CHUNK)
     states, news = [torch.zeros(KEY, VALUE, dtype=torch.float64)], []
-    for part, one in zip(parts, made, strict=True):  # w, u and the states again
+    for part, one in zip(parts, insides, strict=True):  # w, u and the states again
         one |= w_and_u(count, one["inverse"], part["k"], part["v"], part["beta"], one["in"])
         new, after = step(count, part, one, states[-1])
         news.append(new)
         states.append(after)
-    found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+    gradients: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
     dstate = torch.zeros(KEY, VALUE, dtype=torch.float64)
-    for part, one, do, state, new in reversed(list(zip(parts, made, outputs, states, news, strict=False))):
+    for part, one, do, state, new in reversed(list(zip(parts, insides, outputs, states, news, strict=False))):
         q, k, v, beta, inverse = part["q"], part["k"], part["v"], part["beta"], one["inverse"]
         pairwise = (one["total"] - one["total"].T).exp() if rule != "kda" else 1.0
         scores = one["scores"] if rule == "kda" else (count.dot(q, k.T) * pairwise).tril()
@@ -168,8 +168,8 @@ def backward(values: dict[str, Tensor], gradient: Tensor, rule: str) -> tuple[Co
             dq, dk = dq + count.dot(ds, k), dk + count.dot(ds.T, q)
             dk = dk + beta * count.dot(dsystem, k) + count.dot(dsystem.T, beta * k)
         for name, tensor in (("q", dq), ("k", dk), ("v", dvalue * beta)):
-            found[name].insert(0, tensor)
-    return count, {name: torch.cat(tensors) for name, tensors in found.items()}
+            gradients[name].insert(0, tensor)
+    return count, {name: torch.cat(tensors) for name, tensors in gradients.items()}
 
 
 @pytest.mark.parametrize("rule", ["gated delta rule", "kda"])
@@ -179,8 +179,8 @@ def test_backward(rule: MixerKind) -> None:
     result = recurrence(**needed)
     gradient = torch.randn_like(result)
     result.backward(gradient)
-    count, found = backward(values, gradient, rule)
-    for name, tensor in found.items():
+    count, gradients = backward(values, gradient, rule)
+    for name, tensor in gradients.items():
         torch.testing.assert_close(tensor, needed[name].grad)
     assert math.isclose(count.flops, scan(rule).backward().flops)
 
@@ -205,16 +205,16 @@ def test_lightning_attention() -> None:
         states.append(states[-1] * decay**CHUNK + count.dot((part["k"] * leave).T, part["v"]))
     torch.testing.assert_close(torch.cat(outputs), expected.detach())
     assert math.isclose(count.flops, scan("lightning attention").forward().flops)
-    count, found = Counter(), dict[str, list[Tensor]](q=[], k=[], v=[])
+    count, gradients = Counter(), dict[str, list[Tensor]](q=[], k=[], v=[])
     dstate = torch.zeros(KEY, VALUE, dtype=torch.float64)
     for part, do, state in reversed(list(zip(parts, gradient.split(CHUNK), states, strict=False))):
         q, k, v = part["q"], part["k"], part["v"]
         count.dot((k * leave).T, v)  # the states again
         ds = count.dot(do, v.T) * pairwise
-        found["q"].insert(0, count.dot(do, state.T) * entry + count.dot(ds, k))
-        found["k"].insert(0, count.dot(v, dstate.T) * leave + count.dot(ds.T, q))
-        found["v"].insert(0, count.dot(k * leave, dstate) + count.dot((count.dot(q, k.T) * pairwise).T, do))
+        gradients["q"].insert(0, count.dot(do, state.T) * entry + count.dot(ds, k))
+        gradients["k"].insert(0, count.dot(v, dstate.T) * leave + count.dot(ds.T, q))
+        gradients["v"].insert(0, count.dot(k * leave, dstate) + count.dot((count.dot(q, k.T) * pairwise).T, do))
         dstate = dstate * decay**CHUNK + count.dot((q * entry).T, do)
-    for name, tensors in found.items():
+    for name, tensors in gradients.items():
         torch.testing.assert_close(torch.cat(tensors), needed[name].grad)
     assert math.isclose(count.flops, scan("lightning attention").backward().flops)

@@ -21,10 +21,10 @@ def preset(name: str) -> ModelSpec:
 
 
 def shapes(workload: Workload) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_op: dict[str, list[str]] = {}
     for gemm in workload.gemms():
-        found.setdefault(gemm.op, []).append(gemm.shape)
-    return found
+        by_op.setdefault(gemm.op, []).append(gemm.shape)
+    return by_op
 
 
 def test_reference_worked_example() -> None:

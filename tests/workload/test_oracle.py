@@ -79,7 +79,9 @@ def test_presets(name: str) -> None:
     assert model is not None
     if len(model.layers) > DEEP:
         module, _ = trace_worker.build_huggingface(config, 1, 64)
-        assert presets.describe(name).parameters == sum({id(each): each.numel() for each in module.parameters()}.values())
+        assert presets.describe(name).parameters == sum(
+            {id(parameter): parameter.numel() for parameter in module.parameters()}.values()
+        )
         assert derive(model, run).parameters == presets.describe(name).parameters
         if (declared := windows(module.config)) is not None:
             own = [layer.attention and (layer.attention.window or layer.attention.chunk) for layer in model.layers]
@@ -131,8 +133,8 @@ def test_a_wrong_closed_form_is_noticed() -> None:
     trace = live(config, run)
     model = hf.from_config({**config, "num_key_value_heads": 2}, "x").model
     assert model is not None
-    found = differences(model, run, trace)
-    assert {difference.what for difference in found} >= {"fprop 16x64x32", "parameters"}
+    differing = differences(model, run, trace)
+    assert {difference.what for difference in differing} >= {"fprop 16x64x32", "parameters"}
 
 
 @pytest.mark.parametrize(

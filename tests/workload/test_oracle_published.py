@@ -40,7 +40,7 @@ def test_class_sizes_are_those_of_the_classes() -> None:
         if model_type in transformers.CONFIG_MAPPING:
             defaults = family(model_type).get("defaults", {})
             fields = dataclasses.fields(transformers.CONFIG_MAPPING[model_type])
-            assumed = {each.name: each.default for each in fields if each.name in SIZES and type(each.default) is int}
+            assumed = {field.name: field.default for field in fields if field.name in SIZES and type(field.default) is int}
             left = {key: value for key, value in assumed.items() if key not in defaults}
             assert listed.get(model_type, {}) == left, model_type
 

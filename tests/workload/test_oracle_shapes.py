@@ -59,8 +59,8 @@ def test_differences_of_llama_4_are_noticed(settings: dict[str, Any], wrong: dic
     config |= {"num_local_experts": 4, **settings}
     trace = trace_worker.answer({"config": config, "micro_batch": 1, "sequence": 16})
     assert differences(model_of(config), RunSpec(1, 16), trace) == []
-    found = {each.what for each in differences(model_of({**config, **wrong}), RunSpec(1, 16), trace)}
-    assert what in found if what else not found
+    differing = {difference.what for difference in differences(model_of({**config, **wrong}), RunSpec(1, 16), trace)}
+    assert what in differing if what else not differing
 
 
 def test_one_gemm_for_all_iterations() -> None:

@@ -103,11 +103,13 @@ def test_hugging_face_has_none(deepseek: ModelSpec) -> None:
     source = hf.from_config({**(presets.load("deepseek-v3").config or {}), "num_nextn_predict_layers": 1}, "config.json")
     assert source.model is not None
     assert source.model.prediction_layers == 0
-    assert "--mtp-layers 1" in next(each.text for each in source.findings if each.code == "prediction-layers-not-included")
+    assert "--mtp-layers 1" in next(
+        finding.text for finding in source.findings if finding.code == "prediction-layers-not-included"
+    )
     added = with_prediction_layers(source, 1)
     assert added.model is not None
     assert added.model.prediction_layers == 1
-    assert not [each for each in added.findings if each.code == "prediction-layers-not-included"]
+    assert not [finding for finding in added.findings if finding.code == "prediction-layers-not-included"]
 
 
 def test_deepseek_v4_predicts_with_a_window() -> None:

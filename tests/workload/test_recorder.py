@@ -301,7 +301,7 @@ def test_convolutions_are_a_named_remainder() -> None:
     assert result.gemms == ()
     flops = {(op.name, op.direction): op.flops * op.count for op in result.remainder}
     first, second = 2 * (2 * 6 * 10) * (4 * 3), 2 * (2 * 2 * 10) * 6
-    assert flops[("*", "forward")] in (first, second)  # both fold to one path, told apart by their FLOPs
+    assert flops[("*", "forward")] in (first, second)  # both map to one path, and differ in their FLOPs
     assert sum(op.flops for op in result.remainder if op.direction == "forward") == first + second
     assert sum(op.flops for op in result.remainder if op.direction == "backward") == first + 2 * second
 

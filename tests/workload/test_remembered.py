@@ -52,10 +52,10 @@ def test_outputs_are_those_of_the_operator(operator: Any, args: Any, kwargs: Any
     remembered, counted = RememberedShapes(), Counted(operator)
     expected = operator(*args, **kwargs)
     for _ in range(3):
-        found = remembered.run(counted, args, kwargs)
-        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+        output = remembered.run(counted, args, kwargs)
+        pairs = zip(output, expected, strict=True) if isinstance(expected, tuple) else [(output, expected)]
         assert all(facts(one) == facts(other) for one, other in pairs)
-        assert type(found) is type(expected)
+        assert type(output) is type(expected)
     assert counted.calls == 1
 
 
@@ -67,8 +67,8 @@ def test_types_of_numbers_count() -> None:
 
 def test_every_call_has_a_tensor_of_its_own() -> None:
     remembered, given = RememberedShapes(), meta(4)
-    made = [remembered.run(aten.neg.default, (given,), {}) for _ in range(3)]
-    assert len({each.untyped_storage()._cdata for each in made}) == 3
+    outputs = [remembered.run(aten.neg.default, (given,), {}) for _ in range(3)]
+    assert len({output.untyped_storage()._cdata for output in outputs}) == 3
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_all_ranks_together_do_the_unsharded_work(
     whole = RunSpec(2, 64, separate_projections=separate)
     run = replace(whole, tp=tp, cp=cp, pp=pp, ep=ep, imbalance=imbalance, **along_sequence)
     expected = _work(model, whole)
-    found: dict[str, float] = {}
+    flops_of: dict[str, float] = {}
     padding = 0.0
     for stage in range(pp):
         for op in derive(model, replace(run, pp_stage=stage)).ops:
@@ -63,11 +63,11 @@ def test_all_ranks_together_do_the_unsharded_work(
                 flops = 6 * rows * op.inputs * op.outputs * op.count
             else:
                 flops = op.total().flops
-            found[op.name] = found.get(op.name, 0) + flops * ranks
+            flops_of[op.name] = flops_of.get(op.name, 0) + flops * ranks
             if isinstance(op, Linear) and op.padding:
                 padding += 6 * op.tokens * op.inputs * op.padding * cp
-    found["LM Head"] -= padding
-    assert found == pytest.approx(expected, rel=1e-12)
+    flops_of["LM Head"] -= padding
+    assert flops_of == pytest.approx(expected, rel=1e-12)
 
 
 def _work(model: ModelSpec, run: RunSpec) -> dict[str, float]:
@@ -86,7 +86,7 @@ def test_all_ranks_together_hold_the_parameters(model: ModelSpec, tp: int, pp: i
         ep = 1
     run = RunSpec(2, 64, tp=tp, pp=pp, ep=ep)
 
-    def held(run: RunSpec) -> float:
+    def parameters_of(run: RunSpec) -> float:
         total = 0.0
         for stage in range(run.pp):
             for op in derive(model, replace(run, pp_stage=stage)).ops:
@@ -96,7 +96,7 @@ def test_all_ranks_together_hold_the_parameters(model: ModelSpec, tp: int, pp: i
                     total += (op.parameters * op.count * run.tp * experts) / op.copies - padding
         return total
 
-    assert held(run) == pytest.approx(held(RunSpec(2, 64)), rel=1e-12)
+    assert parameters_of(run) == pytest.approx(parameters_of(RunSpec(2, 64)), rel=1e-12)
 
 
 @settings(max_examples=300, deadline=None)
@@ -152,12 +152,12 @@ def test_uneven_pipeline() -> None:
 
 @pytest.mark.parametrize(("preset", "pp"), [("gpt2", 12), ("gemma-3-27b", 2), ("deepseek-v3", 61), ("mixtral-8x7b", 4)])
 def test_the_stage_with_most_work_is_chosen_among_all(preset: str, pp: int) -> None:
-    """Equal stages are derived once: that must not change the choice."""
+    """Deriving equal stages only once must not change the chosen stage."""
     model = presets.load(preset).model
     assert model is not None
     chosen = derive(model, RunSpec(1, 64, pp=pp))
     every = [derive(model, RunSpec(1, 64, pp=pp, pp_stage=stage)) for stage in range(pp)]
-    work = [sum(op.total().flops for op in each.ops) for each in every]
+    work = [sum(op.total().flops for op in workload.ops) for workload in every]
     assert chosen.stage == work.index(max(work))
     assert chosen.ops == every[chosen.stage].ops
 
@@ -215,7 +215,7 @@ def test_imbalance(tokens: int, top_k: int, ep: int, imbalance: float) -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_spread(total: int, parts: int) -> None:
-    found = sharding.spread(total, parts)
-    assert sum(found) == total
+    sizes = sharding.spread(total, parts)
+    assert sum(sizes) == total
     assume(parts > 1)
-    assert max(found) - min(found) <= 1
+    assert max(sizes) - min(sizes) <= 1

@@ -30,11 +30,11 @@ class Steps:
     def sums(self) -> TrafficSum:
         """All groups together."""
         every, whole = self.traffic.sums().values(), TrafficSum()
-        for each in every:
-            whole.bytes_moved += each.bytes_moved
-            whole.launches += each.launches
-            whole.fused_bytes += each.fused_bytes
-            whole.kernels += each.kernels
+        for traffic in every:
+            whole.bytes_moved += traffic.bytes_moved
+            whole.launches += traffic.launches
+            whole.fused_bytes += traffic.fused_bytes
+            whole.kernels += traffic.kernels
         return whole
 
 

@@ -13,6 +13,6 @@ from support.browser import CHROMIUM, Browser
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed")
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()

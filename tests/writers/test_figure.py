@@ -40,14 +40,16 @@ def of(*charts: Chart, title: str = "a model on a GPU") -> Document:
     return Document("bench", title, subject, "a GPU", "the answer", sections=(Section("charts", main),))
 
 
-def drawn(found: Document) -> tuple[Any, list[Any]]:
+def drawn(doc: Document) -> tuple[Any, list[Any]]:
     """The figure and its panels."""
-    made = figure._main_charts(found)
-    return made, [axes for axes in made.get_axes() if axes.axison]
+    drawing = figure._main_charts(doc)
+    return drawing, [axes for axes in drawing.get_axes() if axes.axison]
 
 
-def texts(made: Any) -> list[str]:
-    return [text.get_text() for text in made.findobj(match=lambda artist: hasattr(artist, "get_text")) if text.get_text().strip()]
+def texts(drawing: Any) -> list[str]:
+    return [
+        text.get_text() for text in drawing.findobj(match=lambda artist: hasattr(artist, "get_text")) if text.get_text().strip()
+    ]
 
 
 def stacked(title: str, times: dict[str, float], width: float = 0.05) -> BarChart:
@@ -108,11 +110,11 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 def test_no_label_covers_another(name: str) -> None:
     """Neither in a panel nor along its sides; and nothing is cut off at the edge of the figure."""
-    made, panels = drawn(HARD[name]())
-    canvas = FigureCanvasAgg(made)
+    drawing, panels = drawn(HARD[name]())
+    canvas = FigureCanvasAgg(drawing)
     canvas.draw()
     renderer = canvas.get_renderer()
-    edge = made.bbox
+    edge = drawing.bbox
     for panel in panels:
         inside = [text for text in panel.texts if text.get_text()]
         for labels in (inside, panel.get_xticklabels(), panel.get_yticklabels()):
@@ -138,7 +140,7 @@ def test_panels_share_their_scale() -> None:
 
 def test_error_bars_are_as_long_as_the_intervals() -> None:
     _, [panel] = drawn(of(stacked("one", {"BF16": 4.0, "MXFP8": 2.0}, width=0.1)))
-    [container] = [each for each in panel.containers if type(each).__name__ == "ErrorbarContainer"]
+    [container] = [container for container in panel.containers if type(container).__name__ == "ErrorbarContainer"]
     ends = [tuple(path[:, 1]) for path in container.lines[2][0].get_segments()]
     assert ends == [pytest.approx((3.6, 4.4)), pytest.approx((1.8, 2.2))]
 
@@ -147,15 +149,15 @@ def test_a_waterfall_has_the_interval_of_the_step() -> None:
     result = document(RESULTS["step"]())
     falls = [chart for chart in result.charts() if isinstance(chart, WaterfallChart)]
     _, panels = drawn(replace(result, sections=(Section("x", (falls[0],)),)))
-    [container] = [each for each in panels[0].containers if type(each).__name__ == "ErrorbarContainer"]
+    [container] = [container for container in panels[0].containers if type(container).__name__ == "ErrorbarContainer"]
     [ends] = [tuple(path[:, 0]) for path in container.lines[2][0].get_segments()]
     assert falls[0].total is not None
     assert ends == pytest.approx((falls[0].total.low, falls[0].total.high), rel=0.002)
 
 
 def test_the_legend_has_what_is_drawn() -> None:
-    made, _ = drawn(of(stacked("one", {"BF16": 4.0, "MXFP8": 2.0})))
-    [part] = [part for part in made.subfigs if part.legends]
+    drawing, _ = drawn(of(stacked("one", {"BF16": 4.0, "MXFP8": 2.0})))
+    [part] = [part for part in drawing.subfigs if part.legends]
     assert [text.get_text() for text in part.legends[0].get_texts()] == ["QKV Proj", "MLP Up", "fprop + dgrad", "wgrad (lighter)"]
 
 
@@ -175,7 +177,7 @@ def test_sizes_that_double_stand_on_a_log_axis() -> None:
 
 
 def test_the_break_even_line_runs_between_fields() -> None:
-    """And never through one; the best point is framed."""
+    """The line never crosses a field, and the best point has a frame."""
     _, panels = drawn(of(plane(4, 4)))
     segments = [path for lines in panels[0].collections for path in lines.get_segments()]
     assert segments
@@ -185,22 +187,24 @@ def test_the_break_even_line_runs_between_fields() -> None:
 
 
 def test_several_gpus_are_compared_with_one_baseline_first() -> None:
-    made, panels = drawn(document(RESULTS["forecast of several GPUs"]()))
+    drawing, panels = drawn(document(RESULTS["forecast of several GPUs"]()))
     assert panels[0].get_ylabel() == "tokens/s per GPU"
     assert panels[1].get_ylabel() == "speedup over BF16"
-    assert {"1.00x", "B300 SXM6 288\u00a0GB"} <= set(texts(made))
-    assert [each.get_text() for each in panels[0].get_xticklabels()] == [each.get_text() for each in panels[1].get_xticklabels()]
+    assert {"1.00x", "B300 SXM6 288\u00a0GB"} <= set(texts(drawing))
+    assert [label.get_text() for label in panels[0].get_xticklabels()] == [
+        label.get_text() for label in panels[1].get_xticklabels()
+    ]
 
 
 def test_a_trace_stands_beside_its_baseline() -> None:
     result = explain([recorded("healthy_te_current")], baseline=recorded("healthy_te_bf16"))
-    found = document(result)
-    bars, fall = found.charts()
+    doc = document(result)
+    bars, fall = doc.charts()
     assert isinstance(bars, BarChart)
     assert isinstance(fall, WaterfallChart)
     assert [bar.label for bar in bars.bars] == ["baseline", "this trace"]
     assert fall.falls[-1].speedup == pytest.approx(bars.bars[0].total_ms / bars.bars[1].total_ms)
-    assert len(drawn(found)[1]) == 2
+    assert len(drawn(doc)[1]) == 2
 
 
 def test_no_number_has_an_exponent() -> None:
@@ -213,9 +217,9 @@ def test_no_number_has_an_exponent() -> None:
 
 @pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
 def test_the_same_numbers_give_the_same_file(ending: str, tmp_path: Path) -> None:
-    found = of(stacked("one", {"BF16": 4.0, "MXFP8": 2.0}))
+    doc = of(stacked("one", {"BF16": 4.0, "MXFP8": 2.0}))
     for name in ("first", "again"):
-        figure.save_figure(found, tmp_path / f"{name}.{ending}")
+        figure.save_figure(doc, tmp_path / f"{name}.{ending}")
     first = (tmp_path / f"first.{ending}").read_bytes()
     assert first == (tmp_path / f"again.{ending}").read_bytes()
     if ending == "svg":  # text stays text

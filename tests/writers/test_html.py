@@ -38,7 +38,7 @@ TOGETHER = {name for names in SEVERAL.values() for name in names}  # a page of s
 PAGES = (*(name for name in RESULTS if name not in TOGETHER or name in ("bench", "forecast")), *SEVERAL, "with a twin", "evil")
 CHARTLESS = ("shapes", "shapes of experts", "compare")
 LOOKS = [(390, True), (1400, False)]
-MORE = [(800, False), (1400, True), (2200, False)]  # for pages that have most of what there is
+MORE = [(800, False), (1400, True), (2200, False)]  # for pages with most kinds of content
 Pages = Callable[[str], Path]
 
 
@@ -59,18 +59,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     folder = tmp_path_factory.mktemp("pages")
 
     @cache
-    def made(name: str) -> Path:
+    def page_of(name: str) -> Path:
         if name == "evil":
             runs: list[Path | Result] = [put(folder, "evil.json", _evil())]
         elif name == "with a twin":
             runs = [explain([recorded("long_sequence")], baseline=recorded("long_sequence_bf16"))]
         else:
-            runs = [RESULTS[each]() for each in SEVERAL.get(name, (name,))]
+            runs = [RESULTS[result_name]() for result_name in SEVERAL.get(name, (name,))]
         path = folder / f"{name}.html"
         path.write_text(page(*report(runs)), encoding="utf-8")
         return path
 
-    return made
+    return page_of
 
 
 DRAWN = """[...document.querySelectorAll(".plot")].filter((plot) => {
@@ -91,7 +91,7 @@ def test_pages(browser: Browser, pages: Pages, name: str) -> None:
         charts = tab.evaluate("document.querySelectorAll('.plot').length")
         assert (charts == 0) is (name in CHARTLESS)
         for width, dark in (*LOOKS, *(MORE if name in ("bench", "step", "several") else ())):
-            tab.look(width=width, dark=dark)
+            tab.emulate(width=width, dark=dark)
             assert tab.evaluate(DRAWN) == charts
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
             assert tab.evaluate(CLIPPED) == []
@@ -160,13 +160,13 @@ def test_hovering_shows_kernels_clocks_and_samples(
     tab = browser.open(pages(name), width=WIDTHS[0])
     try:
         for width in WIDTHS:
-            tab.look(width=width)
+            tab.emulate(width=width)
             _bar(tab, 0, label)
             tab.wait_for(f"{TIP} !== ''")
             shown = tab.evaluate(TIP)
             assert label in shown
-            for words in expected:
-                assert words in shown
+            for text in expected:
+                assert text in shown
             box = tab.evaluate(
                 "(() => { const box = document.querySelector('.tip').getBoundingClientRect(); return [box.left, box.right]; })()"
             )

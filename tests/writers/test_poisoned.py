@@ -107,17 +107,17 @@ def test_a_page_of_several_runs_has_no_other_elements() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_invisible_is_shown(name: str) -> None:
-    found = mixed(name)
+    doc = mixed(name)
     texts = [
-        terminal.text(found, detail=True),
-        terminal.text(found, detail=False),
-        markdown.markdown([found]),
-        csv_writer.csv_text(found),
+        terminal.text(doc, detail=True),
+        terminal.text(doc, detail=False),
+        markdown.markdown([doc]),
+        csv_writer.csv_text(doc),
     ]
-    for text in (*texts, html_writer.notebook_html(found)):
+    for text in (*texts, html_writer.notebook_html(doc)):
         assert not invisible(text, allowed="\n")
         text.encode("utf-8")
-    page = html_writer.page([found])
+    page = html_writer.page([doc])
     page.encode("utf-8")
     assert not invisible(page.replace(html_writer.asset("echarts.min.js"), ""), allowed="\n\t")
 
@@ -125,8 +125,8 @@ def test_nothing_invisible_is_shown(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_markdown_has_no_markup_links_or_images(name: str) -> None:
     reader = MarkdownIt("gfm-like", {"linkify": False, "html": True})
-    for found in (mixed(name), document(evil(name))):
-        text = markdown.markdown([found])
+    for doc in (mixed(name), document(evil(name))):
+        text = markdown.markdown([doc])
         html = Elements(reader.render(text))
         allowed = "h1 h2 p strong br ul ol li pre code table thead tbody tr th td".split()
         assert {tag for tag, _ in html.elements} <= set(allowed)
@@ -136,15 +136,15 @@ def test_markdown_has_no_markup_links_or_images(name: str) -> None:
         for line in outside.splitlines():
             if line.startswith("|"):
                 assert line.endswith("|")
-        expected = sum(len(table.rows) + 2 for table in found.tables())
+        expected = sum(len(table.rows) + 2 for table in doc.tables())
         assert sum(line.startswith("|") for line in outside.splitlines()) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_has_no_formulas(name: str) -> None:
-    found = mixed(name)
-    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(found))))
-    assert len(rows) == 1 + sum(len(table.rows) for table in found.tables())
+    doc = mixed(name)
+    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(doc))))
+    assert len(rows) == 1 + sum(len(table.rows) for table in doc.tables())
     for cell in (cell for row in rows for cell in row):
         assert not re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell), cell
 
@@ -155,12 +155,12 @@ def test_csv_has_no_formulas(name: str) -> None:
 def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dollar is a dollar, a missing glyph is a box, and the files are well formed."""
     monkeypatch.setattr(figure, "DPI", 40)
-    found = mixed(name)
-    if not found.charts():
+    doc = mixed(name)
+    if not doc.charts():
         pytest.skip("it has no charts")
-    figure.save_figure(found, tmp_path / "figure.svg")
+    figure.save_figure(doc, tmp_path / "figure.svg")
     if name in ("bench", "sweep of a plane"):
-        figure.save_figure(found, tmp_path / "figure.png")
+        figure.save_figure(doc, tmp_path / "figure.png")
     tree = ElementTree.parse(tmp_path / "figure.svg")
     assert {element.tag.rpartition("}")[2] for element in tree.iter()} & {"script", "a", "foreignObject"} == set()
     addresses = [value for element in tree.iter() for name, value in element.attrib.items() if name.endswith("href")]

@@ -28,21 +28,21 @@ def told(name: str) -> Document:
     return document(RESULTS[name]())
 
 
-def lines(found: Document, width: int, *, detail: bool = False) -> list[str]:
-    return terminal.text(found, detail=detail, width=width).splitlines()
+def lines(doc: Document, width: int, *, detail: bool = False) -> list[str]:
+    return terminal.text(doc, detail=detail, width=width).splitlines()
 
 
-def words(text: str) -> str:
+def flat(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_is_on_one_screen(name: str) -> None:
-    found = told(name)
-    shown = lines(found, 100)
+    doc = told(name)
+    shown = lines(doc, 100)
     assert len(shown) <= (38 if name in SEVERAL_GPUS else 30)
-    assert words(found.answer) in words(" ".join(shown[:9]))
-    assert found.summary is None or found.summary.title in shown
+    assert flat(doc.answer) in flat(" ".join(shown[:9]))
+    assert doc.summary is None or doc.summary.title in shown
 
 
 @pytest.mark.parametrize("width", [100, 80, 40])
@@ -50,7 +50,7 @@ def test_the_answer_is_on_one_screen(name: str) -> None:
 def test_nothing_is_wider_than_the_terminal(name: str, width: int) -> None:
     shown = lines(told(name), width)
     assert max(map(cell_len, shown)) <= width or _only_words(shown, width)
-    assert words(told(name).answer) in words("".join(shown))
+    assert flat(told(name).answer) in flat("".join(shown))
 
 
 def _only_words(shown: list[str], width: int) -> bool:
@@ -60,13 +60,13 @@ def _only_words(shown: list[str], width: int) -> bool:
 
 @pytest.mark.parametrize("name", ["bench", "forecast of several GPUs", "explain", "compare"])
 def test_details_lose_nothing_on_a_narrow_terminal(name: str) -> None:
-    found = told(name)
-    code = {line for text in (found.advice.ready_to_paste.values() if found.advice else ()) for line in text.splitlines()}
-    shown = [line for line in lines(found, 90, detail=True) if line not in code]  # which is to be pasted as it is
+    doc = told(name)
+    code = {line for text in (doc.advice.ready_to_paste.values() if doc.advice else ()) for line in text.splitlines()}
+    shown = [line for line in lines(doc, 90, detail=True) if line not in code]  # code to paste is not wrapped
     assert max(map(cell_len, shown)) <= 90 or _only_words(shown, 90)
-    everything = words("".join(shown))
-    for message in found.messages:
-        assert words(message.text) in everything
+    everything = flat("".join(shown))
+    for message in doc.messages:
+        assert flat(message.text) in everything
 
 
 @given(
@@ -84,8 +84,8 @@ def test_a_table_fits_and_keeps_its_first_columns(heads: list[tuple[str, bool, i
     assert [column for column in columns if not column.drop] == [column for column in kept.columns if not column.drop]
     shown = [line.plain for line in table_lines(kept, width)]
     assert max(map(cell_len, shown)) <= width
-    whole = words("".join(line.plain for line in table_lines(table, 10_000)))
-    assert all(words(column.name) in whole for column in columns)
+    whole = flat("".join(line.plain for line in table_lines(table, 10_000)))
+    assert all(flat(column.name) in whole for column in columns)
 
 
 def test_on_a_terminal_without_utf_8_and_without_color(monkeypatch: pytest.MonkeyPatch) -> None:
