@@ -22,10 +22,6 @@ BY_NAME = {  # modules that load others when they are used
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 450
 VAGUE = {"each", "found", "words", "made", "held", "look", "together"}  # names that do not say what a value is
-OLD_NAMES = (  # tests that still have such names
-    *("tests/fleet/*", "tests/engine/pool/*", "tests/app/test_fleet*.py", "tests/app/test_sweep*.py"),
-    *("tests/app/test_launched*.py", "tests/support/fleet*.py", "tests/support/sweep_files.py"),
-)
 
 
 def rules() -> dict[str, set[str]]:
@@ -158,8 +154,5 @@ def test_names_say_what_a_value_is() -> None:
 
 def test_names_in_tests_and_scripts_say_what_a_value_is() -> None:
     files = [path for folder in ("tests", "benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
-    checked = [path for path in files if not any(path.match(pattern) for pattern in OLD_NAMES)]
-    vague = [
-        f"{path}: {name}" for path in checked for name in bound_names(ast.parse(path.read_text())) if name.strip("_") in VAGUE
-    ]
+    vague = [f"{path}: {name}" for path in files for name in bound_names(ast.parse(path.read_text())) if name.strip("_") in VAGUE]
     assert vague == []

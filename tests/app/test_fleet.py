@@ -187,8 +187,8 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
     pool = InstantPool(2)
     result = measure(monkeypatch, pool, folder=tmp_path / "runs", repeat=2)
     writers = [unit.content.arguments["deliver"] for unit in pool.assigned]
-    assert all(isinstance(each, RunFile) for each in writers)
-    assert len({each.name for each in writers}) == 4
+    assert all(isinstance(writer, RunFile) for writer in writers)
+    assert len({writer.name for writer in writers}) == 4
     assert result.has("fleet-files-missing")  # nobody wrote them
     writers[0](recorded_bench("first"))
     assert (tmp_path / "runs" / writers[0].name).is_file()
@@ -224,13 +224,13 @@ def test_a_step_of_nothing_is_refused() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "runs"
-    made.mkdir()
+    folder = tmp_path / "runs"
+    folder.mkdir()
     for number, name in enumerate(("first", "again", "third", "fourth")):
         result = recorded_bench(name)
         own = result.model_copy(update={"device": {**result.device, "node": f"n{number}", "index": 0, "uuid": f"GPU-{number}"}})
-        (made / f"n{number}.json").write_text(own.to_json(), encoding="utf-8")
-    return made
+        (folder / f"n{number}.json").write_text(own.to_json(), encoding="utf-8")
+    return folder
 
 
 def test_a_folder_is_gathered(folder: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_bench_quotes_the_fleet(folder: Path, tmp_path: Path) -> None:
     fleet = read_fleet(path, "bench")
     result = with_spread(recorded_bench("first"), fleet)
     assert result.has("fleet-another-gpu")
-    quoted = next(found.text for found in result.findings if found.code == "fleet-another-gpu")
+    quoted = next(finding.text for finding in result.findings if finding.code == "fleet-another-gpu")
     assert quoted in " ".join(str(result).split())
 
 

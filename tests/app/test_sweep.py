@@ -111,7 +111,7 @@ def test_every_point_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [point.failure for point in sweep.points if point.failure] == ["its inputs differ"]
     assert (result.wanted, result.sample_count, result.interrupted) == (3, 2, False)
     assert {"sweep-point-not-measured", "sweep-point-not-possible", "sweep-several-gpus"} <= {
-        each.code for each in result.findings
+        finding.code for finding in result.findings
     }
     assert sum(gpu.points for gpu in result.gpus) == 2
 
@@ -168,8 +168,8 @@ def test_a_stream_of_unfinished_results(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sweep_stream, "LEAST_S", 0.0)
     seen: list[SweepResult] = []
     result = swept(monkeypatch, Recorded(), {"micro_batch_size": [1, 2, 4, 8]}, stream=seen.append)
-    assert all(each.interrupted and each.has("sweep-incomplete") for each in seen)
-    assert [each.sample_count for each in seen] == sorted(each.sample_count for each in seen)
+    assert all(result.interrupted and result.has("sweep-incomplete") for result in seen)
+    assert [result.sample_count for result in seen] == sorted(result.sample_count for result in seen)
     assert seen[0].sample_count < result.sample_count == 4
     assert not result.interrupted
     assert not result.has("sweep-incomplete")
@@ -244,8 +244,8 @@ def test_a_point_says_what_its_bench_says() -> None:
     assert total is not None
     assert Interval(**data["times_ms"]["BF16"]) == total.total_ms
     fallback = bench_point(recorded_bench("fallback"))["modes"]
-    assert any(each["fallbacks"] for each in fallback.values())
-    assert all(name not in each["speedups"] for each in fallback.values() for name in each["fallbacks"])
+    assert any(mode["fallbacks"] for mode in fallback.values())
+    assert all(name not in mode["speedups"] for mode in fallback.values() for name in mode["fallbacks"])
 
 
 def test_two_recipes_with_one_time_are_too_close_to_call() -> None:
@@ -292,7 +292,7 @@ def test_break_even_skips_points_without_times() -> None:
         MeasuredPoint(values={"tp": 2}, speedups={"FP8": faster}),
         MeasuredPoint(values={"tp": 4}, failure="out of memory"),
     ]
-    assert [each.since for each in break_evens(points, ["BF16", "FP8"])] == [2]
+    assert [point.since for point in break_evens(points, ["BF16", "FP8"])] == [2]
 
 
 def test_products_and_versions_that_differ_are_said() -> None:

@@ -126,7 +126,7 @@ def test_a_replaced_gpu_is_neither_missing_nor_new() -> None:
     after = fleet(2)
     other = after.gpus[10].model_copy(update={"uuid": "GPU-other"})
     result = compared(fleet(1), after.model_copy(update={"gpus": (*after.gpus[:10], other, *after.gpus[11:])}))
-    assert {found.code: found.facts.get("places") for found in result.findings} == {
+    assert {finding.code: finding.facts.get("places") for finding in result.findings} == {
         "fleets-compared": None,
         "fleets-replaced": [other.place],
     }
@@ -135,7 +135,7 @@ def test_a_replaced_gpu_is_neither_missing_nor_new() -> None:
 def test_many_missing_gpus_are_all_counted() -> None:
     after = fleet(2)
     result = compared(fleet(1), after.model_copy(update={"gpus": after.gpus[:32]}))
-    missing = next(found for found in result.findings if found.code == "fleets-missing")
+    missing = next(finding for finding in result.findings if finding.code == "fleets-missing")
     assert "32 GPUs" in missing.text
     assert missing.text.endswith("node0004 GPU 7 and 24 more).")
 

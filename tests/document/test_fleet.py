@@ -118,12 +118,12 @@ def test_figures_have_center_spread_noise_and_limit() -> None:
 
 
 def test_many_gpus_that_were_not_measured_do_not_hide_the_others() -> None:
-    found = document(shown_fleet(32, {}, failed=32))
-    assert found.summary is not None
-    verdicts = [row[1].text for row in found.summary.rows]
+    shown = document(shown_fleet(32, {}, failed=32))
+    assert shown.summary is not None
+    verdicts = [row[1].text for row in shown.summary.rows]
     assert verdicts.count("not measured") == 2
     assert verdicts.count("-") == 4
-    assert "58 more GPUs" in found.summary.note
+    assert "58 more GPUs" in shown.summary.note
 
 
 def test_fast_gpus_are_not_listed_as_the_slowest() -> None:

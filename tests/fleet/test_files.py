@@ -63,9 +63,9 @@ def test_a_copy_is_not_a_second_measurement(tmp_path: Path) -> None:
     folder_of(tmp_path, 2)
     content = (tmp_path / "node0-0.json").read_bytes()
     (tmp_path / "old.json.gz").write_bytes(gzip.compress(content))
-    runs, [found] = read_runs([tmp_path])
+    runs, [finding] = read_runs([tmp_path])
     assert len(runs) == 2
-    assert found.facts["reasons"] == [f"{tmp_path}/old.json.gz is a copy of {tmp_path}/node0-0.json"]
+    assert finding.facts["reasons"] == [f"{tmp_path}/old.json.gz is a copy of {tmp_path}/node0-0.json"]
 
 
 def test_gzipped_files_and_files_by_name(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_gzipped_files_and_files_by_name(tmp_path: Path) -> None:
     runs, _ = read_runs([tmp_path, tmp_path / "a.json.gz"])
     assert len(runs) == 1
     fleet = fleet_result(runs)
-    assert [found.code for found in fleet.findings] == ["fleet-too-few", "fleet-place-unknown"]
+    assert [finding.code for finding in fleet.findings] == ["fleet-too-few", "fleet-place-unknown"]
     assert fleet.gpus[0].place == str(tmp_path / "a.json.gz")
 
 

@@ -29,7 +29,7 @@ def fleet_of(runs: list[Run], **how: Any) -> FleetResult:
 
 
 def codes(fleet: FleetResult) -> set[str]:
-    return {found.code for found in fleet.findings}
+    return {finding.code for finding in fleet.findings}
 
 
 def test_a_slow_gpu_is_called_once_with_what_else_differs() -> None:
@@ -43,12 +43,12 @@ def test_a_slow_gpu_is_called_once_with_what_else_differs() -> None:
     assert outlier.ratio.low is not None
     assert outlier.ratio.low < outlier.ratio.value
     assert set(outlier.also) | {outlier.figure} == {"BF16 linears", "FP8Current linears", "FP8Block linears"}
-    said = {found.code: found for found in outlier.evidence}
+    said = {finding.code: finding for finding in outlier.evidence}
     assert set(said) == {"fleet-clock", "fleet-temperature", "fleet-power", "fleet-throttled", "fleet-version"}
     assert said["fleet-clock"].facts == {"value": 1410.0, "others": 1755.0}
     assert said["fleet-version"].facts == {"what": "driver", "value": "565.57.01", "others": "570.86.15"}
-    throttled = [found for found in outlier.evidence if found.code == "fleet-throttled"]
-    assert {found.facts["reason"] for found in throttled} == {"HW thermal slowdown", "SW power cap"}
+    throttled = [finding for finding in outlier.evidence if finding.code == "fleet-throttled"]
+    assert {finding.facts["reason"] for finding in throttled} == {"HW thermal slowdown", "SW power cap"}
     [difference] = fleet.differences
     assert (difference.name, difference.values) == ("driver", ("570.86.15 on 63 GPUs", "565.57.01 on node0001 GPU 5"))
     assert fleet.versions_of(fleet.gpus[13])["driver"] == "565.57.01"
@@ -69,8 +69,8 @@ def test_memory_errors_and_links_are_evidence() -> None:
     runs[3] = run_of(3, dict.fromkeys(TIMES, 1.1), condition=condition)
     fleet = fleet_of(runs)
     [outlier] = fleet.outliers
-    found = {each.facts["what"]: (each.facts["value"], each.facts["others"]) for each in outlier.evidence}
-    assert found == {"uncorrected errors": (3, 0), "pcie width": (8, 16)}
+    parts = {finding.facts["what"]: (finding.facts["value"], finding.facts["others"]) for finding in outlier.evidence}
+    assert parts == {"uncorrected errors": (3, 0), "pcie width": (8, 16)}
     assert fleet.gpus[3].condition.health == {"uncorrected_errors": 3, "pcie_width": 8, "numa_node": 7}
     assert fleet.health_of(fleet.gpus[3])["ecc"] == "on"
 
@@ -89,7 +89,7 @@ def test_a_slow_node_is_called_as_a_whole() -> None:
     [outlier] = fleet.outliers
     assert (outlier.where, outlier.whole_node, outlier.side) == ("node0002", True, "slow")
     assert len(outlier.gpus) == 8
-    node = next(each for each in fleet.nodes if each.node == "node0002")
+    node = next(node for node in fleet.nodes if node.node == "node0002")
     assert node.speed["BF16 linears"] == pytest.approx(1 / 1.06, rel=0.01)
     assert (node.gpus, node.measured) == (8, 8)
 
@@ -119,11 +119,11 @@ def test_groups_are_compared_within() -> None:
     assert fleet.outliers == ()
     groups = {figure.group: figure.gpus for figure in fleet.figures if figure.name == "BF16 linears"}
     assert groups == {"NVIDIA H200, 700 W": 32, "NVIDIA H200, 500 W": 2, "NVIDIA H100 PCIe": 8}
-    rows = {each.name: each.values for each in fleet.differences}
+    rows = {row.name: row.values for row in fleet.differences}
     assert next(iter(rows)) == "GPU"
     assert rows["power limit"] == ("700 W on 40 GPUs", "500 W on node0004 GPU 0, node0004 GPU 1")
-    few = [found for found in fleet.findings if found.code == "fleet-too-few"]
-    assert [found.facts["group"] for found in few] == ["NVIDIA H200, 500 W"]
+    few = [finding for finding in fleet.findings if finding.code == "fleet-too-few"]
+    assert [finding.facts["group"] for finding in few] == ["NVIDIA H200, 500 W"]
 
 
 def test_repeats_are_combined_and_give_the_noise() -> None:
@@ -145,10 +145,10 @@ def test_repeats_are_combined_and_give_the_noise() -> None:
 
 def _narrow(run: RunSummary) -> RunSummary:
     figures = [
-        each.model_copy(
-            update={"value": each.value.__class__(each.value.value, each.value.value * 0.999, each.value.value * 1.001)}
+        figure.model_copy(
+            update={"value": figure.value.__class__(figure.value.value, figure.value.value * 0.999, figure.value.value * 1.001)}
         )
-        for each in run.figures
+        for figure in run.figures
     ]
     return run.model_copy(update={"figures": tuple(figures)})
 
@@ -179,9 +179,9 @@ def test_a_planted_slow_gpu_is_found_or_within_the_limit(count: int, seed: int, 
     assert figure.limit is not None
     speed = fleet.speed(fleet.gpus[2], "BF16 linears")
     assert speed is not None
-    found = [outlier for outlier in fleet.outliers if outlier.where == fleet.gpus[2].place]
+    outliers = [outlier for outlier in fleet.outliers if outlier.where == fleet.gpus[2].place]
     if 1 - speed > figure.limit + 1e-4:
-        assert found
+        assert outliers
     assert all(abs(outlier.ratio.value - 1) >= fleet.rule.tolerance - 1e-5 for outlier in fleet.outliers)
 
 
@@ -203,7 +203,7 @@ def test_a_gpu_that_was_not_measured() -> None:
     fleet = fleet_of(simulated_runs(8), failed=[failed])
     assert len(fleet.gpus) == 9
     assert len(fleet.measured) == fleet.sample_count == 8
-    assert next(each for each in fleet.nodes if each.node == "node0000").gpus == 9
+    assert next(node for node in fleet.nodes if node.node == "node0000").gpus == 9
     alone = fleet_result([], failed=[failed], of="step", origin="preset llama-3.1-8b")
     assert (alone.of, alone.origin, alone.measured) == ("step", "preset llama-3.1-8b", [])
 
@@ -221,8 +221,8 @@ def test_a_recipe_that_some_gpus_lack() -> None:
     assert isinstance(summary, RunSummary)
     kept = tuple(figure for figure in summary.figures if figure.recipe != "FP8Block")
     runs[2] = Run(summary.model_copy(update={"figures": kept}))
-    missing = [found for found in fleet_of(runs).findings if found.code == "fleet-figure-missing"]
-    assert [(found.facts["figure"], found.facts["gpus"]) for found in missing] == [
+    missing = [finding for finding in fleet_of(runs).findings if finding.code == "fleet-figure-missing"]
+    assert [(finding.facts["figure"], finding.facts["gpus"]) for finding in missing] == [
         ("FP8Block linears", 1),
         ("FP8Block speedup", 1),
     ]
@@ -277,7 +277,7 @@ def test_repeats_that_vary_a_lot_give_intervals_of_positive_times() -> None:
 
 def test_many_fast_gpus_may_be_the_healthy_ones() -> None:
     most_slow = fleet_result(simulated_runs(64, seed=5, slow=dict.fromkeys(range(40), 0.1)))
-    [warned] = [found for found in most_slow.findings if found.code == "fleet-many-fast"]
+    [warned] = [finding for finding in most_slow.findings if finding.code == "fleet-many-fast"]
     assert "64" in warned.text
     assert not fleet_result(simulated_runs(64, seed=5, slow={3: -0.1})).has("fleet-many-fast")
 
@@ -286,7 +286,7 @@ def test_warnings_that_every_gpu_has_are_said_once() -> None:
     warned = finding("nothing-measured")
     runs = [Run(run.summary.model_copy(update={"findings": (warned,)})) for run in simulated_runs(8)]  # type: ignore[union-attr]
     fleet = fleet_of(runs)
-    assert [found.code for found in fleet.findings] == ["fleet-everywhere"]
+    assert [finding.code for finding in fleet.findings] == ["fleet-everywhere"]
     assert all(gpu.findings == () for gpu in fleet.gpus)
     runs[1:] = simulated_runs(8)[1:]
     fleet = fleet_of(runs)

@@ -67,9 +67,9 @@ def test_scores_do_not_depend_on_the_size_of_the_spread(values: Floats, factor: 
 
 @given(speeds, st.floats(0.0, 0.1), st.floats(0.0, 0.01))
 def test_no_gpu_within_the_tolerance_is_called(values: Floats, tolerance: float, error: float) -> None:
-    found = apply_rule(sample(values, error), 0.01, tolerance)
+    verdict = apply_rule(sample(values, error), 0.01, tolerance)
     ratios = np.exp(values - np.median(values))
-    assert np.all(np.abs(ratios[found.outside] - 1) >= tolerance - 1e-12)
+    assert np.all(np.abs(ratios[verdict.outside] - 1) >= tolerance - 1e-12)
 
 
 @given(st.integers(LEAST, 200), st.sampled_from([0.0, 0.002, 0.01, 0.02]), st.floats(0.02, 0.5), st.integers(0, 1000))
@@ -77,18 +77,18 @@ def test_no_gpu_within_the_tolerance_is_called(values: Floats, tolerance: float,
 def test_one_slow_gpu_is_found_or_within_the_limit(count: int, spread: float, slowdown: float, seed: int) -> None:
     values = spread * np.random.default_rng(seed).standard_normal(count)
     values[0] -= slowdown
-    found = apply_rule(sample(values), 0.01, 0.02)
-    slower = -np.expm1(found.deviations[0])
-    assert found.outside[0] == (slower > found.limit - 1e-12) or slower == pytest.approx(found.limit)
+    verdict = apply_rule(sample(values), 0.01, 0.02)
+    slower = -np.expm1(verdict.deviations[0])
+    assert verdict.outside[0] == (slower > verdict.limit - 1e-12) or slower == pytest.approx(verdict.limit)
 
 
 @given(st.integers(1, LEAST - 1), st.floats(0.1, 2.0))
 def test_too_few_gpus_are_never_called(count: int, slowdown: float) -> None:
     values = np.zeros(count)
     values[0] = -slowdown
-    found = call_group([sample(values)], "BF16 step", ["a"] * count, alarms=0.01, tolerance=0.02, least=LEAST)
-    assert not found.calls
-    assert not found.figures
+    verdict = call_group([sample(values)], "BF16 step", ["a"] * count, alarms=0.01, tolerance=0.02, least=LEAST)
+    assert not verdict.calls
+    assert not verdict.figures
 
 
 @pytest.mark.parametrize("count", [9, 16, 65, 200])
@@ -97,11 +97,11 @@ def test_nearly_half_may_be_slow(count: int) -> None:
     slow = (count - 1) // 2
     values = 0.004 * np.random.default_rng(count).standard_normal(count)
     values[:slow] -= 0.12
-    found = apply_rule(sample(values), 0.01, 0.02)
-    assert found.outside.tolist() == [True] * slow + [False] * (count - slow)
+    verdict = apply_rule(sample(values), 0.01, 0.02)
+    assert verdict.outside.tolist() == [True] * slow + [False] * (count - slow)
     values[slow : slow + 2] -= 0.12
-    found = apply_rule(sample(values), 0.01, 0.02)
-    assert np.all(found.deviations[found.outside] > 0)
+    verdict = apply_rule(sample(values), 0.01, 0.02)
+    assert np.all(verdict.deviations[verdict.outside] > 0)
 
 
 @pytest.mark.parametrize("count", [LEAST, 8, 11, 60])
@@ -140,5 +140,5 @@ def test_gpus_that_are_all_the_same_have_no_outlier() -> None:
 
 def test_a_gpu_without_the_figure_is_not_called() -> None:
     values = np.append(np.zeros(10), np.nan)
-    found = apply_rule(sample(values), 0.01, 0.0)
-    assert not found.outside.any()
+    verdict = apply_rule(sample(values), 0.01, 0.0)
+    assert not verdict.outside.any()

@@ -52,12 +52,12 @@ def test_intervals_contain_the_truth(count: int, heavy: bool) -> None:
     for _ in range(fleets):
         draws = rng.standard_t(5, count + 1) / (5 / 3) ** 0.5 if heavy else rng.standard_normal(count + 1)
         seen = 0.01 * draws + 0.004 * rng.standard_normal(count + 1)
-        found, ends = chip_spread(seen[:-1], 0.004), another_gpu(seen[:-1], np.zeros(count, dtype=bool))
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
+        estimate, ends = chip_spread(seen[:-1], 0.004), another_gpu(seen[:-1], np.zeros(count, dtype=bool))
+        assert estimate is not None
+        assert estimate.low is not None
+        assert estimate.high is not None
         assert ends is not None
-        spread += found.low <= 0.01 <= found.high
+        spread += estimate.low <= 0.01 <= estimate.high
         another += ends[0] <= seen[-1] <= ends[1]
         inside = median_interval(seen[:-1])
         middle += inside is None or inside[0] <= 0 <= inside[1]

@@ -20,7 +20,7 @@ COMMAND = "gemmscope fleet --preset llama-3.1-8b --micro-batch-size 1 --sequence
 def runs(count: int, slow: Mapping[int, float] = SLOW, *, seed: int = 1, chip: float = 0.007, noise: float = 0.002) -> list[Run]:
     """The runs of so many GPUs. `slow`: numbers of GPUs with their slowdown; `chip`: the spread of chips."""
     rng = np.random.default_rng(seed)
-    made = []
+    simulated = []
     for place in range(count):
         own = chip * rng.standard_normal()
         factors = np.exp(own + noise * rng.standard_normal(len(TIMES))) * (1 + slow.get(place, 0.0))
@@ -35,8 +35,8 @@ def runs(count: int, slow: Mapping[int, float] = SLOW, *, seed: int = 1, chip: f
         )
         versions = VERSIONS | ({"driver": "550.90.07"} if place // 8 == OTHER_DRIVER else {})
         slowdowns = dict(zip(TIMES, map(float, factors), strict=True))
-        made.append(run_of(place, slowdowns, error=noise, condition=condition, versions=versions, run=RUN))
-    return made
+        simulated.append(run_of(place, slowdowns, error=noise, condition=condition, versions=versions, run=RUN))
+    return simulated
 
 
 def shown_fleet(count: int = 64, slow: Mapping[int, float] = SLOW, *, failed: int = 1) -> FleetResult:

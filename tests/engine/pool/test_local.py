@@ -53,11 +53,11 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 def open_files() -> set[tuple[str, str]]:
     """Number and target of what this process has open. Other tests may have left files, which vanish at any time."""
-    found = set()
+    files = set()
     for number in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with suppress(FileNotFoundError):
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))  # noqa: PTH115
-    return found
+            files.add((number, os.readlink(f"/proc/self/fd/{number}")))  # noqa: PTH115
+    return files
 
 
 def run(pool: LocalPool, units: Sequence[Unit], **options: Any) -> Outcomes:
@@ -112,7 +112,7 @@ def test_a_place_that_cannot_measure_is_refused_and_the_rest_measured() -> None:
     pool = LocalPool([LocalPlace(7, "GPU-no-such"), LocalPlace()])
     outcomes = run(pool, [Unit("a", Script("answer", 1)), Unit("b", Script("refuse"))])
     assert [outcome for _, outcome in outcomes.done.values()] == [1]
-    on_cpu, on_gpu = sorted(outcomes.refused, key=lambda each: each.name.rpartition(" ")[2] == "7")
+    on_cpu, on_gpu = sorted(outcomes.refused, key=lambda refusal: refusal.name.rpartition(" ")[2] == "7")
     assert on_gpu.name.endswith("GPU 7")
     assert "there is no NVIDIA GPU here" in on_gpu.why
     assert (on_cpu.why, on_cpu.hint) == ("no torch here", "install it")
@@ -122,14 +122,14 @@ def test_a_place_that_cannot_measure_is_refused_and_the_rest_measured() -> None:
 def test_a_site_that_does_not_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmscope.engine.pool.site_process.worker_command", lambda _: ["sleep", "60"])
     outcomes = run(LocalPool([LocalPlace()], start_s=0.0), [Unit("a", Script("answer"))])
-    assert [each.why for each in outcomes.refused] == ["its process did not respond for 0 s: the GPU driver may hang"]
+    assert [refusal.why for refusal in outcomes.refused] == ["its process did not respond for 0 s: the GPU driver may hang"]
     assert outcomes.failed["a"].why == "no GPU is left that can measure it"
 
 
 def test_a_process_that_cannot_be_started_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmscope.engine.pool.site_process.worker_command", lambda _: ["/no/such/program"])
     outcomes = run(LocalPool([LocalPlace()], restart_s=0.0), [Unit("a", Script("answer"))])
-    assert [each.why for each in outcomes.refused] == ["its process cannot be started: No such file or directory"]
+    assert [refusal.why for refusal in outcomes.refused] == ["its process cannot be started: No such file or directory"]
 
 
 def test_a_silent_site_is_ended_and_its_unit_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,10 @@ sys.stdin.read()
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """Two nodes. Nothing of them is left at the end."""
     marker = str(tmp_path_factory.mktemp("cluster"))
-    with RayCluster(2, {MARKER: marker, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}) as made:
-        yield made
+    with RayCluster(
+        2, {MARKER: marker, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    ) as started:
+        yield started
     assert left_running(marker) == []
 
 

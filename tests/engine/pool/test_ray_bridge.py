@@ -181,8 +181,8 @@ def test_a_site_that_says_something_invalid_is_replaced() -> None:
     pool._take({"type": "line", "slot": 2, "line": hello("host", "GPU-a")})
     pool._take({"type": "line", "slot": 2, "line": "Traceback"})
     assert sent[1:] == [{"type": "abandon", "slot": 2}]
-    [found, lost] = pool._waiting
-    assert isinstance(found, PlaceFound)
+    [start, lost] = pool._waiting
+    assert isinstance(start, PlaceFound)
     assert lost == PlaceLost("host/GPU-a", "its process sent an invalid message: 'Traceback'", again=True)
 
 

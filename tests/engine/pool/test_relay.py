@@ -55,9 +55,9 @@ def received(site: SiteRelay, enough: Callable[[list[dict[str, Any]]], bool], se
     lines: list[dict[str, Any]] = []
     until = time.monotonic() + seconds
     while not enough(lines) and time.monotonic() < until:
-        found, ended = site.poll(1.0)
-        lines += map(json.loads, found)
-        assert ended is None or found, ended
+        texts, ended = site.poll(1.0)
+        lines += map(json.loads, texts)
+        assert ended is None or texts, ended
     return lines
 
 

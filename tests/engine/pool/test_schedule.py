@@ -110,7 +110,7 @@ def test_what_no_place_disturbs_is_all_done() -> None:
     assert len(outcomes.done) == 40
     assert len(pool.assigned) == 40
     assert pool.now == pytest.approx(50, abs=5)  # eight at a time
-    assert [found.code for found in outcomes.findings] == ["pool-shares-host"]
+    assert [finding.code for finding in outcomes.findings] == ["pool-shares-host"]
 
 
 def test_a_lost_unit_is_repeated_elsewhere_before_the_others() -> None:
@@ -122,7 +122,7 @@ def test_a_lost_unit_is_repeated_elsewhere_before_the_others() -> None:
     assert at[0] != at[1]
     assert [unit for _, unit in pool.assigned].index("u0", 1) <= 4
     assert outcomes.repeated == len(outcomes.lost)
-    assert "pool-places-lost" in [found.code for found in outcomes.findings]
+    assert "pool-places-lost" in [finding.code for finding in outcomes.findings]
 
 
 def test_a_unit_that_kills_every_place_fails_after_three() -> None:
@@ -142,7 +142,7 @@ def test_places_that_refuse_cost_the_unit_nothing() -> None:
 def test_a_place_that_refuses_fails_what_only_it_could_measure() -> None:
     places = gpus(2)
     outcomes, _ = run(FakePool(places, (Fate("refuses", 1.0), *[Fate()] * 20)), units(4, places))
-    assert [(each.place, each.why) for each in outcomes.failed.values()] == [("p0", "in use")] * 2
+    assert [(failure.place, failure.why) for failure in outcomes.failed.values()] == [("p0", "in use")] * 2
     assert len(outcomes.done) == 2
 
 
@@ -210,13 +210,13 @@ def test_few_cores_limit_how_many_measure_at_the_same_time() -> None:
     pool = FakePool(gpus(4, cores=5), (Fate(seconds=10.0),))
     outcomes, _ = run(pool, units(8))
     assert pool.most_busy == 2
-    few = next(found for found in outcomes.findings if found.code == "pool-few-cores")
+    few = next(finding for finding in outcomes.findings if finding.code == "pool-few-cores")
     assert few.facts == {"nodes": "node0", "cores": 5, "gpus": 4, "at_once": 2}
 
 
 def test_no_place_at_all() -> None:
     outcomes, _ = run(FakePool([]), units(2))
-    assert [each.why for each in outcomes.failed.values()] == ["no GPU is left that can measure it"] * 2
+    assert [failure.why for failure in outcomes.failed.values()] == ["no GPU is left that can measure it"] * 2
 
 
 def test_the_end_of_the_pool_fails_the_rest() -> None:
@@ -226,7 +226,7 @@ def test_the_end_of_the_pool_fails_the_rest() -> None:
 
     outcomes, _ = run(Ending(gpus(2), (Fate(seconds=4.0),)), units(10))
     assert len(outcomes.done) == 4
-    assert {(each.why, each.hint) for each in outcomes.failed.values()} == {("the head node is gone", "start it")}
+    assert {(failure.why, failure.hint) for failure in outcomes.failed.values()} == {("the head node is gone", "start it")}
 
 
 def test_a_limit_of_none_is_invalid() -> None:
@@ -260,7 +260,7 @@ def test_an_outcome_that_cannot_be_written_is_kept_and_said(tmp_path: Path) -> N
         schedule._recording = recording
         outcomes = schedule.run()
     assert len(outcomes.done) == 2
-    assert [found.code for found in outcomes.findings] == ["journal-incomplete"]
+    assert [finding.code for finding in outcomes.findings] == ["journal-incomplete"]
 
 
 def test_a_thousand_places() -> None:
@@ -268,7 +268,7 @@ def test_a_thousand_places() -> None:
     outcomes, _ = run(pool, units(1500))
     assert len(outcomes.done) + len(outcomes.failed) == 1500
     assert outcomes.repeated > 50
-    assert max(len(found.text) for found in outcomes.findings) < 400
+    assert max(len(finding.text) for finding in outcomes.findings) < 400
 
 
 def test_events_of_unknown_places_and_units_change_nothing() -> None:
