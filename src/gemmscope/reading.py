@@ -95,15 +95,15 @@ def enough_memory(name: object) -> Iterator[None]:
 def called(name: str | Path) -> str:
     """The name of a file in messages; unusual names are quoted as in Python.
 
-    >>> called("-"), called("run.json"), called("/dev/fd/63"), called("a" + chr(0))
-    ('standard input', 'run.json', 'pipe 63', "'a\\\\x00'")
+    >>> called("-"), called("run.json"), called("/dev/fd/63"), called("a" + chr(0)), called("")
+    ('standard input', 'run.json', 'pipe 63', "'a\\\\x00'", "''")
     """
     text = str(name)
     if text in STANDARD_INPUT:
         return "standard input"
     if inherited := _OPEN_FILE.fullmatch(text):
         return f"pipe {inherited[1]}"
-    return text if len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
+    return text if 0 < len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
 
 
 class InputFile:
