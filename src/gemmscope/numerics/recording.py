@@ -280,7 +280,7 @@ class TensorRecording:
 
 
 def nonfinite_values(tensor: TensorName) -> str:
-    """What is wrong with a tensor that cannot be quantized."""
+    """Why a tensor cannot be quantized."""
     return f"{tensor} has NaN or Inf values"
 
 
