@@ -22,7 +22,6 @@ from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-_WITH_TYPE_LIST = frozenset({"minimax_text_01", "minimax_m1"})
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -62,7 +61,7 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(_with_outer_ties(config, language), origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
-    config = _with_layer_types(config)
+    config = _with_layer_types(model_type, config) if known else config
     label = f"{origin} (Hugging Face, {model_type})"
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
@@ -82,15 +81,14 @@ def _language(model_type: str, config: Mapping[str, Any]) -> Any:
     return {**part, "model_type": similar} if similar else language
 
 
-def _with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_layer_types(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config with `layer_types`, which MiniMax's own checkpoints call `attn_type_list`: 0 is linear, 1 is full attention."""
-    numbers = config.get("attn_type_list")
-    if config["model_type"] not in _WITH_TYPE_LIST or not isinstance(numbers, list) or "layer_types" in config:
+    key = family_facts(model_type).get("attention_list", "")
+    numbers = config.get(key)
+    if not isinstance(numbers, list) or "layer_types" in config:
         return config
     if any(number not in (0, 1) for number in numbers):
-        raise UserError(
-            "attn_type_list must contain only 0 (linear attention) and 1 (full attention)", "correct it in the config"
-        )
+        raise UserError(f"{key} must contain only 0 (linear attention) and 1 (full attention)", "correct it in the config")
     return {**config, "layer_types": ["full_attention" if number else "linear_attention" for number in numbers]}
 
 

@@ -70,4 +70,4 @@ def visible_share(block_mask: Any, queries: int, keys: int) -> Fraction | None:
             pairs = int(visible.expand(count, keys).sum())
     except Exception:  # whatever a function of the user's does with positions on the CPU
         return None
-    return Fraction(pairs, count * keys) if pairs else ALL_VISIBLE
+    return Fraction(pairs, count * keys) if pairs else None  # a mask that hides every sampled pair tells nothing

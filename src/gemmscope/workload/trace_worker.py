@@ -107,10 +107,12 @@ def _unreached(module: torch.nn.Module) -> tuple[tuple[str, ...], float]:
 def _backward(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Run backward without `Tensor.backward`, inside which the replaced functions would not be seen: layers that are recomputed
     call them again."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:  # versions of PyTorch without this internal function: all but such layers are traced
+        torch.autograd.backward(targets, gradients)
+        return
     keep_graph = create_graph = False
-    torch.autograd.graph._engine_run_backward(
-        tuple(targets), tuple(gradients), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run(tuple(targets), tuple(gradients), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAttention:
