@@ -10,7 +10,7 @@ import pytest
 
 from gemmscope.bench.measurements import Measurements
 from gemmscope.document.bench import bench_document
-from gemmscope.document.model import Document
+from gemmscope.document.model import Document, decisive
 from gemmscope.document.table import Table
 from gemmscope.engine.messages import Failed
 from gemmscope.results.bench import BenchResult
@@ -122,6 +122,7 @@ def test_nothing_measured() -> None:
     document = bench_document(bench_result(measurements))
     assert (document.sections, document.advice, document.speedups) == ((), None, ())
     assert "nothing-measured" in {message.code for message in document.messages}
+    assert "nothing-measured" not in {message.code for message in decisive(document)}  # the answer says it
 
 
 def test_bare_gemms_are_curves() -> None:
