@@ -166,3 +166,23 @@ def test_a_learned_bias_of_attention_has_a_gradient() -> None:
     [op] = trace.attentions
     assert (op.mask_bytes, op.mask_gradient) == (2 * 2 * 3 * 3 * 2, True)
     assert sum(work.backward.launches for work in trace.others) >= 3  # of the gradients of the bias and of q, k and v
+
+
+def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
+    """As T5's relative positions in transformers 5.17: no fused kernel accepts it, and the probabilities are kept for backward."""
+
+    class Biased(nn.Module):
+        def __init__(self, order: tuple[int, int, int]) -> None:
+            super().__init__()
+            self.linear, self.order = nn.Linear(WIDTH, WIDTH), order
+            self.bias = nn.Parameter(torch.zeros([(2, 3, 3)[order.index(place)] for place in range(3)]))
+
+        def forward(self, x: Any) -> Any:
+            q = self.linear(x).view(2, 3, 2, 4).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.permute(self.order)[None])
+
+    fused, unfused = (record(Biased(order), (2, 3, WIDTH)) for order in ((0, 1, 2), (2, 0, 1)))
+    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == [False, True]
+    assert ["attention-unfused" in codes(as_workload(trace)) for trace in (fused, unfused)] == [False, True]
+    scores = 2 * 2 * 3 * 3
+    assert unfused.saved_bytes - fused.saved_bytes == scores * 4

@@ -15,12 +15,14 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import BatchedGemm, Linear, Op, Remainder
+from gemmscope.workload.ops import BatchedGemm, Direction, Linear, Op, Remainder
 from gemmscope.workload.recorded import Between, TracedAttention
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 
+FP32_BYTES = 4
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
+UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
 _PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
 TracedOp = Between | BatchedGemm | Remainder | TracedAttention
 
@@ -45,8 +47,8 @@ def part_of(op: TracedOp) -> StepPart:
 def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
     """Logarithmic half-width of a 90% error bar."""
     table = coefficients()["uncertainty"]
-    if isinstance(op, TracedAttention) and op.mask_bytes:
-        return float(coefficients()["explicit_mask"]["uncertainty"])
+    if isinstance(op, TracedAttention) and (op.unfused or op.mask_bytes):
+        return float(coefficients()["unfused_attention" if op.unfused else "explicit_mask"]["uncertainty"])
     if isinstance(op, Between):
         return float(table["fused" if fused else "eager"])
     kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Remainder) else "batched_gemm"
@@ -59,6 +61,8 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     if isinstance(op, Between):
         moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
+    if isinstance(op, TracedAttention) and op.unfused:
+        return op.count * (op.forward_runs * _unfused_ms(op, chip, "forward") + op.backward_runs * _unfused_ms(op, chip, "backward"))
     if isinstance(op, TracedAttention):
         once = op.forward_runs * attention_ms(op, chip, "forward") + op.backward_runs * attention_ms(op, chip, "backward")
         return float(op.count * once * (coefficients()["explicit_mask"]["slower"] if op.mask_bytes else 1.0))
@@ -66,6 +70,18 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     work = op.work()
     once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
     return float(op.count * (once + launch_ms))
+
+
+def _unfused_ms(op: TracedAttention, chip: GpuSpec, direction: Direction) -> float:
+    """One run as batched GEMMs in FP32, between which all scores are read and written in FP32."""
+    table = coefficients()["unfused_attention"]
+    rates = table["gflops_per_sm"]
+    rate = rates.get(chip.architecture, rates["other"]) * 1e6 * chip.sms
+    gemms = [gemm for which, *gemm in op.batched_gemms() if which == direction]
+    scores = op.batch * op.heads * op.queries * op.keys * FP32_BYTES
+    moved_ms = table[direction] * scores / (chip.bandwidth_tbps * 1e9 * table["bandwidth"])
+    flops = sum(2 * m * k * n * batch for m, k, n, batch in gemms)
+    return float(flops / rate + moved_ms + (len(gemms) + 1) * facts()["launch_ms"])
 
 
 def launches(ops: Iterable[Op], *, fused: bool) -> int:
@@ -77,7 +93,8 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
         elif isinstance(op, Linear):
             count += sum(gemm.count for gemm in op.gemms())
         elif isinstance(op, TracedAttention):
-            count += op.count * (op.forward_runs + BACKWARD_KERNELS * op.backward_runs)
+            kernels = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
+            count += op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs)
         elif isinstance(op, (BatchedGemm, Remainder)):
             count += op.count
         elif isinstance(op, (Scan, CausalConv)):

@@ -35,11 +35,14 @@ class TracedAttention(Attention):
     """A call of scaled_dot_product_attention. `backward_runs` is 0 where no gradient is needed.
 
     `mask_bytes` are those of an explicit mask, 0 without one; `mask_gradient`: it is a bias that is learned.
+    `unfused`: query, key, value or mask is not contiguous in its last dimension, which all fused kernels of PyTorch require. It
+    then runs as batched GEMMs and a softmax, in FP32.
     """
 
     backward_runs: int = 1
     mask_bytes: int = 0
     mask_gradient: bool = False
+    unfused: bool = False
 
     def forward(self) -> Work:
         return super().forward() + Work(0, self.mask_bytes)

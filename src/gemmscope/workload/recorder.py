@@ -72,6 +72,7 @@ class AttentionCall(NamedTuple):
     mask_bytes: int = 0  # of an explicit one
     mask_gradient: bool = False  # it is a bias that is learned
     share: Fraction = ALL_VISIBLE  # of all pairs, that a block mask allows
+    unfused: bool = False  # no fused kernel accepts its tensors
 
 
 @dataclass

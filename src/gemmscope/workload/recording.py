@@ -126,17 +126,18 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
         operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
+        unfused = any(tensor is not None and tensor.dim() and tensor.stride(-1) != 1 for tensor in operands)
         _check_sizes(*operands[:3], grouped=bool(named.get("enable_gqa")))
         computed = None
         if not operands[0].is_meta:
             with torch.no_grad(), _disable_current_modes():
                 computed = _FUSED_ATTENTION(*args, **kwargs)
-        return _Attention.apply(self._recorder, (mask, ALL_VISIBLE), *operands, computed)
+        return _Attention.apply(self._recorder, (mask, ALL_VISIBLE, unfused), *operands, computed)
 
     def flex_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Fraction | None) -> torch.Tensor:
         """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
         _check_sizes(query, key, value, grouped=True)
-        mask = ("explicit", ALL_VISIBLE) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share)
+        mask = ("explicit", ALL_VISIBLE, False) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, False)
         computed = None if query.is_meta else fused.blank(query, (*query.shape[:-1], value.shape[-1]))
         return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
 
@@ -153,26 +154,31 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """Attention that only produces shapes, or the values that were computed already.
 
-    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv].
+    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]. `mask` has its kind, the share
+    of all pairs that it shows, and whether the attention runs unfused: fused kernels need tensors that are contiguous in their
+    last dimension. Unfused, the probabilities are kept for backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         recorder: Recorder,
-        mask: tuple[str, Fraction],
+        mask: tuple[str, Fraction, bool],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         bias: torch.Tensor | None,
         computed: torch.Tensor | None,
     ) -> torch.Tensor:
-        operands = [query, key, value, *([bias] if bias is not None else [])]
-        ctx.save_for_backward(*operands)
+        (masked, share, unfused), operands = mask, [query, key, value, *([bias] if bias is not None else [])]
+        if unfused and query.is_meta:  # 4 bytes each, also in a module whose FP32 tensors count as BF16
+            ctx.save_for_backward(*operands, query.new_empty((*query.shape[:-1], key.shape[-2]), dtype=torch.int32))
+        else:
+            ctx.save_for_backward(*operands)
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
         ctx.recorder, moved = recorder, recorder.operand.bytes_of(bias) if bias is not None else 0
         sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
-        ctx.call = AttentionCall(recorder.path(), *sizes, mask[0], moved, ctx.needs_input_grad[5], mask[1])
+        ctx.call = AttentionCall(recorder.path(), *sizes, masked, moved, ctx.needs_input_grad[5], share, unfused)
         recorder.attention(ctx.call, "forward")
         output = query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed
         recorder.barrier(operands, [output])

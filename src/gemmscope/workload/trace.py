@@ -172,6 +172,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
+    if unfused := [op.name for op in trace.attentions if op.unfused]:
+        findings.append(finding("attention-unfused", names=unfused))
     if trace.unreached:
         findings.append(finding("parts-without-gradient", names=list(trace.unreached), share=trace.unreached_share))
     if trace.ignored:

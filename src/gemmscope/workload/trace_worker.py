@@ -124,7 +124,7 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
         name=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
         keys=call.keys, head_dim=head_dim, value_dim=call.value_dim, pairs=float(queries * call.keys * visible_share(call)),
         causal=call.mask == "causal", count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0),
-        mask_bytes=call.mask_bytes, mask_gradient=call.mask_gradient,
+        mask_bytes=call.mask_bytes, mask_gradient=call.mask_gradient, unfused=call.unfused,
     )  # fmt: skip
 
 
