@@ -97,8 +97,8 @@ def test_every_part_of_a_module(result: ForecastResult) -> None:
 
 
 def test_attention_that_no_fused_kernel_accepts() -> None:
-    """The encoder of a T5 v1.1 large with 32 x 512 tokens. Its step took 254.8 ms on an H200, of which the other parts are forecast
-    to take 98 ms, so that attention took about 150 ms.
+    """The encoder of a T5 v1.1 large with 32 x 512 tokens. Its step took 254.8 ms on an H200. All other parts take
+    98 ms according to the forecast, so attention took about 150 ms.
     """
     encoder = replace(ATTENTION, batch=32, queries=512, keys=512, pairs=512.0**2, mask_bytes=2**23, mask_gradient=True)
     fused, unfused = (traced_ms(op, gpu("h200"), fused=True) for op in (encoder, replace(encoder, unfused=True)))

@@ -169,7 +169,7 @@ def test_a_learned_bias_of_attention_has_a_gradient() -> None:
 
 
 def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
-    """As T5's relative positions in transformers 5.17: no fused kernel accepts it, and the probabilities are kept for backward."""
+    """As T5's relative positions in transformers 5.17: no fused kernel accepts it, and backward needs the probabilities."""
 
     class Biased(nn.Module):
         def __init__(self, order: tuple[int, int, int]) -> None:

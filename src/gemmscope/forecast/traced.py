@@ -61,11 +61,11 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     if isinstance(op, Between):
         moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
-    if isinstance(op, TracedAttention) and op.unfused:
-        return op.count * (op.forward_runs * _unfused_ms(op, chip, "forward") + op.backward_runs * _unfused_ms(op, chip, "backward"))
     if isinstance(op, TracedAttention):
-        once = op.forward_runs * attention_ms(op, chip, "forward") + op.backward_runs * attention_ms(op, chip, "backward")
-        return float(op.count * once * (coefficients()["explicit_mask"]["slower"] if op.mask_bytes else 1.0))
+        one_way = _unfused_ms if op.unfused else attention_ms
+        slower = coefficients()["explicit_mask"]["slower"] if op.mask_bytes and not op.unfused else 1.0
+        once = op.forward_runs * one_way(op, chip, "forward") + op.backward_runs * one_way(op, chip, "backward")
+        return float(op.count * once * slower)
     known = coefficients()["convolution" if isinstance(op, Remainder) else "batched_gemm"]
     work = op.work()
     once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
