@@ -23,11 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -255,6 +258,23 @@ def file_of(folder: Path, recipe: str, seed: int) -> Path:
     return folder / f"{recipe.replace(':', '-').replace('+', '-')}-seed{seed}.json"
 
 
+@contextmanager
+def kernels_side_by_side() -> Iterator[bool]:
+    """Lets processes run their kernels on one GPU at the same time (CUDA MPS) instead of in turn, where that is installed."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield False
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}  # processes that train inherit them
+        started = subprocess.run([control, "-d"], check=False).returncode == 0
+        try:
+            yield started
+        finally:
+            if started:
+                subprocess.run([control], input=b"quit\n", check=False)
+
+
 @dataclass
 class Running:
     """A process that trains."""
@@ -346,7 +366,9 @@ def main() -> None:
         parser.error(f"{given.folder} has runs with other settings, {shared.read_text()}: choose another folder")
     shared.write_text(json.dumps(vars(settings)))
     options = ["--record"] if given.record else []
-    sys.exit(bool(run_all(given.folder, recipes, seeds, given.jobs, given.seconds, options)))
+    with nullcontext() if on_cpu else kernels_side_by_side():
+        missing = run_all(given.folder, recipes, seeds, given.jobs, given.seconds, options)
+    sys.exit(bool(missing))
 
 
 def _run_one(folder: Path, recipe: str, seed: int, settings: Settings, *, record: bool) -> None:

@@ -18,6 +18,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from gemmscope.results.numerics import NumericsResult
+from gemmscope.results.read import read_result
+
 BASELINE, EMULATED = "BF16", "emulated:"
 BASELINES = (BASELINE, "BF16+bit", "BF16+bits", "BF16+order")
 MEASURES = {"train_loss": "training", "validation_loss": "validation", "validation_loss_bf16": "validation in BF16"}
@@ -188,8 +191,11 @@ def summary_of(folder: Path, numerics: Sequence[Path]) -> dict[str, Any]:
         losses.setdefault(run["recipe"], {})[str(run["seed"])] = kept
     errors: dict[str, list[float]] = {}
     for path in numerics:
-        for recipe in json.loads(path.read_text())["recipes"]:
-            errors.setdefault(recipe["recipe"], []).append(recipe["error"])
+        result = read_result(path)
+        if not isinstance(result, NumericsResult):
+            raise SystemExit(f"{path} is not a run file of gemmscope numerics")
+        for recipe in result.recipes:
+            errors.setdefault(recipe.recipe, []).append(recipe.error)
     predicted = {name: fmean(values) for name, values in errors.items()}
     return {**facts, "predicted": predicted, "losses": losses}
 

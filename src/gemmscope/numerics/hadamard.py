@@ -12,12 +12,18 @@ SIZE = 16
 
 
 @cache
-def _rotation(signs: tuple[int, ...], device: torch.device) -> Tensor:
+def _built(signs: tuple[int, ...], device: torch.device) -> Tensor:
     """diag(signs) · H / 4, with Sylvester's Hadamard matrix H: its values are ±1/4, and it is orthogonal."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < SIZE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (torch.tensor(signs)[:, None] * matrix / 4).to(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rotation(signs: tuple[int, ...], device: torch.device) -> Tensor:
+    """The matrix. Compiled code takes it as a constant; it would otherwise build it, and copy it to the GPU, in every call."""
+    return _built(signs, device)
 
 
 def rotate(values: Tensor, signs: tuple[int, ...]) -> Tensor:
