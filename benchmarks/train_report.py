@@ -175,8 +175,20 @@ class Comparison:
         return "\n".join(sentences)
 
 
-def summary_of(folder: Path, numerics: Sequence[Path]) -> dict[str, Any]:
-    """What is kept of all finished runs in a folder, with the predicted errors of numerics runs (means over files)."""
+def predicted_errors(numerics: Sequence[Path]) -> dict[str, float]:
+    """The error of every recipe, as the mean over run files of `gemmscope numerics`."""
+    errors: dict[str, list[float]] = {}
+    for path in numerics:
+        result = read_result(path)
+        if not isinstance(result, NumericsResult):
+            raise SystemExit(f"{path} is not a run file of gemmscope numerics")
+        for recipe in result.recipes:
+            errors.setdefault(recipe.recipe, []).append(recipe.error)
+    return {name: fmean(values) for name, values in errors.items()}
+
+
+def summary_of(folder: Path, predicted: Mapping[str, float]) -> dict[str, Any]:
+    """What is kept of all finished runs in a folder, with the predicted errors."""
     losses: dict[str, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
     for path in sorted(folder.glob("*-seed*.json")):
@@ -189,15 +201,7 @@ def summary_of(folder: Path, numerics: Sequence[Path]) -> dict[str, Any]:
             continue
         kept = {name: round(run[name], 6) for name in (*MEASURES, "ms_per_step")}
         losses.setdefault(run["recipe"], {})[str(run["seed"])] = kept
-    errors: dict[str, list[float]] = {}
-    for path in numerics:
-        result = read_result(path)
-        if not isinstance(result, NumericsResult):
-            raise SystemExit(f"{path} is not a run file of gemmscope numerics")
-        for recipe in result.recipes:
-            errors.setdefault(recipe.recipe, []).append(recipe.error)
-    predicted = {name: fmean(values) for name, values in errors.items()}
-    return {**facts, "predicted": predicted, "losses": losses}
+    return {**facts, "predicted": dict(predicted), "losses": losses}
 
 
 def main() -> None:
@@ -207,7 +211,7 @@ def main() -> None:
     parser.add_argument("--numerics", type=Path, action="append", default=[], help="run file of gemmscope numerics")
     parser.add_argument("--summary", type=Path, help="where to write the summary")
     given = parser.parse_args()
-    summary = summary_of(given.folder, given.numerics)
+    summary = summary_of(given.folder, predicted_errors(given.numerics))
     if not summary["losses"].get(BASELINE):
         parser.error(f"{given.folder} has no finished BF16 run")
     comparison = Comparison.read(summary)
