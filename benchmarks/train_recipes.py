@@ -5,10 +5,10 @@
     python benchmarks/train_recipes.py FOLDER --size toy --device cpu --recipes BF16,emulated:MXFP8,emulated:NVFP4 --steps 200
     python benchmarks/train_report.py FOLDER                                       # the losses and their gaps
 
-Every run is a process and writes FOLDER/RECIPE-seedN.json; runs whose file is there are not run again, so the work can be split
-over several calls (`--seconds`: no run starts that would not end in time). Runs of one seed have the same initial weights and the
-same batches in the same order, so their losses are compared batch by batch. Recipes that the GPU has run with their library
-(Transformer Engine, torchao); `emulated:` ones run with gemmscope's emulated linears.
+Every run is a process and writes FOLDER/RECIPE-seedN.json; runs whose file is there, or in the folder of `--earlier`, are not run
+again, so the work can be split over several calls (`--seconds`: no run starts that would not end in time). Runs of one seed have
+the same initial weights and the same batches in the same order, so their losses are compared batch by batch. Recipes that the GPU
+has run with their library (Transformer Engine, torchao); `emulated:` ones run with gemmscope's emulated linears.
 
 BF16 runs four times per seed: as it is, with the last bit of one weight changed (`BF16+bit`), with the last bit of half of all
 weights changed (`BF16+bits`), and with every batch in two halves whose gradients are summed (`BF16+order`). How these differ is
@@ -285,10 +285,15 @@ class Running:
     begin: float
 
 
-def run_all(folder: Path, recipes: list[str], seeds: list[int], jobs: int, limit: float, options: list[str]) -> int:
-    """Train the missing runs, `jobs` at a time, seed by seed. Returns how many failed or were not started."""
+def run_all(
+    folder: Path, recipes: list[str], seeds: list[int], jobs: int, limit: float, options: list[str], earlier: Path | None = None
+) -> int:
+    """Train the runs that neither folder has, `jobs` at a time, seed by seed. Returns how many failed or were not started."""
+    folders = [folder, *([earlier] if earlier is not None else [])]
     begin, longest = time.perf_counter(), dict[str, float]()
-    waiting = [(recipe, seed) for seed in seeds for recipe in recipes if not file_of(folder, recipe, seed).exists()]
+    waiting = [
+        (recipe, seed) for seed in seeds for recipe in recipes if not any(file_of(one, recipe, seed).exists() for one in folders)
+    ]
     running: list[Running] = []
     missing = 0
     try:
@@ -340,6 +345,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4,5")
     parser.add_argument("--jobs", type=int, default=6, help="runs side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="time limit: no run starts that would not end in time")
+    parser.add_argument("--earlier", type=Path, help="a folder with runs that are done")
     parser.add_argument("--record", action="store_true", help="record tensors at the end of the BF16 run of seed 0")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     common = parser.add_argument_group("the same for all runs")
@@ -367,7 +373,7 @@ def main() -> None:
     shared.write_text(json.dumps(vars(settings)))
     options = ["--record"] if given.record else []
     with nullcontext() if on_cpu else kernels_side_by_side():
-        missing = run_all(given.folder, recipes, seeds, given.jobs, given.seconds, options)
+        missing = run_all(given.folder, recipes, seeds, given.jobs, given.seconds, options, given.earlier)
     sys.exit(bool(missing))
 
 
