@@ -37,7 +37,13 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     )
     if family.flag("latent"):
         rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
-        _check_pairs(family, "qk_rope_head_dim", rope)
+        check_pairs(family, "qk_rope_head_dim", rope)
+        keys = family.optional_size("num_key_value_heads")
+        if keys is not None and heads >= 2 * keys:
+            raise UserError(
+                f"num_key_value_heads = {keys}, but latent attention has a key and a value for each of its {heads} heads",
+                f'write "num_key_value_heads": {heads}',
+            )
         return replace(
             common,
             head_dim=family.size("qk_nope_head_dim") + rope,
@@ -57,7 +63,7 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     head_dim = hidden // heads if head_dim is None else head_dim
     rotary_dim = _rotary_dim(family, head_dim) if family.flag("partial_rotary") else None
     if rotary_dim in (None, head_dim) and not family.flag("odd_heads"):
-        _check_pairs(family, "head_dim", head_dim)
+        check_pairs(family, "head_dim", head_dim)
     return replace(  # a zero is kept, which the spec then rejects
         common,
         kv_heads=heads if kv_heads is None else kv_heads,
@@ -67,7 +73,8 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     )
 
 
-def _check_pairs(family: FamilyConfig, name: str, size: int) -> None:
+def check_pairs(family: FamilyConfig, name: str, size: int) -> None:
+    """Reject heads of an odd size where rotary positions rotate them."""
     if size % 2 and family.flag("rotary"):
         raise UserError(f"{name} = {size} is odd, but rotary positions rotate pairs of a head", "give heads an even size")
 
@@ -126,15 +133,23 @@ def moe(family: FamilyConfig) -> MoeSpec:
 
 
 def number_of_experts(family: FamilyConfig) -> int:
-    """How many experts there are. Where routing chooses groups of them first, these must be equal."""
+    """How many experts there are. Where routing chooses groups of them first, these must be equal, with two experts or more."""
     experts, key = family.size("num_experts"), family.facts.get("expert_groups", "")
-    groups, chosen = (family.config.get(name) for name in (key, "topk_group"))
-    if type(groups) is int and groups > 0 and experts % groups:
+    if not key or not experts:
+        return experts
+    given, chosen = family.value(key), family.value("topk_group")
+    groups = check_size(key, 1 if given is None else given, "experts", "correct it in the config")
+    if experts % groups:
         raise UserError(
             f"{experts} experts cannot be split into {key} = {groups} equal groups",
             f"numbers of groups that divide {experts}: {divisors_text(experts)}",
         )
-    if type(groups) is int and type(chosen) is int and chosen > groups > 0:
+    if experts < 2 * groups:
+        raise UserError(
+            f"{experts} experts in {key} = {groups} groups: a group must have at least two",
+            "routing scores a group by two experts",
+        )
+    if type(chosen) is int and chosen > groups:
         raise UserError(f"topk_group = {chosen} is more than {key} = {groups}", f"routing chooses at most {groups} groups")
     return experts
 
