@@ -131,6 +131,10 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
     hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
+    if computed := next((key for key in facts.get("computed_lists", ()) if key in family.config), None):
+        raise UserError(
+            f"a config of {family.model_type} cannot have {computed}", "remove it: other keys decide the kinds of layers"
+        )
     listed = facts.get("layers_listed", False)
     count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)

@@ -36,7 +36,9 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         stored_fused=family.flag("qkv_fused"),
     )
     if family.flag("latent"):
-        rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
+        rope_key = family.facts.get("rope_dim_by", "qk_rope_head_dim")
+        rope = family.size(rope_key if family.config.get(rope_key) is not None else "qk_rope_head_dim")
+        value_dim = family.optional_size("v_head_dim")
         check_pairs(family, "qk_rope_head_dim", rope)
         keys = family.optional_size("num_key_value_heads")
         if keys is not None and heads >= 2 * keys:
@@ -85,7 +87,11 @@ def _rotary_dim(family: FamilyConfig, head_dim: int) -> int | None:
     share = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
     share = family.value("partial_rotary_factor") if share is None else share
     if share is None and family.value("rotary_dim") is not None:
-        return min(family.size("rotary_dim"), head_dim)
+        rotated = check_size("rotary_dim", family.size("rotary_dim"), "head_dim")
+        check_pairs(family, "rotary_dim", rotated)
+        if rotated > head_dim:
+            raise UserError(f"rotary_dim = {rotated} is larger than a head, {head_dim}", "correct one of them")
+        return rotated
     if share is None:
         return None
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
