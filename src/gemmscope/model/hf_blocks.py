@@ -63,6 +63,8 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         kv_heads = family.optional_size("num_key_value_heads")
     head_dim = None if family.flag("head_dim_ignored") else family.optional_size("head_dim")
     head_dim = hidden // heads if head_dim is None else head_dim
+    if family.flag("heads_fill_hidden") and heads * head_dim != hidden:
+        raise UserError(f"{heads} heads of {head_dim} do not add up to hidden_size = {hidden}", "correct head_dim")
     rotary_dim = _rotary_dim(family, head_dim) if family.flag("partial_rotary") else None
     if rotary_dim in (None, head_dim) and not family.flag("odd_heads"):
         check_pairs(family, "head_dim", head_dim)
@@ -217,9 +219,13 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
     """The sliding window of each layer; None where a layer sees the whole sequence."""
     facts = family.facts
     rule = facts.get("window")
-    on = "window_if" not in facts or family.flag("window_if")
-    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
     layer_types = per_layer(family, "layer_types", count)
+    on = "window_if" not in facts or family.flag("window_if") or (layer_types is not None and family.flag("window_by_list"))
+    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
+    if "half_window_key" in facts and (half := family.optional_size(facts["half_window_key"])) is not None:
+        window = 2 * half
+    if rule == "layer_types" and on and window is None and "sliding_attention" in (layer_types or ()):
+        raise UserError("layer_types has sliding_attention, but the config has no sliding_window", 'add "sliding_window": N')
     if not window:
         return [None] * count
     if family.flag("bidirectional_if"):
