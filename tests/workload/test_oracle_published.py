@@ -214,6 +214,7 @@ GLM = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "par
         ("qwen3_vl", {**QWEN, "attention_bias": True}),
         ("qwen3_vl_moe", {**QWEN, **EXPERTS, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
         ("glm4v", GLM),
+        ("glm4v", {**GLM, "num_attention_heads": 4, "attention_bias": False}),  # neither head_dim nor attention_bias is read
         ("glm4v_moe", {**GLM, **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "attention_bias": True}),
     ],
 )
@@ -236,6 +237,14 @@ def test_a_multimodal_config_with_all_sizes_on_one_level() -> None:
     assert source.model is not None
     assert (source.model.hidden_size, source.model.model_type) == (96, "qwen2")
     assert hf.from_config({"model_type": "qwen2_5_vl", "vision_config": VISION}, "config.json").model is None
+    assert hf.from_config({"model_type": "qwen3_vl", **LANGUAGE}, "config.json").model is None  # its class reads only text_config
+
+
+def test_paligemma_attends_to_both_sides() -> None:
+    config = {"model_type": "paligemma", "text_config": {**LANGUAGE, "model_type": "gemma"}}
+    source, run = hf.from_config(config, "config.json"), RunSpec(1, 16)
+    assert source.model is not None
+    assert [difference.what for difference in differences(source.model, run, live(config, run))] == ["parameters"]
 
 
 def test_a_multimodal_model_is_traced_with_its_head() -> None:
