@@ -38,18 +38,19 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     if family.flag("latent"):
         rope_key = family.facts.get("rope_dim_by", "qk_rope_head_dim")
         rope = family.size(rope_key if family.config.get(rope_key) is not None else "qk_rope_head_dim")
-        value_dim = family.optional_size("v_head_dim")
         check_pairs(family, "qk_rope_head_dim", rope)
+        key_dim, value_dim = family.size("qk_nope_head_dim") + rope, family.optional_size("v_head_dim")
+        value_dim = head_size(hidden, heads) if value_dim is None else value_dim
         keys = family.optional_size("num_key_value_heads")
-        if keys is not None and heads >= 2 * keys:
+        if keys is not None and heads >= 2 * keys and key_dim != value_dim:  # with equal sizes, the number is not used
             raise UserError(
                 f"num_key_value_heads = {keys}, but latent attention has a key and a value for each of its {heads} heads",
                 f'write "num_key_value_heads": {heads}',
             )
         return replace(
             common,
-            head_dim=family.size("qk_nope_head_dim") + rope,
-            value_dim=head_size(hidden, heads) if value_dim is None else value_dim,
+            head_dim=key_dim,
+            value_dim=value_dim,
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
