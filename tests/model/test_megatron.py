@@ -367,6 +367,11 @@ def test_branches():
         'LIST="ARGS"\nLIST+=" --micro-batch-size ${MBS:=2}"\npython pretrain_gpt.py $LIST',
         "case $1 in --mbs) MBS=$2;; esac\nMBS=${MBS:-2}\nARGS --micro-batch-size $MBS",
         "if $SMALL; then MBS=1; else MBS=4; fi\nMBS=2\nARGS --micro-batch-size $MBS",
+        "MBS=1\n((MBS *= 2))\nARGS --micro-batch-size $MBS",
+        "let MBS=3-1\nARGS --micro-batch-size $MBS",
+        "MBS=\nMBS+=2\nARGS --micro-batch-size $MBS",
+        "LIST=(--micro-batch-size=$((1 + 1)) --bf16)\npython pretrain_gpt.py ARGS ${LIST[@]}",
+        "python pretrain_gpt.py ARGS --micro-batch-size 2\nUNUSED=(\n  --micro-batch-size 4\n)\nALSO='--micro-batch-size 8'",
     ],
 )
 def test_defaults_of_variables(script: str):

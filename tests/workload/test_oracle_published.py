@@ -56,7 +56,19 @@ def test_class_sizes_are_those_of_the_classes() -> None:
         {"model_type": "deepseek_v2", "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_key_value_heads": 32},
         {"model_type": "mixtral", "num_hidden_layers": 1, "output_router_logits": True},
         {"model_type": "glm4_moe_lite", **SMALL, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {"model_type": "glm4_moe_lite", **SMALL, "num_key_value_heads": 6, "head_dim": 8},
+        {"model_type": "gptj", "n_embd": 90, "n_head": 6, "n_layer": 1, "rotary_dim": 4},
         {"model_type": "smollm3", **SMALL, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]},
+        {
+            "model_type": "smollm3",
+            **SMALL,
+            "num_key_value_heads": 2,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+        {"model_type": "modernbert", **SMALL, "sliding_window": 4},
+        {"model_type": "hy_v3", **SMALL, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8},
+        {"model_type": "deepseek_v4", **SMALL, "num_experts_per_tok": 2, "o_groups": 2, "mlp_layer_types": ["moe"] * 3},
         {"model_type": "biogpt", **SMALL, "layerdrop": 1.0},
         {"model_type": "bert", **SMALL, "head_dim": 8},
         {"model_type": "gpt_neox", **SMALL, "head_dim": 8},
@@ -112,6 +124,35 @@ def test_attention_to_both_sides() -> None:
         (
             {"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 2, "topk_group": 4},
             "topk_group = 4 is more than n_group = 2",
+        ),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 1}, "topk_group = 4 is more than n_group = 1"),
+        (
+            {"model_type": "deepseek_v32", "num_key_value_heads": 6, "n_routed_experts": 12, "first_k_dense_replace": 0},
+            "n_group = 8",
+        ),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 4}, "must have at least two"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 2, "n_group": 0}, "n_group must be at least 1"),
+        ({"model_type": "kimi_linear", "n_group": 2, "topk_group": 3}, "topk_group = 3 is more than"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 3}, "a key and a value for each of its 6 heads"),
+        ({"model_type": "jamba", "num_key_value_heads": 2, "num_experts": 1, "expert_layer_offset": 2}, "is not less than"),
+        ({"model_type": "granitemoehybrid", "layer_types": [], "mamba_n_heads": 6}, "kinds of 0 layers"),
+        (
+            {
+                "model_type": "zamba2",
+                "layer_types": ["hybrid"] * 2,
+                "hidden_size": 90,
+                "n_mamba_heads": 6,
+                "use_mem_rope": True,
+                "num_attention_heads": 12,
+            },
+            "is odd",
+        ),
+        ({"model_type": "bamba", "num_key_value_heads": 2, "mamba_n_heads": 6, "layer_types": ["attention"] * 2}, "cannot have"),
+        ({"model_type": "gptj"}, "rotary_dim = 64 is larger than a head, 16"),
+        ({"model_type": "helium", "num_key_value_heads": 2}, "6 heads of 128 do not add up to hidden_size = 96"),
+        (
+            {"model_type": "gpt_oss", "num_key_value_heads": 2, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "has no sliding_window",
         ),
         ({"model_type": "olmo_hybrid", "layer_types": ["full_attention"] * 2}, "must contain linear_attention"),
         ({"model_type": "deepseek_v4", "index_head_dim": 16, "layer_types": ["compressed_sparse_attention"] * 2}, "is smaller"),
@@ -173,6 +214,7 @@ GLM = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "par
         ("qwen3_vl", {**QWEN, "attention_bias": True}),
         ("qwen3_vl_moe", {**QWEN, **EXPERTS, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
         ("glm4v", GLM),
+        ("glm4v", {**GLM, "num_attention_heads": 4, "attention_bias": False}),  # neither head_dim nor attention_bias is read
         ("glm4v_moe", {**GLM, **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "attention_bias": True}),
     ],
 )
@@ -195,6 +237,14 @@ def test_a_multimodal_config_with_all_sizes_on_one_level() -> None:
     assert source.model is not None
     assert (source.model.hidden_size, source.model.model_type) == (96, "qwen2")
     assert hf.from_config({"model_type": "qwen2_5_vl", "vision_config": VISION}, "config.json").model is None
+    assert hf.from_config({"model_type": "qwen3_vl", **LANGUAGE}, "config.json").model is None  # its class reads only text_config
+
+
+def test_paligemma_attends_to_both_sides() -> None:
+    config = {"model_type": "paligemma", "text_config": {**LANGUAGE, "model_type": "gemma"}}
+    source, run = hf.from_config(config, "config.json"), RunSpec(1, 16)
+    assert source.model is not None
+    assert [difference.what for difference in differences(source.model, run, live(config, run))] == ["parameters"]
 
 
 def test_a_multimodal_model_is_traced_with_its_head() -> None:

@@ -38,7 +38,7 @@ def known_keys() -> frozenset[str]:
 @cache
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that has a closed form."""
-    parts = {"language", "language_like"}
+    parts = {"language", "language_like", "language_settings"}
     return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and parts.isdisjoint(facts)))
 
 
@@ -49,6 +49,23 @@ def language_type(model_type: str) -> str:
     ('qwen3_5_text', '')
     """
     return str(_facts().get(model_type, {}).get("language", ""))
+
+
+def language_settings(model_type: str, language: Mapping[str, Any]) -> dict[str, Any]:
+    """What a multimodal class sets in its language part, whatever the config says."""
+    facts = _facts().get(model_type, {})
+    settings = dict(facts.get("language_settings", {}))
+    if language.get("model_type") != facts.get("language_settings_for", language.get("model_type")):
+        return {}
+    if "head_dim" in settings:
+        hidden, heads = language.get("hidden_size"), language.get("num_attention_heads")
+        settings["head_dim"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    return settings
+
+
+def may_be_flat(model_type: str) -> bool:
+    """Whether the config of a multimodal model may have the sizes of its language part without `text_config`."""
+    return bool(_facts().get(model_type, {}).get("language_flat"))
 
 
 def similar_language_type(model_type: str, language: Mapping[str, Any]) -> str:

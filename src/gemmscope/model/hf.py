@@ -12,7 +12,14 @@ from typing import Any, cast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import FamilyConfig, known_model_types, language_type, similar_language_type
+from gemmscope.model.families import (
+    FamilyConfig,
+    known_model_types,
+    language_settings,
+    language_type,
+    may_be_flat,
+    similar_language_type,
+)
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
@@ -73,12 +80,15 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
 def _language(model_type: str, config: Mapping[str, Any]) -> Any:
     """The language part of a multimodal config, with its model type where that is known from the whole."""
     language = config.get("text_config")
+    if isinstance(language, Mapping):
+        language = {**language, **language_settings(model_type, language)}
     if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
         return {"model_type": inner, **(language or {})}
     flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
-    part = language if isinstance(language, Mapping) else flat
-    similar = similar_language_type(model_type, part) if part is language or language is None else ""
-    return {**part, "model_type": similar} if similar else language
+    part = flat if language is None and may_be_flat(model_type) else language
+    if isinstance(part, Mapping) and (similar := similar_language_type(model_type, part)):
+        return {**part, "model_type": similar}
+    return language
 
 
 def _with_layer_types(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,6 +141,10 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
     hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
+    if computed := next((key for key in facts.get("computed_lists", ()) if key in family.config), None):
+        raise UserError(
+            f"a config of {family.model_type} cannot have {computed}", "remove it: other keys decide the kinds of layers"
+        )
     listed = facts.get("layers_listed", False)
     count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)

@@ -36,12 +36,21 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         stored_fused=family.flag("qkv_fused"),
     )
     if family.flag("latent"):
-        rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
-        _check_pairs(family, "qk_rope_head_dim", rope)
+        rope_key = family.facts.get("rope_dim_by", "qk_rope_head_dim")
+        rope = family.size(rope_key if family.config.get(rope_key) is not None else "qk_rope_head_dim")
+        check_pairs(family, "qk_rope_head_dim", rope)
+        key_dim, value_dim = family.size("qk_nope_head_dim") + rope, family.optional_size("v_head_dim")
+        value_dim = head_size(hidden, heads) if value_dim is None else value_dim
+        keys = family.optional_size("num_key_value_heads")
+        if keys is not None and heads >= 2 * keys and key_dim != value_dim:  # with equal sizes, the number is not used
+            raise UserError(
+                f"num_key_value_heads = {keys}, but latent attention has a key and a value for each of its {heads} heads",
+                f'write "num_key_value_heads": {heads}',
+            )
         return replace(
             common,
-            head_dim=family.size("qk_nope_head_dim") + rope,
-            value_dim=head_size(hidden, heads) if value_dim is None else value_dim,
+            head_dim=key_dim,
+            value_dim=value_dim,
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
@@ -55,9 +64,11 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         kv_heads = family.optional_size("num_key_value_heads")
     head_dim = None if family.flag("head_dim_ignored") else family.optional_size("head_dim")
     head_dim = hidden // heads if head_dim is None else head_dim
+    if family.flag("heads_fill_hidden") and heads * head_dim != hidden:
+        raise UserError(f"{heads} heads of {head_dim} do not add up to hidden_size = {hidden}", "correct head_dim")
     rotary_dim = _rotary_dim(family, head_dim) if family.flag("partial_rotary") else None
     if rotary_dim in (None, head_dim) and not family.flag("odd_heads"):
-        _check_pairs(family, "head_dim", head_dim)
+        check_pairs(family, "head_dim", head_dim)
     return replace(  # a zero is kept, which the spec then rejects
         common,
         kv_heads=heads if kv_heads is None else kv_heads,
@@ -67,7 +78,8 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     )
 
 
-def _check_pairs(family: FamilyConfig, name: str, size: int) -> None:
+def check_pairs(family: FamilyConfig, name: str, size: int) -> None:
+    """Reject heads of an odd size where rotary positions rotate them."""
     if size % 2 and family.flag("rotary"):
         raise UserError(f"{name} = {size} is odd, but rotary positions rotate pairs of a head", "give heads an even size")
 
@@ -78,7 +90,11 @@ def _rotary_dim(family: FamilyConfig, head_dim: int) -> int | None:
     share = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
     share = family.value("partial_rotary_factor") if share is None else share
     if share is None and family.value("rotary_dim") is not None:
-        return min(family.size("rotary_dim"), head_dim)
+        rotated = check_size("rotary_dim", family.size("rotary_dim"), "head_dim")
+        check_pairs(family, "rotary_dim", rotated)
+        if rotated > head_dim:
+            raise UserError(f"rotary_dim = {rotated} is larger than a head, {head_dim}", "correct one of them")
+        return rotated
     if share is None:
         return None
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -126,15 +142,23 @@ def moe(family: FamilyConfig) -> MoeSpec:
 
 
 def number_of_experts(family: FamilyConfig) -> int:
-    """How many experts there are. Where routing chooses groups of them first, these must be equal."""
+    """How many experts there are. Where routing chooses groups of them first, these must be equal, with two experts or more."""
     experts, key = family.size("num_experts"), family.facts.get("expert_groups", "")
-    groups, chosen = (family.config.get(name) for name in (key, "topk_group"))
-    if type(groups) is int and groups > 0 and experts % groups:
+    if not key or not experts:
+        return experts
+    given, chosen = family.value(key), family.value("topk_group")
+    groups = check_size(key, 1 if given is None else given, "experts", "correct it in the config")
+    if experts % groups:
         raise UserError(
             f"{experts} experts cannot be split into {key} = {groups} equal groups",
             f"numbers of groups that divide {experts}: {divisors_text(experts)}",
         )
-    if type(groups) is int and type(chosen) is int and chosen > groups > 0:
+    if experts < 2 * groups:
+        raise UserError(
+            f"{experts} experts in {key} = {groups} groups: a group must have at least two",
+            "routing scores a group by two experts",
+        )
+    if type(chosen) is int and chosen > groups:
         raise UserError(f"topk_group = {chosen} is more than {key} = {groups}", f"routing chooses at most {groups} groups")
     return experts
 
@@ -196,9 +220,13 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
     """The sliding window of each layer; None where a layer sees the whole sequence."""
     facts = family.facts
     rule = facts.get("window")
-    on = "window_if" not in facts or family.flag("window_if")
-    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
     layer_types = per_layer(family, "layer_types", count)
+    on = "window_if" not in facts or family.flag("window_if") or (layer_types is not None and family.flag("window_by_list"))
+    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
+    if "half_window_key" in facts and (half := family.optional_size(facts["half_window_key"])) is not None:
+        window = 2 * half
+    if rule == "layer_types" and on and window is None and "sliding_attention" in (layer_types or ()):
+        raise UserError("layer_types has sliding_attention, but the config has no sliding_window", 'add "sliding_window": N')
     if not window:
         return [None] * count
     if family.flag("bidirectional_if"):

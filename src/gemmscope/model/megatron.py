@@ -21,7 +21,7 @@ from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_branches import LONG, SHORT, Branches
 from gemmscope.model.megatron_functions import in_order
 from gemmscope.model.megatron_hybrid import HYBRID
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, shell_words
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, shell_words, with_assignments
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -35,6 +35,7 @@ SWITCHES = set(FACTS["switches"])
 VALUED = {*FACTS["same_name"], *OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
 PRINTERS, USAGE = ("echo", "printf"), "usage"
+PROGRAM = re.compile(r"\bpretrain_(\w{1,40})\.py\b")
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
@@ -51,7 +52,7 @@ class Arguments:
 
     def add_scripts(self, text: str) -> None:
         """Remember which of Megatron-LM's programs a text runs."""
-        self.scripts.update(dict.fromkeys(re.findall(r"\bpretrain_(\w{1,40})\.py\b", text)))
+        self.scripts.update(dict.fromkeys(PROGRAM.findall(text)))
 
     def put(self, name: str, value: object, *, in_branch: bool = False) -> None:
         """The last value wins, as for argparse."""
@@ -87,7 +88,7 @@ def read(text: str, origin: str) -> ModelSource:
     if TELLTALE & printed.values.keys():
         return _source(printed, origin, lambda name: name, "{} ........ {}")
     arguments = Arguments()
-    _collect(in_order(text), Shell(), arguments, in_branch=False, depth=0)
+    _collect(with_assignments(in_order(text)), Shell(), arguments, in_branch=False, depth=0)
     if not arguments.values:
         raise UserError(
             "there are no Megatron-LM arguments",
@@ -202,8 +203,11 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
     """Walk through the words: assignments, flags and the value that follows a flag."""
     has_branches = LONG.search(text) is not None or SHORT.search(text) is not None
     branches, waiting, switch, printing = Branches(shell), "", "", ""
+    unused = _Unused(text)
     for word in shell_words(text):
         if has_branches and (branches.consumes(word) or branches.skipped):
+            continue
+        if not depth and not waiting and unused.has(word):
             continue
         inside, piece = in_branch or branches.open, word.text
         printing = piece if piece in PRINTERS and not word.quoted else "" if word.opens else printing
@@ -215,9 +219,10 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
-            if assigned[2] == "=" and (not piece.startswith("(") or _is_text(word)):
-                shell.assign(assigned[1], piece, in_branch=inside)
-            if piece.startswith("(") and piece.endswith(")"):  # an array of one word
+            if not piece.startswith("(") or _is_text(word):
+                before = f"${{{assigned[1]}}}" if assigned[2] == "+=" else ""
+                shell.assign(assigned[1], before + piece, in_branch=inside)
+            if piece.startswith("(") and piece.endswith(")") and piece.count("(") == piece.count(")"):  # an array of one word
                 piece = piece[1:-1]
         if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < 3:
             _collect(piece, shell, arguments, in_branch=inside, depth=depth + 1)
@@ -251,6 +256,31 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             switch = ""
     if waiting:
         arguments.put(waiting, Unknown("(none)", "the text ends after it"))
+
+
+class _Unused:
+    """Finds the words of variables that hold flags but that nothing in the script uses, so that its command does not have them.
+
+    A script without a command of its own only sets variables for others: it has none.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = re.sub(r"(^|\s)#.*", r"\1", text) if PROGRAM.search(text) and "${!" not in text else ""
+        self._brackets = 0  # that the array of such a variable has open
+
+    def has(self, word: Word) -> bool:
+        """Whether the word belongs to such a variable."""
+        opened = 0 if word.quoted else word.text.count("(") - word.text.count(")")
+        if self._brackets > 0:
+            self._brackets += opened
+            return True
+        assigned = ASSIGNMENT.fullmatch(word.text) if self._text else None
+        if assigned is None or not (assigned[3].startswith("(") or "--" in assigned[3]):
+            return False
+        if re.search(rf"\b{assigned[1]}\b(?!\+?=)", self._text) or PROGRAM.search(assigned[3]):
+            return False
+        self._brackets = opened
+        return True
 
 
 def _is_text(word: Word) -> bool:

@@ -23,6 +23,8 @@ LENGTH = re.compile(r"\$\{#(\w+)\}")  # how many characters a value has
 DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
 ARITHMETIC = re.compile(r"\$\(\(((?:[^$()]|\((?:[^$()]|\([^$()]*\))*\))*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
+ARITHMETIC_COMMAND = re.compile(r"^([ \t]*)(?:\(\(|let[ \t]+['\"]?)([^;\n'\"]*?)(?:\)\)|['\"])?[ \t]*$", re.MULTILINE)
+CHANGE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/]?)=(?!=)\s*(.+)|(\+\+|--))\s*")  # of a variable, in such a command
 LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
 
 
@@ -62,6 +64,25 @@ def shell_words(text: str) -> Iterator[Word]:
             parts.append(part[kind].replace('\\"', '"') if kind == "double" else part[kind])
     if parts or quoted:
         yield Word("".join(parts), quoted, bool(before), before)
+
+
+def with_assignments(text: str) -> str:
+    """The script with its arithmetic commands written as assignments.
+
+    >>> with_assignments("((N *= 2))\\nlet M=N+1")
+    'N=$((N * (2)))\\nM=$((N+1))'
+    """
+
+    def assignment(command: re.Match[str]) -> str:
+        change = CHANGE.fullmatch(command[2])
+        if change is None:
+            return command[0]
+        name, operator, value, step = change.groups()
+        if step:
+            operator, value = step[0], "1"
+        return f"{command[1]}{name}=$(({name} {operator} ({value})))" if operator else f"{command[1]}{name}=$(({value}))"
+
+    return ARITHMETIC_COMMAND.sub(assignment, text)
 
 
 @dataclass

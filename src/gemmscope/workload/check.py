@@ -89,7 +89,7 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
     """Causality and sliding windows, layer by layer, as far as the live model shows them."""
     result = []
     causal = [attention.causal for attention in model.attentions]
-    if trace.causal is not None and set(causal) != {trace.causal}:
+    if causal and trace.causal is not None and set(causal) != {trace.causal}:
         result.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
     unequal: dict[tuple[int, int], list[int]] = {}
     for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):

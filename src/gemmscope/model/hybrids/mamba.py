@@ -66,6 +66,7 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         heads, heads if kv_heads is None else kv_heads, next(iter(sizes), None) or wide // heads,
         input_size=wide, rotary=family.flag("rotary"),
     )  # fmt: skip
+    blocks.check_pairs(family, "attention_head_dim", attention.head_dim)
     extra = [LinearSpec("MLP Adapter Down", hidden, rank), LinearSpec("MLP Adapter Up", rank, 2 * mlp.intermediate_size)]
     if family.value("use_shared_attention_adapter"):
         if attention.k_width != wide or attention.q_width != wide:
@@ -206,7 +207,8 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have attention."""
     rule = family.facts["attention_layers"]
     if rule == "layer_types":
-        kinds = _listed(family, "layers_block_type", "layer_types") or [LINEAR] * count
+        listed = _listed(family, "layers_block_type", "layer_types")
+        kinds = [LINEAR] * count if listed is None else listed
         _check_kinds(family, _counted(kinds, count), (LINEAR, FULL))
         return [kind == FULL for kind in kinds]
     if rule == "attn_layer_indices":
@@ -220,7 +222,8 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
 def _expert_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts: Granite without any has the shared one alone, Jamba with one an MLP."""
     if family.facts.get("moe_layers") == "expert_layer":
-        return _periodic(family, "expert_layer", count) if family.size("num_experts") > 1 else [False] * count
+        layers = _periodic(family, "expert_layer", count)
+        return layers if family.size("num_experts") > 1 else [False] * count
     return [family.facts.get("moe_layers") == "all" and family.size("num_experts") > 0] * count
 
 
