@@ -19,7 +19,7 @@ from gemmscope.fleet.gather import fleet_result
 from gemmscope.results.fleet import FleetResult, GpuCondition
 from gemmscope.writers import html, terminal
 from support.fleet_files import runs, shown_fleet
-from support.fleets import HEALTH, run_of
+from support.fleets import HEALTH, run_of, simulated_fleet
 from support.run_files import recorded_bench
 
 
@@ -135,6 +135,34 @@ def test_a_single_gpu_is_not_called_each() -> None:
     assert document(shown_fleet(1, {}, failed=0)).context[0] == "1 GPU (NVIDIA H200), measured once"
 
 
+def test_a_single_gpu_has_no_difference_from_the_median() -> None:
+    doc = document(shown_fleet(1, {}, failed=0))
+    assert doc.summary is not None
+    assert [column.name for column in doc.summary.columns] == ["GPU", "MHz", "W", "°C", "Limited by"]
+    assert doc.summary.note == ""
+    assert not doc.charts()
+    mixed = document(fleet_result([*runs(8, {}), run_of(8, {}, product="NVIDIA H100")]))
+    assert table(mixed, "Every GPU")["node0001 GPU 0"][1:3] == ("-", "-")
+
+
+def test_cpus_are_not_called_gpus() -> None:
+    device = {"name": "CPU", "cpu": "EPYC"}
+    for count in (1, 3, 8):
+        cpus = [run_of(place, {}, device={**device, "node": f"node{place}"}, condition=GpuCondition()) for place in range(count)]
+        doc = document(fleet_result(cpus))
+        assert "GPU" not in terminal.text(doc, detail=True, width=200)
+
+
+def test_a_slow_node_is_as_slow_as_the_times_of_its_gpus() -> None:
+    """Half of the metrics are speedups, which do not change."""
+    fleet = simulated_fleet(
+        64, spread=0.001, noise=0.001, slow=dict.fromkeys(range(8), 0.06), modes=("autocast", "pre-quantized")
+    )
+    [own] = [table for table in document(fleet).tables() if table.title.startswith("Nodes")]
+    speed = [column.name for column in own.columns].index("Speed, median of times")
+    assert own.rows[0][speed].text == "-5.7%"
+
+
 def test_the_map_of_a_large_fleet_says_which_nodes_it_shows() -> None:
     [plane] = [chart for chart in document(shown_fleet(400)).charts() if isinstance(chart, HeatMap)]
     assert plane.title == "Slowdown of GPUs: the slowest 32 of 51 nodes"
@@ -144,6 +172,7 @@ def test_the_map_has_nodes_and_gpus_with_outliers_beyond_the_line() -> None:
     doc = document(fleet(64, 13))
     [plane] = [chart for chart in doc.charts() if isinstance(chart, HeatMap)]
     assert plane.rows[-1] == "node0001"  # on top
+    assert plane.table().rows[0][0].text == "node0001"
     uncertain = [(y, x) for y, row in enumerate(plane.cells) for x, cell in enumerate(row) if not cell.certain]
     assert uncertain == [(7, 5)]
     assert not [chart for chart in document(fleet(8)).charts() if isinstance(chart, HeatMap)]

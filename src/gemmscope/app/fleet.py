@@ -156,7 +156,7 @@ def run_fleet(
                 reporter=reporter,
                 units_of=lambda place: _units(unit, place, repeat, into),
                 at_once=at_once,
-                what="GPU" if repeat == 1 and not _repeated(named) else "measurement",
+                what="measurement" if repeat > 1 or _repeated(named) else "CPU" if choices.on_cpu else "GPU",
             )
             outcomes = schedule.run()
         result = fleet_result(
