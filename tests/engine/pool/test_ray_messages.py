@@ -93,7 +93,7 @@ def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyP
     """Ray remembers its address, and would try it for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-    with pytest.raises(UserError, match=r"no Ray cluster answers on this machine \(connection refused\)"), RayPool("auto", cpu=True):
+    with pytest.raises(UserError, match=r"on this machine \(connection refused\)"), RayPool("auto", cpu=True):
         pass
 
 
