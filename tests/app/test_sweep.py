@@ -22,11 +22,12 @@ from gemmscope.app.read import continues
 from gemmscope.app.sweep_assembly import point_key
 from gemmscope.app.sweep_point import bench_point, step_point
 from gemmscope.document.build import document
+from gemmscope.document.sweep import _begins
 from gemmscope.engine.pool.outcomes import Outcomes, UnitOutcome
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, PoolEnded, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.results.sweep import MeasuredPoint, SweepResult, break_evens
+from gemmscope.results.sweep import MeasuredPoint, SweepPoint, SweepResult, break_evens
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.writers import terminal
 from support.bench_results import recorded_measurements
@@ -293,6 +294,14 @@ def test_break_even_skips_points_without_times() -> None:
         MeasuredPoint(values={"tp": 4}, failure="out of memory"),
     ]
     assert [point.since for point in break_evens(points, ["BF16", "FP8"])] == [2]
+
+
+def test_a_recipe_that_is_faster_at_small_sizes_alone_is_not_faster_at_no_size() -> None:
+    sweep = measured_line().sweeps[0]
+    gains = {1: Interval(1.2, 1.1, 1.3), 2: Interval(0.9, 0.8, 1.1)}
+    points = tuple(SweepPoint(values={"m": m}, speedups={"FP8Block": gain}) for m, gain in gains.items())
+    own = sweep.model_copy(update={"sizes": ("m",), "points": points, "break_even": break_evens(points, ["FP8Block"])})
+    assert _begins(own) == "FP8Block only at m 1"
 
 
 def test_products_and_versions_that_differ_are_said() -> None:
