@@ -31,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 RECIPES = ["FP8Current", "FP8Delayed", "MXFP8", "NVFP4"]
 
 
-def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...] = ()) -> Path:
-    """A recording of linears of 64 input features: name → output features, and a factor of X (NaN makes it invalid)."""
+def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...] = (), gradient: float = 1.0) -> Path:
+    """A recording of linears of 64 input features: name → output features, and a factor of X (NaN makes it invalid). `gradient`:
+    a factor of dY."""
     facts, tensors = [], {}
     for index, (name, (outputs, factor)) in enumerate(names.items()):
         generator = torch.Generator().manual_seed(index)
@@ -40,6 +41,7 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
         shapes = ((tokens, 64), (outputs, 64), (tokens, outputs))
         x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         x[0, 0] *= factor
+        dy *= gradient
         step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=20_000, random=random_for(0))
         layer = None if name in heads else index
         facts.append(LinearFacts(name=name, linear=name[-1], layer=layer, inputs=64, outputs=outputs, steps=(step,)))
@@ -73,6 +75,12 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
     assert {one.recipe for one in result.recipes} == set(RECIPES)
     (tmp_path / "run.json").write_text(result.to_json())
     assert read_result(tmp_path / "run.json").to_json() == result.to_json()
+
+
+def test_a_recording_without_gradients_says_so(recording: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "forward.safetensors", {"l.0.a": (64, 1.0)}, gradient=0.0)
+    codes = [{entry.code for entry in run_numerics(file, recipes=["MXFP8"]).findings} for file in (path, recording)]
+    assert ["numerics-forward-only" in own for own in codes] == [True, False]
 
 
 def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:
