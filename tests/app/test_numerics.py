@@ -19,6 +19,7 @@ from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics import stream  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
+from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
 from gemmscope.results.numerics import NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
@@ -81,6 +82,15 @@ def test_a_recording_without_gradients_says_so(recording: Path, tmp_path: Path) 
     path = write(tmp_path / "forward.safetensors", {"l.0.a": (64, 1.0)}, gradient=0.0)
     codes = [{entry.code for entry in run_numerics(file, recipes=["MXFP8"]).findings} for file in (path, recording)]
     assert ["numerics-forward-only" in own for own in codes] == [True, False]
+
+
+def test_weights_of_zero_do_not_make_a_recipe_look_more_accurate(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    tensors = {"layers.0.a.weight": weight, "layers.1.a.weight": torch.zeros(64, 64)}
+    write_tensors(tmp_path / "zeros.safetensors", tensors, {})
+    result = run_numerics(checkpoint=tmp_path / "zeros.safetensors", recipes=["MXFP8"])
+    assert result.recipes[-1].error == result.recipes[-1].worst_error
+    assert [entry.facts["linears"] for entry in result.findings if entry.code == "numerics-failed"] == [["layers.1.a"]]
 
 
 def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:
