@@ -23,6 +23,7 @@ from gemmscope.app.sweep_assembly import point_key
 from gemmscope.app.sweep_point import bench_point, step_point
 from gemmscope.document.build import document
 from gemmscope.document.sweep import _begins
+from gemmscope.document.sweep_summary import sweep_summary
 from gemmscope.engine.pool.outcomes import Outcomes, UnitOutcome
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, PoolEnded, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError
@@ -269,6 +270,14 @@ def test_a_gemm_has_a_winner_and_a_rate() -> None:
         best = point.times_ms[point.winner.best].value
         assert point.tflops == pytest.approx(2 * point.values["m"] * 4096 * 14336 / best / 1e9)
         assert "FP8Block" not in point.winner.rivals  # 1.33x behind, beyond the interval of their ratio
+
+
+def test_rows_of_several_modes_are_not_called_points() -> None:
+    sweeps = measured_gemm().sweeps
+    many = [sweep.model_copy(update={"points": sweep.points * 3}) for sweep in sweeps]
+    summary = sweep_summary(many)
+    assert summary is not None
+    assert summary.note == "14 of 24 rows are shown."
 
 
 def test_a_recipe_out_of_memory_is_not_ranked() -> None:
