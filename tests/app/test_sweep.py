@@ -357,6 +357,7 @@ def test_compare_of_two_sweeps(run: Run, tmp_path: Path) -> None:
     assert "1 x 1024 · BF16 · autocast" not in slower.out.partition("slower")[0]
     assert run(f"compare {tmp_path}/a.json {tmp_path}/line.json").err.count("not sweeps of the same thing") == 1
     assert "compare results of the same kind" in run(f"compare {tmp_path}/a.json {tmp_path}/bench.json").err
+    assert "micro_batch_size 1 · BF16" in run(f"compare {tmp_path}/line.json {tmp_path}/line.json").out
 
 
 def test_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,22 @@ def test_a_fast_gpu_is_not_called_slow() -> None:
     assert "1 is faster: node0001 GPU 5" in doc.answer
 
 
+def test_gpus_that_cannot_be_compared_are_not_called_fine() -> None:
+    answer = document(fleet_result([*runs(8, {}), run_of(8, {}, product="NVIDIA H100")])).answer
+    assert answer.startswith("None of 8 GPUs is slower than the others of its type by more than")
+    assert answer.endswith("Too few of their type to compare: 1 GPU.")
+
+
+def test_a_fast_node_is_not_one_gpu() -> None:
+    assert (
+        "; 1 whole node is faster: node0001 by" in document(shown_fleet(64, dict.fromkeys(range(8, 16), -0.1), failed=0)).answer
+    )
+
+
+def test_the_slowest_of_few_gpus_is_one_that_was_measured() -> None:
+    assert "The slowest, node0000 GPU 1, is 0.2% slower than the median" in document(shown_fleet(2, {}, failed=2)).answer
+
+
 def test_a_whole_node_is_named_once() -> None:
     doc = document(fleet(128, *range(24, 32)))
     assert "whole node" in doc.answer

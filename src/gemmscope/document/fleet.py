@@ -69,12 +69,7 @@ def _answer(view: FleetView) -> str:
     if count == 1:
         return f"1 {kind} measured: {_centers(view, MOST_FIGURES)}. There is no other {kind} to compare it with."
     if view.slow:
-        whole = sum(outlier.whole_node for outlier in view.slow)
-        single = len(view.slow) - whole
-        which = [f"{single} of {of}"] if single else []
-        which += [f"{units.counted(whole, 'whole node')} of {len(view.nodes)}"] if whole else []
-        verb = "is" if len(view.slow) == 1 else "are"
-        return f"{' and '.join(which)} {verb} slow: {_listed(view.slow)}."
+        return f"{_counted(view.slow, f' of {of}', f' of {len(view.nodes)}')} slow: {_listed(view.slow)}."
     limits = [figure.limit for figure in result.figures if figure.limit is not None]
     if not limits:
         least = result.rule.least_gpus
@@ -85,12 +80,21 @@ def _answer(view: FleetView) -> str:
             f"by {units.percent(max(limits))} to be detected."
         )
     others = "the others" if len(view.groups) == 1 else "the others of its type"
-    none = f"None of the {count:,} {kind}s is slower than {others} by more than {units.percent(max(limits))}"
-    return (
-        f"{none}; {len(view.fast)} {'is' if len(view.fast) == 1 else 'are'} faster: {_listed(view.fast)}."
-        if view.fast
-        else f"{none}."
-    )
+    tested = {figure.group for figure in result.figures if figure.limit is not None}
+    compared = sum(gpu.group in tested for gpu in result.measured)
+    none = f"None of {'the ' if compared == count else ''}{compared:,} {kind}s is slower than {others}"
+    none += f" by more than {units.percent(max(limits))}"
+    none += f"; {_counted(view.fast)} faster: {_listed(view.fast)}." if view.fast else "."
+    return none if compared == count else f"{none} Too few of their type to compare: {units.counted(count - compared, kind)}."
+
+
+def _counted(outliers: Sequence[Outlier], of_gpus: str = "", of_nodes: str = "") -> str:
+    """How many GPUs and whole nodes these are, with the verb."""
+    whole = sum(outlier.whole_node for outlier in outliers)
+    single = len(outliers) - whole
+    which = [f"{single}{of_gpus}"] if single else []
+    which += [f"{units.counted(whole, 'whole node')}{of_nodes}"] if whole else []
+    return f"{' and '.join(which)} {'is' if len(outliers) == 1 else 'are'}"
 
 
 def _listed(outliers: Sequence[Outlier]) -> str:
@@ -100,9 +104,8 @@ def _listed(outliers: Sequence[Outlier]) -> str:
 
 
 def _slowest(view: FleetView) -> str:
-    gpu = view.ordered[0]
-    worst = view.worst(gpu)
-    if worst is None:
+    gpu, worst = next(((gpu, worst) for gpu in view.ordered if (worst := view.worst(gpu)) is not None), (None, None))
+    if gpu is None or worst is None:
         return ""
     slower = 1 - worst.ratio.value
     return f"The slowest, {gpu.place}, is {100 * slower:.1f}% slower than the median ({worst.figure.name})." if slower > 0 else ""
