@@ -145,10 +145,11 @@ def ends(estimate: Interval, digits: int = 3) -> str:
 
 
 def ratio_decimals(ratio: Interval) -> int:
-    """The decimals of a ratio: an end that is not one does not look like one."""
+    """The decimals of a ratio: an end that is not one does not look like one, and an uncertainty not like zero."""
     places = fixed(ratio, least=1, most=3)
     sides = [end for end in (ratio.low, ratio.high) if end is not None and end != 1]
-    while places < 4 and any(round(end, places) == 1 for end in sides):
+    half = (ratio.high - ratio.low) / 2 if ratio.low is not None and ratio.high is not None else 0.0
+    while places < 4 and (any(round(end, places) == 1 for end in sides) or (half > 0 and round(half, places) == 0)):
         places += 1
     return places
 
@@ -166,13 +167,18 @@ def speedup(ratio: Interval) -> str:
 def short_speedup(ratio: Interval) -> str:
     """A speedup where there is no room for both ends of its interval.
 
-    >>> short_speedup(Interval(1.6543, 1.6421, 1.6668)), short_speedup(Interval(2.0))
-    ('1.654x ±0.012', '2.00x')
+    >>> short_speedup(Interval(1.6543, 1.6421, 1.6668)), short_speedup(Interval(1.65642, 1.656, 1.6568))
+    ('1.654x ±0.012', '1.6564x ±0.0004')
+    >>> short_speedup(Interval(2.0)), short_speedup(Interval(0.06, 0.02, 0.4))
+    ('2.00x', '0.06x [0.02, 0.40]')
     """
     if ratio.low is None or ratio.high is None:
         return f"{ratio.value:.2f}x"
+    half = (ratio.high - ratio.low) / 2
+    if half >= ratio.value:  # "±" would include negative speedups
+        return speedup(ratio)
     places = ratio_decimals(ratio)
-    return f"{ratio.value:.{places}f}x ±{(ratio.high - ratio.low) / 2:.{places}f}"
+    return f"{ratio.value:.{places}f}x ±{half:.{places}f}"
 
 
 def amount(estimate: Interval) -> str:

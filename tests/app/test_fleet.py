@@ -307,6 +307,14 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     again, same = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
     assert (again, same) == (None, file)
     assert len(calls) == 1
+    told = {"shapes": SHAPES, "folder": tmp_path / "out", "choices": choices, "resume": True}
+    own = recorded_bench("first").model_copy(update={"command": "gemmscope fleet --shapes 64 --folder out"})
+    file.write_text(own.to_json())
+    run_own_gpu(rank, **told, command=f"gemmscope fleet --resume --shapes 64 --folder {tmp_path}")
+    assert len(calls) == 1
+    run_own_gpu(rank, **told, command="gemmscope fleet --shapes 128 --folder out --resume")
+    assert len(calls) == 2, "the run file of another measurement"
+    calls.pop()
     file.write_text("{}")  # cut short by a full disk
     run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
     assert len(calls) == 2

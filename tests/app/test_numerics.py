@@ -19,6 +19,7 @@ from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics import stream  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
+from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
 from gemmscope.results.numerics import NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
@@ -31,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 RECIPES = ["FP8Current", "FP8Delayed", "MXFP8", "NVFP4"]
 
 
-def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...] = ()) -> Path:
-    """A recording of linears of 64 input features: name → output features, and a factor of X (NaN makes it invalid)."""
+def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...] = (), gradient: float = 1.0) -> Path:
+    """A recording of linears of 64 input features: name → output features, and a factor of X (NaN makes it invalid). `gradient`:
+    a factor of dY."""
     facts, tensors = [], {}
     for index, (name, (outputs, factor)) in enumerate(names.items()):
         generator = torch.Generator().manual_seed(index)
@@ -40,6 +42,7 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
         shapes = ((tokens, 64), (outputs, 64), (tokens, outputs))
         x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         x[0, 0] *= factor
+        dy *= gradient
         step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=20_000, random=random_for(0))
         layer = None if name in heads else index
         facts.append(LinearFacts(name=name, linear=name[-1], layer=layer, inputs=64, outputs=outputs, steps=(step,)))
@@ -73,6 +76,21 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
     assert {one.recipe for one in result.recipes} == set(RECIPES)
     (tmp_path / "run.json").write_text(result.to_json())
     assert read_result(tmp_path / "run.json").to_json() == result.to_json()
+
+
+def test_a_recording_without_gradients_says_so(recording: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "forward.safetensors", {"l.0.a": (64, 1.0)}, gradient=0.0)
+    codes = [{entry.code for entry in run_numerics(file, recipes=["MXFP8"]).findings} for file in (path, recording)]
+    assert ["numerics-forward-only" in own for own in codes] == [True, False]
+
+
+def test_weights_of_zero_do_not_make_a_recipe_look_more_accurate(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    tensors = {"layers.0.a.weight": weight, "layers.1.a.weight": torch.zeros(64, 64)}
+    write_tensors(tmp_path / "zeros.safetensors", tensors, {})
+    result = run_numerics(checkpoint=tmp_path / "zeros.safetensors", recipes=["MXFP8"])
+    assert result.recipes[-1].error == result.recipes[-1].worst_error
+    assert [entry.facts["linears"] for entry in result.findings if entry.code == "numerics-failed"] == [["layers.1.a"]]
 
 
 def test_tokens_are_those_of_the_layers(tmp_path: Path) -> None:

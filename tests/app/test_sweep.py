@@ -22,11 +22,13 @@ from gemmscope.app.read import continues
 from gemmscope.app.sweep_assembly import point_key
 from gemmscope.app.sweep_point import bench_point, step_point
 from gemmscope.document.build import document
+from gemmscope.document.sweep import _begins
+from gemmscope.document.sweep_summary import sweep_summary
 from gemmscope.engine.pool.outcomes import Outcomes, UnitOutcome
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, PoolEnded, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.results.sweep import MeasuredPoint, SweepResult, break_evens
+from gemmscope.results.sweep import MeasuredPoint, SweepPoint, SweepResult, break_evens
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.writers import terminal
 from support.bench_results import recorded_measurements
@@ -270,6 +272,14 @@ def test_a_gemm_has_a_winner_and_a_rate() -> None:
         assert "FP8Block" not in point.winner.rivals  # 1.33x behind, beyond the interval of their ratio
 
 
+def test_rows_of_several_modes_are_not_called_points() -> None:
+    sweeps = measured_gemm().sweeps
+    many = [sweep.model_copy(update={"points": sweep.points * 3}) for sweep in sweeps]
+    summary = sweep_summary(many)
+    assert summary is not None
+    assert summary.note == "14 of 24 rows are shown."
+
+
 def test_a_recipe_out_of_memory_is_not_ranked() -> None:
     [autocast, _] = measured_plane().sweeps
     [point] = [point for point in autocast.points if point.unfit]
@@ -293,6 +303,14 @@ def test_break_even_skips_points_without_times() -> None:
         MeasuredPoint(values={"tp": 4}, failure="out of memory"),
     ]
     assert [point.since for point in break_evens(points, ["BF16", "FP8"])] == [2]
+
+
+def test_a_recipe_that_is_faster_at_small_sizes_alone_is_not_faster_at_no_size() -> None:
+    sweep = measured_line().sweeps[0]
+    gains = {1: Interval(1.2, 1.1, 1.3), 2: Interval(0.9, 0.8, 1.1)}
+    points = tuple(SweepPoint(values={"m": m}, speedups={"FP8Block": gain}) for m, gain in gains.items())
+    own = sweep.model_copy(update={"sizes": ("m",), "points": points, "break_even": break_evens(points, ["FP8Block"])})
+    assert _begins(own) == "FP8Block only at m 1"
 
 
 def test_products_and_versions_that_differ_are_said() -> None:
@@ -339,6 +357,7 @@ def test_compare_of_two_sweeps(run: Run, tmp_path: Path) -> None:
     assert "1 x 1024 · BF16 · autocast" not in slower.out.partition("slower")[0]
     assert run(f"compare {tmp_path}/a.json {tmp_path}/line.json").err.count("not sweeps of the same thing") == 1
     assert "compare results of the same kind" in run(f"compare {tmp_path}/a.json {tmp_path}/bench.json").err
+    assert "micro_batch_size 1 · BF16" in run(f"compare {tmp_path}/line.json {tmp_path}/line.json").out
 
 
 def test_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,13 @@ def test_run_files_that_could_not_be_written_are_an_error(run: Run, monkeypatch:
     assert run("fleet somewhere --fail-if-outlier").code == 3
 
 
+def test_one_gpu_has_no_chart_but_that_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(1, {}), []))
+    outcome = run(f"fleet somewhere -o {tmp_path / 'fleet.png'}")
+    assert outcome.code == 0
+    assert "no chart to draw" in outcome.err
+
+
 def test_a_launched_process_needs_a_folder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ from gemmscope.fleet.gather import fleet_result
 from gemmscope.results.fleet import FleetResult, GpuCondition
 from gemmscope.writers import html, terminal
 from support.fleet_files import runs, shown_fleet
-from support.fleets import HEALTH, run_of
+from support.fleets import HEALTH, run_of, simulated_fleet
 from support.run_files import recorded_bench
 
 
@@ -58,6 +58,22 @@ def test_a_fast_gpu_is_not_called_slow() -> None:
     doc = document(shown_fleet(64, {13: -0.1}, failed=0))
     assert "None of the 64 GPUs is slower" in doc.answer
     assert "1 is faster: node0001 GPU 5" in doc.answer
+
+
+def test_gpus_that_cannot_be_compared_are_not_called_fine() -> None:
+    answer = document(fleet_result([*runs(8, {}), run_of(8, {}, product="NVIDIA H100")])).answer
+    assert answer.startswith("None of 8 GPUs is slower than the others of its type by more than")
+    assert answer.endswith("Too few of their type to compare: 1 GPU.")
+
+
+def test_a_fast_node_is_not_one_gpu() -> None:
+    assert (
+        "; 1 whole node is faster: node0001 by" in document(shown_fleet(64, dict.fromkeys(range(8, 16), -0.1), failed=0)).answer
+    )
+
+
+def test_the_slowest_of_few_gpus_is_one_that_was_measured() -> None:
+    assert "The slowest, node0000 GPU 1, is 0.2% slower than the median" in document(shown_fleet(2, {}, failed=2)).answer
 
 
 def test_a_whole_node_is_named_once() -> None:
@@ -135,6 +151,34 @@ def test_a_single_gpu_is_not_called_each() -> None:
     assert document(shown_fleet(1, {}, failed=0)).context[0] == "1 GPU (NVIDIA H200), measured once"
 
 
+def test_a_single_gpu_has_no_difference_from_the_median() -> None:
+    doc = document(shown_fleet(1, {}, failed=0))
+    assert doc.summary is not None
+    assert [column.name for column in doc.summary.columns] == ["GPU", "MHz", "W", "°C", "Limited by"]
+    assert doc.summary.note == ""
+    assert not doc.charts()
+    mixed = document(fleet_result([*runs(8, {}), run_of(8, {}, product="NVIDIA H100")]))
+    assert table(mixed, "Every GPU")["node0001 GPU 0"][1:3] == ("-", "-")
+
+
+def test_cpus_are_not_called_gpus() -> None:
+    device = {"name": "CPU", "cpu": "EPYC"}
+    for count in (1, 3, 8):
+        cpus = [run_of(place, {}, device={**device, "node": f"node{place}"}, condition=GpuCondition()) for place in range(count)]
+        doc = document(fleet_result(cpus))
+        assert "GPU" not in terminal.text(doc, detail=True, width=200)
+
+
+def test_a_slow_node_is_as_slow_as_the_times_of_its_gpus() -> None:
+    """Half of the metrics are speedups, which do not change."""
+    fleet = simulated_fleet(
+        64, spread=0.001, noise=0.001, slow=dict.fromkeys(range(8), 0.06), modes=("autocast", "pre-quantized")
+    )
+    [own] = [table for table in document(fleet).tables() if table.title.startswith("Nodes")]
+    speed = [column.name for column in own.columns].index("Speed, median of times")
+    assert own.rows[0][speed].text == "-5.7%"
+
+
 def test_the_map_of_a_large_fleet_says_which_nodes_it_shows() -> None:
     [plane] = [chart for chart in document(shown_fleet(400)).charts() if isinstance(chart, HeatMap)]
     assert plane.title == "Slowdown of GPUs: the slowest 32 of 51 nodes"
@@ -144,6 +188,7 @@ def test_the_map_has_nodes_and_gpus_with_outliers_beyond_the_line() -> None:
     doc = document(fleet(64, 13))
     [plane] = [chart for chart in doc.charts() if isinstance(chart, HeatMap)]
     assert plane.rows[-1] == "node0001"  # on top
+    assert plane.table().rows[0][0].text == "node0001"
     uncertain = [(y, x) for y, row in enumerate(plane.cells) for x, cell in enumerate(row) if not cell.certain]
     assert uncertain == [(7, 5)]
     assert not [chart for chart in document(fleet(8)).charts() if isinstance(chart, HeatMap)]

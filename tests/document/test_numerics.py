@@ -77,7 +77,7 @@ def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     assert shown.because[0].startswith("The fastest is NVFP4 with ")
     assert shown.advice is None
     open_ended = document(numerics_result(bound=None))
-    assert open_ended.answer.startswith("FP8Block has the smallest error, 5.1%, 1.32x")
+    assert open_ended.answer.startswith("FP8Block has the smallest error of the low-precision recipes, 5.1%, 1.32x")
     assert open_ended.because[0].startswith("The fastest are NVFP4 and FP8Delayed, too close to call. NVFP4: error 17.8%, 1.55x")
     assert "--bound" in open_ended.next_purpose
     no_speeds = document(numerics_result(gpu="", bound=0.12))
@@ -108,7 +108,7 @@ def test_recipes_with_the_same_error_are_named_together() -> None:
         row.model_copy(update={"error": 0.051}) if row.recipe in ("FP8Block", "MXFP8") else row for row in result.recipes
     )
     answer = document(result.model_copy(update={"recipes": same})).answer
-    assert answer.startswith("FP8Block and MXFP8 have the smallest error, 5.1%: FP8Block 1.32x [")
+    assert answer.startswith("FP8Block and MXFP8 have the smallest error of the low-precision recipes, 5.1%: FP8Block 1.32x [")
     assert answer.endswith("] over BF16 in the training step (FORECAST).")
 
 

@@ -146,7 +146,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "other.json", data, node="node7", index=0, uuid="GPU-7")
     runs, _ = read_runs([tmp_path])
     with pytest.raises(
-        UserError, match=r"node0-0\.json and .*other\.json did not measure the same: sequence_length is 512 and 1024"
+        UserError, match=r"node0-0\.json and .*other\.json did not measure the same: sequence_length: 512 and 1024"
     ):
         fleet_result(runs)
 

@@ -243,14 +243,14 @@ def test_processes_that_all_call_their_gpu_number_0() -> None:
 def test_other_models_and_settings_are_refused() -> None:
     other = run_of(1, {}, measured={"command": "bench", "linears": "QKV Proj 8192x4096x6144", "setting backend": "torchao"})
     with pytest.raises(
-        UserError, match=r"node0000 GPU 0 and node0000 GPU 1 did not measure the same: linears is .* and .*; setting"
+        UserError, match=r"node0000 GPU 0 and node0000 GPU 1 did not measure the same: linears: .* and .*; setting"
     ):
         fleet_of([*simulated_runs(1), other])
 
 
 def test_runs_of_other_commands_are_refused_by_that_alone() -> None:
     other = run_of(1, {}, measured={"command": "step", "ran": "stack", "layers": "2"})
-    with pytest.raises(UserError, match=r"did not measure the same: command is bench and step\n"):
+    with pytest.raises(UserError, match=r"did not measure the same: command: bench and step\n"):
         fleet_of([*simulated_runs(1), other])
 
 

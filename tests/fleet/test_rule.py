@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import comb, sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,3 +143,13 @@ def test_a_gpu_without_the_figure_is_not_called() -> None:
     values = np.append(np.zeros(10), np.nan)
     verdict = apply_rule(sample(values), 0.01, 0.0)
     assert not verdict.outside.any()
+
+
+def test_the_page_has_the_limits_of_the_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    alarms = rule_data()["false_alarms"] * rule_data()["share_of_baseline"]
+    texts = {share: [f"{critical_value(count, alarms / share):.1f}" for count in (6, 8, 16, 1000)] for share in (1, 4)}
+    [few, eight, sixteen, many] = texts[1]
+    assert f"has to be {few} standard deviations" in page
+    assert f"{eight} among 8, {sixteen} among 16,\nand {many} among 1,000" in page
+    assert f"{', '.join(texts[4][:3])} and {texts[4][3]}" in page

@@ -57,6 +57,8 @@ def model(config: dict[str, Any]) -> ModelSpec:
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"tie_word_embeddings": 3}, "tie_word_embeddings must be true or false"),
         ({"model_type": None}, "has no model_type"),
+        ({"model_type": None, "architectures": ["Qwen3ForCausalLM"]}, '"model_type": "qwen3"'),
+        ({"model_type": None, "gemmscope_version": "0.1.0", "kind": "bench"}, "run file of gemmscope bench, not a model file"),
         ({"model_type": 3}, "model_type must be a name, not 3"),
         ({"model_type": ["llama"]}, "model_type must be a name"),
     ],

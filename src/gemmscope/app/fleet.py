@@ -156,7 +156,7 @@ def run_fleet(
                 reporter=reporter,
                 units_of=lambda place: _units(unit, place, repeat, into),
                 at_once=at_once,
-                what="GPU" if repeat == 1 and not _repeated(named) else "measurement",
+                what="measurement" if repeat > 1 or _repeated(named) else "CPU" if choices.on_cpu else "GPU",
             )
             outcomes = schedule.run()
         result = fleet_result(
@@ -212,7 +212,7 @@ def run_own_gpu(
     with gpu_of_rank(rank, on_cpu=choices.on_cpu) as gpu, local_state():
         uuid = gpu.uuid or "" if gpu is not None else ""
         file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=_cpu_rank(rank))
-        if resume and _is_complete(file):
+        if resume and _is_complete(file, command):
             return None, file
 
         unwritten: list[UserError] = []
@@ -231,13 +231,28 @@ def run_own_gpu(
     return result, file
 
 
-def _is_complete(file: Path) -> bool:
-    """Whether a run file is there, and its measurement was not cut short."""
+def _is_complete(file: Path, command: str) -> bool:
+    """Whether the run file of this command is there, and its measurement was not cut short."""
     try:
         result = read_result(file, ("bench", "step"))
     except UserError:
         return False
-    return isinstance(result, (BenchResult, StepResult)) and not result.interrupted
+    if not isinstance(result, (BenchResult, StepResult)) or result.interrupted:
+        return False
+    return not command or not result.command or _without_resume(result.command) == _without_resume(command)
+
+
+def _without_resume(command: str) -> list[str]:
+    """The parts of a command that say what is measured, in any order.
+
+    >>> _without_resume("gemmscope fleet --shapes 4k --folder runs --resume")
+    ['--shapes', '4k', 'fleet', 'gemmscope']
+    """
+    parts = [part for part in command.split() if part != "--resume"]
+    if "--folder" in parts:
+        at = parts.index("--folder")
+        del parts[at : at + 2]
+    return sorted(parts)
 
 
 @contextmanager

@@ -214,6 +214,10 @@ def _findings(computed: ComputedErrors, backend: str) -> list[Finding]:
         elif earlier < HISTORY:
             findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
     counted = counted_linears(computed.linears)
+    if computed.about.get("source") == "recording":
+        passes = {one.pass_name for linear in counted for one in linear.passes}
+        dropped = any(linear.dropped for linear in counted)
+        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
     return [*findings, *failures(counted), *dropped_passes(counted)]
 
 

@@ -95,6 +95,8 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
                 continue
             if name == "output" and result.sample_count == 0:
                 say(f"nothing was measured: there is no figure to write to {path}")
+            elif name == "output" and not document().charts():
+                say(f"this result has no chart to draw, so {path} is not written")
             elif name == "output":
                 writers.figure.save_figure(document(), path)
                 say(f"wrote {path}")

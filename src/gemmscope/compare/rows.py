@@ -123,7 +123,7 @@ def verdict_findings(result: CompareResult) -> list[Finding]:
         elif unresolved := result.unresolved():
             noisiest = max(unresolved, key=lambda row: row.changes[-1].half_width)
             width, count = noisiest.changes[-1].half_width, len(unresolved)
-            spread = f"±{100 * width:.2g}%" if math.isfinite(width) else "interval unknown"
+            spread = f"±{100 * width:.{0 if width >= 0.1 else 1}f}%" if math.isfinite(width) else "interval unknown"
             findings.append(
                 finding("compare-too-noisy", limit=limit, rows=count, of=len(result.rows), noisiest=noisiest.name, spread=spread)
             )

@@ -57,7 +57,7 @@ def _difference(first: SweepResult, other: SweepResult) -> str:
 
 def _times(run: SweepResult) -> dict[RowKey, Interval]:
     return {
-        RowKey(point.place, name, sweep.mode): time
+        RowKey(point.place if len(sweep.sizes) > 1 else f"{sweep.sizes[0]} {point.place}", name, sweep.mode): time
         for sweep in run.sweeps
         for point in sweep.points
         for name, time in point.times_ms.items()

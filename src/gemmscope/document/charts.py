@@ -229,7 +229,7 @@ class HeatMap:
     cells from the rest.
 
     `measure` is what color shows: a speedup, from 1 on, or with `unit` "%" a share, from 0 on. `turned`: the table has a row for
-    each column, because there are many columns.
+    each column, because there are many columns. Rows are drawn from the bottom up; `top_first`: the table begins with the top.
     """
 
     title: str
@@ -247,6 +247,7 @@ class HeatMap:
     line_meaning: str = "beyond it, the speedup is certain"
     blank: str = "no result"  # what cells without a value mean
     turned: bool = False
+    top_first: bool = False
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -276,7 +277,7 @@ class HeatMap:
             (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
             for name, cells in zip(self.rows, self.cells, strict=True)
         )
-        return Table(self.title, heads, rows, self.note)
+        return Table(self.title, heads, rows[::-1] if self.top_first else rows, self.note)
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,5 @@ def _change(change: Change, *, noisy: bool) -> tuple[Cell, Cell, Cell]:
     if ratio is None:
         return NOTHING, NOTHING, verdict
     known = ratio.low is not None and ratio.high is not None
-    interval = f"{_percent(ratio.low or 0.0)} to {_percent(ratio.high or 0.0)}" if known else "unknown"
-    return Cell(_percent(ratio.value), ratio.value, ratio.low, ratio.high), Cell(interval), verdict
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f}%"
+    interval = f"{units.difference(ratio.low or 0.0)} to {units.difference(ratio.high or 0.0)}" if known else "unknown"
+    return Cell(units.difference(ratio.value), ratio.value, ratio.low, ratio.high), Cell(interval), verdict

@@ -36,7 +36,7 @@ def fleet_document(result: FleetResult, name: str = "") -> Document:
     messages = [*_evidence(view), *_not_measured(result), *_health(view), *map(Message.of, result.findings)]
     return Document(
         kind="fleet",
-        title=f"{result.name}: {OF[result.of]} on every GPU",
+        title=f"{result.name}: {OF[result.of]} on every {view.kind}",
         subject=subject(result.model, result.run),
         where=where,
         answer=_answer(view),
@@ -46,7 +46,7 @@ def fleet_document(result: FleetResult, name: str = "") -> Document:
         context=tuple(_context(view)),
         sections=tuple(_sections(view)),
         messages=tuple(messages),
-        facts={"Method": _method(result)},
+        facts={"Method": _method(view)},
         next_purpose=AGAIN if view.slow and max((gpu.repeats for gpu in result.gpus), default=1) == 1 else "",
         name=name,
     )
@@ -55,47 +55,46 @@ def fleet_document(result: FleetResult, name: str = "") -> Document:
 def _where(view: FleetView) -> str:
     """How many GPUs of which product, on how many nodes."""
     count, kind = len(view.result.gpus), next(iter(view.groups)) if len(view.groups) == 1 else ""
-    gpus = units.counted(count, "CPU") if _on_cpu(view) else units.counted(count, "GPU") + (f" ({kind})" if kind else "")
+    gpus = units.counted(count, view.kind) + (f" ({kind})" if kind and view.kind == "GPU" else "")
     gpus = f"{len(view.result.measured):,} of {gpus}" if len(view.result.measured) < count else gpus
     return f"{gpus} on {units.counted(len(view.nodes), 'node')}" if len(view.nodes) > 1 else gpus
-
-
-def _on_cpu(view: FleetView) -> bool:
-    return len(view.groups) == 1 and next(iter(view.groups)).startswith("CPU")
 
 
 def _answer(view: FleetView) -> str:
     """One sentence: which GPUs are outliers, or within which limit all of them are."""
     result, count = view.result, len(view.result.measured)
-    of = units.counted(count, "GPU")
+    of, kind = units.counted(count, view.kind), view.kind
     if not count or not result.figures:
         return "Nothing was measured."
     if count == 1:
-        kind = "CPU" if _on_cpu(view) else "GPU"
         return f"1 {kind} measured: {_centers(view, MOST_FIGURES)}. There is no other {kind} to compare it with."
     if view.slow:
-        whole = sum(outlier.whole_node for outlier in view.slow)
-        single = len(view.slow) - whole
-        which = [f"{single} of {of}"] if single else []
-        which += [f"{units.counted(whole, 'whole node')} of {len(view.nodes)}"] if whole else []
-        verb = "is" if len(view.slow) == 1 else "are"
-        return f"{' and '.join(which)} {verb} slow: {_listed(view.slow)}."
+        return f"{_counted(view.slow, f' of {of}', f' of {len(view.nodes)}')} slow: {_listed(view.slow)}."
     limits = [figure.limit for figure in result.figures if figure.limit is not None]
     if not limits:
         least = result.rule.least_gpus
         return f"{of} measured, too few to detect outliers (the rule needs {least} of one type). {_slowest(view)}"
     if max(limits) > NOISY:
         return (
-            f"No outlier among {of}, but the measurements are noisy: a GPU would have to differ by {units.percent(max(limits))} "
-            "to be detected."
+            f"No outlier among {of}, but the measurements are noisy: a {kind} would have to differ "
+            f"by {units.percent(max(limits))} to be detected."
         )
     others = "the others" if len(view.groups) == 1 else "the others of its type"
-    none = f"None of the {count:,} GPUs is slower than {others} by more than {units.percent(max(limits))}"
-    return (
-        f"{none}; {len(view.fast)} {'is' if len(view.fast) == 1 else 'are'} faster: {_listed(view.fast)}."
-        if view.fast
-        else f"{none}."
-    )
+    tested = {figure.group for figure in result.figures if figure.limit is not None}
+    compared = sum(gpu.group in tested for gpu in result.measured)
+    none = f"None of {'the ' if compared == count else ''}{compared:,} {kind}s is slower than {others}"
+    none += f" by more than {units.percent(max(limits))}"
+    none += f"; {_counted(view.fast)} faster: {_listed(view.fast)}." if view.fast else "."
+    return none if compared == count else f"{none} Too few of their type to compare: {units.counted(count - compared, kind)}."
+
+
+def _counted(outliers: Sequence[Outlier], of_gpus: str = "", of_nodes: str = "") -> str:
+    """How many GPUs and whole nodes these are, with the verb."""
+    whole = sum(outlier.whole_node for outlier in outliers)
+    single = len(outliers) - whole
+    which = [f"{single}{of_gpus}"] if single else []
+    which += [f"{units.counted(whole, 'whole node')}{of_nodes}"] if whole else []
+    return f"{' and '.join(which)} {'is' if len(outliers) == 1 else 'are'}"
 
 
 def _listed(outliers: Sequence[Outlier]) -> str:
@@ -105,9 +104,8 @@ def _listed(outliers: Sequence[Outlier]) -> str:
 
 
 def _slowest(view: FleetView) -> str:
-    gpu = view.ordered[0]
-    worst = view.worst(gpu)
-    if worst is None:
+    gpu, worst = next(((gpu, worst) for gpu in view.ordered if (worst := view.worst(gpu)) is not None), (None, None))
+    if gpu is None or worst is None:
         return ""
     slower = 1 - worst.ratio.value
     return f"The slowest, {gpu.place}, is {100 * slower:.1f}% slower than the median ({worst.figure.name})." if slower > 0 else ""
@@ -134,11 +132,11 @@ def _because(view: FleetView) -> Iterator[str]:
     result = view.result
     if result.differences:
         listed = [f"{row.name}: {units.names(row.values, MOST_NAMED)}" for row in result.differences]
-        yield f"Differs between GPUs: {'; '.join(listed[:MOST_NAMED])}" + (
+        yield f"Differs between {view.kind}s: {'; '.join(listed[:MOST_NAMED])}" + (
             f"; {len(listed) - MOST_NAMED} more." if len(listed) > MOST_NAMED else "."
         )
     elif len(result.measured) > 1:
-        yield "Driver and library versions are the same on all GPUs."
+        yield f"Driver and library versions are the same on all {view.kind}s."
     if view.slow and view.fast:
         yield f"Faster than the others: {_listed(view.fast)}."
     times = [figure for figure in _main_figures(view) if figure.unit == "ms"]
@@ -206,27 +204,27 @@ def _sections(view: FleetView) -> Iterator[Section]:
     named: list[tuple[str, Sequence[Block | None]]] = [
         ("Versions", (difference_table(view),)),
         ("Outliers", (outlier_table(view),)),
-        ("Speed of every GPU", ranked),
+        (f"Speed of every {view.kind}", ranked),
         ("Metrics", (figure_table(view),)),
         ("Nodes", (plane, node_table(view))),
-        ("GPUs", (gpu_table(view), health_table(view))),
+        (f"{view.kind}s", (gpu_table(view), health_table(view))),
     ]
     for title, blocks in named:
         if shown := tuple(block for block in blocks if block is not None):
             yield Section(title, shown)
 
 
-def _method(result: FleetResult) -> Facts:
-    rule = result.rule
+def _method(view: FleetView) -> Facts:
+    result, rule, kind = view.result, view.result.rule, view.kind
     called = (
         f"further from the median than chance allows in any metric; at most {100 * rule.false_alarms:.2g}% of fleets of normally "
         f"distributed chips have a false alarm, and differences below {units.percent(rule.tolerance)} are never reported"
     )
     lines = [
         *model_facts(result.model, result.run, result.stage),
-        ("measured", f"the same {OF[result.of]} on every GPU; both sides of every ratio on the same GPU"),
+        ("measured", f"the same {OF[result.of]} on every {kind}; both sides of every ratio on the same {kind}"),
         ("outliers", called),
-        ("minimum number of GPUs", f"{rule.least_gpus} of one type; with fewer, none is reported as an outlier"),
+        (f"minimum number of {kind}s", f"{rule.least_gpus} of one type; with fewer, none is reported as an outlier"),
         ("spread", "the standard deviation from chip to chip, without outliers, with the measurement noise removed"),
         *command_facts(result),
     ]

@@ -14,7 +14,6 @@ MOST_POINTS = 300  # of one chart; outliers are always drawn
 MOST_ENDS = 40  # points at either end that are always drawn
 MOST_NODES = 32  # rows of the heat map
 MOST_LABELED = 16  # columns of a heat map whose cells have room for text
-RANK_NOTE = "Dots beyond the dashed lines are outliers."
 
 
 def rank_charts(view: FleetView) -> Iterator[RankChart]:
@@ -54,17 +53,22 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
     )
     kind = f" ({figure.group})" if len(view.groups) > 1 else ""
     some = (
-        f" {len(points):,} of {len(standings):,} GPUs are drawn, among them every outlier."
+        f" {len(points):,} of {len(standings):,} {view.kind}s are shown, among them every outlier."
         if len(points) < len(standings)
         else ""
     )
+    limit = (
+        f"Outliers are more than {units.percent(figure.limit)} away from the median (dashed lines)."
+        if figure.limit is not None
+        else f"Too few {view.kind}s to detect outliers."
+    )
     return RankChart(
-        f"{figure.name}{'' if figure.unit == 'x' else ': speed'} relative to the median GPU{kind}",
-        axis="GPU",
+        f"{figure.name}{'' if figure.unit == 'x' else ': speed'} relative to the median {view.kind}{kind}",
+        axis=view.kind,
         points=points,
         count=len(standings),
         limit=figure.limit,
-        note=(RANK_NOTE if figure.limit is not None else "Too few GPUs to detect outliers.") + some,
+        note=limit + some,
         main=main,
     )
 
@@ -129,6 +133,7 @@ def heat_map(view: FleetView) -> HeatMap | None:
         line="outlier",
         line_meaning="slower than chance allows",
         blank="not measured, or no GPU",
+        top_first=True,
     )
 
 
@@ -136,8 +141,8 @@ def _heat_cell(view: FleetView, gpu: FleetGpu | None, across: int) -> HeatCell:
     if gpu is None:
         return HeatCell(certain=True, text="")
     worst = view.worst(gpu)
-    if worst is None or gpu.failure:
-        return HeatCell(certain=True, text="not measured")
+    if gpu.failure or worst is None:
+        return HeatCell(certain=True, text="not measured" if gpu.failure else "")
     slower = max(1 - worst.ratio.value, 0.0)
     text = f"{100 * slower:.1f}%"
     return HeatCell(text if across <= MOST_LABELED else "", slower, not view.is_slow(gpu), f"{text} ({worst.figure.name})")

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Literal
 
 from gemmscope import units
-from gemmscope.document.fleet_view import FleetView
+from gemmscope.document.fleet_view import FleetView, times_of
 from gemmscope.document.table import NOTHING, Cell, Table, columns, difference_cell, number, share_cell, without_empty
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, Outlier
@@ -19,8 +19,8 @@ OUTLIER_NOTE = (
     "deviations. Other differences are evidence of a cause, not proof."
 )
 FIGURE_NOTE = (
-    "Median over the GPUs. The chip-to-chip spread is a standard deviation, with the measurement noise removed; the noise "
-    "is the standard error of one GPU's metric. An outlier is further from the median than the limit."
+    "Median over the {kind}s. The chip-to-chip spread is a standard deviation, with the measurement noise removed; the noise "
+    "is the standard error of one {kind}'s metric. An outlier is further from the median than the limit."
 )
 
 
@@ -82,15 +82,18 @@ def summary_table(view: FleetView) -> Table | None:
             )
         )
     heads = (
-        *columns(("GPU", "Outlier"), ("Speed",)),
+        *columns((view.kind, "Outlier"), ("Speed",)),
         *columns(("Metric",), ()),
         *columns((), ("MHz", "W", "°C"), SHORT_DROPS),
         *columns(("Limited by",), (), SHORT_DROPS),
     )
     more = len(view.result.gpus) - len(listed)
-    note = f"{units.counted(more, 'more GPU')} not shown here. " if more > 0 else ""
-    note += "Speed: difference from the median GPU." if view.result.measured else ""
-    return without_empty(Table("GPUs, slowest first", heads, tuple(rows), note.strip()))
+    note = f"{units.counted(more, f'more {view.kind}')} not shown here. " if more > 0 else ""
+    compared = any(view.worst(gpu) is not None for gpu in listed)
+    note += f"Speed: difference from the median {view.kind}." if compared else ""
+    title = f"{view.kind}s, slowest first" if compared else f"{view.kind}s"
+    table = without_empty(Table(title, heads, tuple(rows), note.strip()))
+    return table if len(table.columns) > 1 else None
 
 
 def outlier_table(view: FleetView) -> Table | None:
@@ -157,17 +160,18 @@ def figure_table(view: FleetView) -> Table | None:
         )
         for figure in view.result.figures
     )
+    kind = view.kind
     numbers = (
-        "GPUs",
+        f"{kind}s",
         "Median",
         "TFLOP/s",
-        "Range of another GPU, 90%",
+        f"Range of another {kind}, 90%",
         "Chip-to-chip spread",
-        "Noise of one GPU",
+        f"Noise of one {kind}",
         "Outlier limit",
     )
-    heads = columns(("Metric", "GPU type"), numbers)
-    return without_empty(Table("Metrics over all GPUs", heads, rows, FIGURE_NOTE))
+    heads = columns(("Metric", f"{kind} type"), numbers)
+    return without_empty(Table(f"Metrics over all {kind}s", heads, rows, FIGURE_NOTE.format(kind=kind)))
 
 
 def _rate_cell(figure: FleetFigure) -> Cell:
@@ -194,7 +198,7 @@ def node_table(view: FleetView) -> Table | None:
     for node, gpus in sorted(view.nodes.items(), key=lambda item: min(places[gpu.place] for gpu in item[1])):
         standings = {gpu.place: worst for gpu in gpus if (worst := view.worst(gpu)) is not None}
         slowest = min(standings, key=lambda place: standings[place].ratio.value, default="")
-        middle = [standing.ratio.value for gpu in gpus for standing in view.standings[gpu.place]]
+        own = [standing for gpu in gpus for standing in times_of(view.standings[gpu.place])]
         heat = [gpu.condition.temperature_c for gpu in gpus if gpu.condition.temperature_c is not None]
         called = sum(view.is_slow(gpu) for gpu in gpus)
         failed = sum(bool(gpu.failure) for gpu in gpus)
@@ -204,16 +208,17 @@ def node_table(view: FleetView) -> Table | None:
                 number(len(gpus)),
                 Cell(str(called) if called else "-", float(called), level="warning" if called else ""),
                 Cell(str(failed) if failed else "-", float(failed), level="warning" if failed else ""),
-                difference_cell(Interval(median(middle)) if middle else None),
+                difference_cell(Interval(median(standing.ratio.value for standing in own)) if own else None),
                 difference_cell(standings[slowest].ratio if slowest else None),
                 number(max(heat, default=None), f"{max(heat):.0f}" if heat else None),
                 Cell(slowest or "-"),
             )
         )
-    numbers = ("GPUs", "Slow", "Not measured", "Speed, median of metrics", "Speed of the slowest", "Hottest °C")
-    heads = (*columns(("Node",), numbers), *columns(("Slowest GPU",), ()))
-    note = "Speed is the difference from the median GPU of the fleet: minus is slower."
-    return without_empty(Table("Nodes, by their slowest GPU", heads, tuple(rows), note))
+    kind = view.kind
+    numbers = (f"{kind}s", "Slow", "Not measured", "Speed, median of times", "Speed of the slowest", "Hottest °C")
+    heads = (*columns(("Node",), numbers), *columns((f"Slowest {kind}",), ()))
+    note = f"Speed is the difference from the median {kind} of the fleet: minus is slower."
+    return without_empty(Table(f"Nodes, by their slowest {kind}", heads, tuple(rows), note))
 
 
 def gpu_table(view: FleetView) -> Table:
@@ -244,12 +249,12 @@ def gpu_table(view: FleetView) -> Table:
         )
     states = ("SM clock MHz", "Power W", "Power limit W", "Temperature °C", "Repeats")
     heads = (
-        *columns(("GPU", "GPU type", "Outlier"), ("Speed",)),
+        *columns((view.kind, f"{view.kind} type", "Outlier"), ("Speed",)),
         *columns(("Slowest metric",), (*(titles[name] for name in view.names), *states)),
         *columns(("Limited by", *varying, "Not measured because", "UUID", "Run file"), ()),
     )
     note = "Clock, power and temperature are medians over the bursts. Percentages are the share of bursts under each limit."
-    return without_empty(Table("Every GPU, slowest first", heads, tuple(rows), note))
+    return without_empty(Table(f"Every {view.kind}, slowest first", heads, tuple(rows), note))
 
 
 def _numbers(*values: float | None) -> Iterator[Cell]:

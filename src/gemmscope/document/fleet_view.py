@@ -15,7 +15,7 @@ ON_CPU = "CPU"
 
 @dataclass(frozen=True)
 class Standing:
-    """A figure of one GPU, relative to the median of its group: below one is slow."""
+    """A figure of one GPU, relative to the median of its group: below one is slow. A GPU that is alone in its group has none."""
 
     figure: FleetFigure
     ratio: Interval
@@ -39,6 +39,11 @@ class FleetView:
         for gpu in self.result.gpus:
             counts[gpu.group] = counts.get(gpu.group, 0) + 1
         return {name: counts[name] for name in sorted(counts, key=lambda name: -counts[name]) if name}
+
+    @cached_property
+    def kind(self) -> str:
+        """What is measured: GPUs, or CPUs to try out the command."""
+        return ON_CPU if self.groups and all(name.startswith(ON_CPU) for name in self.groups) else "GPU"
 
     @cached_property
     def nodes(self) -> dict[str, list[FleetGpu]]:
@@ -87,7 +92,7 @@ class FleetView:
         known = []
         for name, value in gpu.figures.items():
             figure = self.result.figure(name, gpu.group)
-            if figure is not None and (ratio := relative(value, figure)) is not None:
+            if figure is not None and figure.gpus > 1 and (ratio := relative(value, figure)) is not None:
                 known.append(Standing(figure, ratio))
         return known
 
@@ -102,9 +107,7 @@ class FleetView:
     def _worst_of(self, gpu: FleetGpu) -> Standing | None:
         standings = self.standings[gpu.place]
         called = [outlier.figure for outlier in self.outliers_of(gpu)[:1]]
-        # a low speedup is not a slow GPU
-        times = [standing for standing in standings if standing.figure.unit == "ms"] or standings
-        among = [standing for standing in standings if standing.figure.name in called] or times
+        among = [standing for standing in standings if standing.figure.name in called] or times_of(standings)
         return min(among, key=lambda standing: standing.ratio.value, default=None)
 
     @cached_property
@@ -129,6 +132,11 @@ def relative(value: Interval, figure: FleetFigure) -> Interval | None:
         return value.times(1 / center)
     low, high = (center / end if end else None for end in (value.high, value.low))
     return Interval(center / value.value, low, high)
+
+
+def times_of(standings: list[Standing]) -> list[Standing]:
+    """The times, or all metrics if there are none: a low speedup is not a slow GPU."""
+    return [standing for standing in standings if standing.figure.unit == "ms"] or standings
 
 
 def gpu_column(gpu: FleetGpu) -> str:

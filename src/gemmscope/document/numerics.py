@@ -99,7 +99,8 @@ def _context(result: NumericsResult) -> Iterator[str]:
         "checkpoint": f"weights of {result.origin}",
         "synthetic": f"{SYNTHETIC} tensors: {result.origin.removeprefix(f'{SYNTHETIC}: ')}",
     }[result.source]
-    tokens = f"; {units.counted(result.tokens, 'token')} of one micro-batch" if result.tokens else ""
+    batch = "" if result.source == "synthetic" else " of one micro-batch"
+    tokens = f"; {units.counted(result.tokens, 'token')}{batch}" if result.tokens else ""
     sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
     yield f"{source}{tokens}{sample}"
     yield f"{units.counted(len(linears), 'linear')}{layers}; error: root mean square of their relative errors against float32"
@@ -126,7 +127,8 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
         because = [*_assumed(result, used), *_alternatives(result, mixed.chosen), _worst(result)]
         return _below_bound(result, mixed.chosen, mixed.bound), because
     smallest, largest, fastest = _same_error(low, low[0]), _same_error(low, low[-1]), _fastest(low)
-    answer = f"{_have(smallest)} the smallest error, {error_text(low[0].error)}{_speeds(result, smallest)}."
+    least = f"{error_text(low[0].error)}{_speeds(result, smallest)}"
+    answer = f"{_have(smallest)} the smallest error of the low-precision recipes, {least}."
     if fastest is not None and fastest not in smallest:
         reason = f"{_called_fastest(fastest)}: error {error_text(fastest.error)}{_speed(result, fastest.speedup)}."
     elif len(low) > len(smallest):

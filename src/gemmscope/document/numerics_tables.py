@@ -63,10 +63,14 @@ def mix_name(mix: Mix, short: Mapping[str, str] = {}) -> str:
 
     >>> mix_name(Mix(recipe="NVFP4", higher="MXFP8", linears=("mlp.down_proj",), error=0.1))
     'NVFP4 with mlp.down_proj in MXFP8'
+    >>> mix_name(Mix(recipe="NVFP4", higher="MXFP8", last_layers=1, linears=("up",), error=0.1))
+    'NVFP4 with the last layer and up in MXFP8'
     """
     if not mix.is_mixed:
         return f"{mix.recipe} in all linears"
-    return f"{mix.recipe} with {units.names(kept_parts(mix, short), MOST_KEPT)} in {mix.higher}"
+    parts = kept_parts(mix, short)
+    kept = units.listed(parts) if len(parts) <= MOST_KEPT else units.names(parts, MOST_KEPT)
+    return f"{mix.recipe} with {kept} in {mix.higher}"
 
 
 def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:

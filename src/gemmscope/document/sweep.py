@@ -14,7 +14,7 @@ from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, numb
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
+from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
 
 SUSTAINED, BURST = "limited by power, as in training", "before the GPU reaches its power limit; training is slower"
 STATES = {"sustained": SUSTAINED, "burst": BURST}
@@ -115,16 +115,24 @@ def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
 
 
 def _begins(sweep: GpuSweep) -> str:
-    """The sizes from which on recipes are faster than BF16; those that begin at the same size are named together."""
-    groups: dict[int | None, list[str]] = {}
+    """The sizes at which recipes are faster than BF16; those that are faster at the same sizes are named together."""
+    groups: dict[str, list[str]] = {}
     for edge in sweep.break_even:
-        groups.setdefault(edge.since, []).append(edge.recipe)
-    smallest, parts = min(point.values[sweep.sizes[0]] for point in sweep.points), []
-    for since, names in groups.items():
-        who = "every recipe" if len(names) == len(sweep.break_even) > 1 else units.names(names)
-        where = "at no size" if since is None else "at every size" if since == smallest else f"from {sweep.sizes[0]} {since}"
-        parts.append(f"{who} {where}")
-    return "; ".join(parts)
+        groups.setdefault(_faster_at(sweep, edge), []).append(edge.recipe)
+    every = len(sweep.break_even)
+    return "; ".join(
+        f"{'every recipe' if len(names) == every > 1 else units.names(names)} {where}" for where, names in groups.items()
+    )
+
+
+def _faster_at(sweep: GpuSweep, edge: BreakEven) -> str:
+    size = sweep.sizes[0]
+    if edge.since is not None:
+        smallest = min(point.values[size] for point in sweep.points)
+        return "at every size" if edge.since == smallest else f"from {size} {edge.since}"
+    gains = [(point, gain) for point in sweep.points if not point.reason and (gain := point.speedups.get(edge.recipe))]
+    single = [str(point.values[size]) for point, gain in gains if gain.above_one]
+    return f"only at {size} {units.names(single)}" if single else "at no size"
 
 
 def sweep_section(sweep: GpuSweep, *, several: bool = False) -> Section:

@@ -40,7 +40,7 @@ def _points(sweeps: Sequence[GpuSweep]) -> Table:
     sizes = columns((), sweeps[0].sizes)
     heads = columns(("Best recipe",), (f"Speedup over {BASELINE}",))
     rest = columns(("Too close to call", "Host-bound"), (time, "Tokens/s/GPU", "Memory GB"), dropped)
-    left_out = f"{len(rows)} of {total:,} points." if len(rows) < total else ""
+    left_out = f"{len(rows)} of {total:,} {'rows' if several else 'points'} are shown." if len(rows) < total else ""
     rest = (*rest, *(columns((), ("TFLOP/s",)) if isinstance(sweeps[0], MeasuredSweep) else ()))
     gpu = columns(("Mode" if isinstance(sweeps[0], MeasuredSweep) else "GPU",), ()) if several else ()
     return without_empty(Table(wording(sweeps[0]).summary, (*gpu, *sizes, *heads, *rest), tuple(rows), left_out))

@@ -148,7 +148,7 @@ def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Map
     names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     if "command" in names:  # everything else differs with it
         names = ["command"]
-    texts = [f"{key} is {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in names]
+    texts = [f"{key}: {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in names]
     texts = texts[:MOST_DIFFERENCES_NAMED]
     more = f" and {len(names) - len(texts)} more differences" if len(names) > len(texts) else ""
     raise UserError(
@@ -355,7 +355,7 @@ def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu
     if not codes:
         return [], gpus
     shared = [
-        finding("fleet-everywhere", place=gpus[0].place, text=sentence(entry))
+        finding("fleet-everywhere", place=gpus[0].place, text=sentence(entry).removesuffix("."))
         for entry in gpus[0].findings
         if entry.code in codes
     ]

@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import LONGEST_SHOWN, UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import (
     FamilyConfig,
+    built_like,
     known_model_types,
     language_settings,
     language_type,
@@ -60,9 +61,13 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     """The model of a config given as a mapping."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
+        if "gemmscope_version" in config:
+            made_by = {"sweep": "bench or step with --sweep"}.get(str(config.get("kind")), str(config.get("kind")))
+            what = f"this is a run file of gemmscope {made_by[:LONGEST_SHOWN]}, not a model file"
+            raise UserError(what, "gemmscope report RUNFILE shows it; --config takes the file of a model, such as config.json")
         raise UserError(
             "the config has no model_type" if model_type is None else f"model_type must be a name, not {shown(model_type)}",
-            'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
+            f'add for example "model_type": "{built_like(config) or "llama"}"; the documentation of --config lists all types',
         )
     known, language = model_type in known_model_types(), _language(model_type, config)
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():

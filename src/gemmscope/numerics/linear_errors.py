@@ -55,7 +55,9 @@ class LinearErrors:
             padded = -(-size // multiple) * multiple
             return f"{name} = {size} is not a multiple of {multiple}: pad it to {padded}"
         weight = self._steps[0].facts.tensors.get("W")
-        return "" if self._has_gemms() or weight is None or not weight.nonfinite else nonfinite_values("W")
+        if self._has_gemms() or weight is None:
+            return ""
+        return nonfinite_values("W") if weight.nonfinite else "" if weight.amax else "W is zero, so there is no relative error"
 
     def _has_gemms(self) -> bool:
         """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""

@@ -89,6 +89,15 @@ def test_addresses_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_ray
+def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray remembers its address, and would try it for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+    with pytest.raises(UserError, match=r"on this machine \(connection refused\)"), RayPool("auto", cpu=True):
+        pass
+
+
+@needs_ray
 def test_a_cluster_of_another_version() -> None:
     """With the words of the Ray that is installed."""
     here = platform.python_version()

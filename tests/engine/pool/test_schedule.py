@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemmscope.app.progress import Reporter
 from gemmscope.engine.journal import Journal
+from gemmscope.engine.pool.outcomes import PoolProgress
 from gemmscope.engine.pool.schedule import MOST_TRIES, Limits, Outcomes, Schedule
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PoolEnded, Unit, UnitDone
 from gemmscope.errors import UserError
@@ -197,6 +199,18 @@ def test_a_bound_unit_fails_if_its_place_stays_away() -> None:
     places = gpus(2)
     outcomes, _ = run(FakePool(places, (Fate("dies", 1.0, away_s=None), Fate())), units(2, places))
     assert outcomes.failed["u0"].why == "node0 GPU 0 was lost and did not come back"
+
+
+def test_places_that_share_a_gpu_are_one_gpu_of_the_progress() -> None:
+    seen = []
+
+    class Progress(Reporter):
+        @contextmanager
+        def spreading(self, what: str) -> Iterator[Callable[[PoolProgress], None]]:
+            yield seen.append
+
+    run(FakePool(gpus(2, shared=2), (Fate(seconds=10.0),)), units(2), reporter=Progress())
+    assert max(state.places for state in seen) == 1
 
 
 def test_two_places_of_one_gpu_take_turns() -> None:

@@ -92,6 +92,10 @@ class Board:
         """Places that are free or busy."""
         return len(self._free) + len(self._busy)
 
+    def gpus(self) -> int:
+        """GPUs of the usable places: several places may share one."""
+        return len({self._stations[key].place.uuid or key for keys in (self._free, self._busy) for key in keys})
+
     def is_usable(self, key: str) -> bool:
         return key in self._free or key in self._busy
 

@@ -149,7 +149,7 @@ class RayPool:
             try:
                 messages = bridge.messages(min(left, 1.0))
             except _BridgeEndedError as end:
-                raise UserError(*nobody_answers(self.address, end.why)) from end
+                raise UserError(*nobody_answers(self.address, end.why.strip("()"))) from end
             for message in messages:
                 match message["type"]:
                     case "unusable":

@@ -377,6 +377,15 @@ def _must_answer(place: tuple[str, int], limit_s: float) -> None:
         raise NotRayError
 
 
+def _current_cluster() -> tuple[str, int] | None:
+    """Where the cluster of this machine should listen: Ray remembers one that was killed, too. None if that is not known."""
+    with suppress(ImportError, AttributeError, TypeError, ValueError):
+        from ray._private.services import get_ray_address_from_environment
+
+        return host_and_port(get_ray_address_from_environment("auto", None))
+    return None
+
+
 def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
     """The module `ray`, connected; None if that is not possible, which is reported to the driver."""
     address: str = request["address"]
@@ -391,6 +400,8 @@ def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
             own = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": request["folder"]}
         else:
             own = {}
+        if address == "auto" and (place := _current_cluster()):
+            _must_answer(place, request["answer_s"])
         ray.init(address=address, log_to_driver=False, namespace="gemmscope", **own)
     except Exception as error:
         why, hint = why_no_connection(address, error)

@@ -432,4 +432,4 @@ class Schedule:
         doing = working[0].text if len(working) == 1 else ""
         kind = "GPU" if any(place.gpu is not None for place in self._outcomes.places.values()) else "machine"
         total, nodes = done + failed + self._open, self._board.nodes()
-        return PoolProgress(done, failed, total, usable, len(working), nodes, left, self._last, doing, kind)
+        return PoolProgress(done, failed, total, self._board.gpus(), len(working), nodes, left, self._last, doing, kind)
