@@ -174,15 +174,46 @@ def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
     class Biased(nn.Module):
         def __init__(self, order: tuple[int, int, int]) -> None:
             super().__init__()
-            self.linear, self.order = nn.Linear(WIDTH, WIDTH), order
+            self.linear, self.order = nn.Linear(WIDTH, 2 * 8), order
             self.bias = nn.Parameter(torch.zeros([(2, 3, 3)[order.index(place)] for place in range(3)]))
 
         def forward(self, x: Any) -> Any:
-            q = self.linear(x).view(2, 3, 2, 4).transpose(1, 2)
+            q = self.linear(x).view(2, 3, 2, 8).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.permute(self.order)[None])
 
     fused, unfused = (record(Biased(order), (2, 3, WIDTH)) for order in ((0, 1, 2), (2, 0, 1)))
-    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == [False, True]
+    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == ["", "mask"]
     assert ["attention-unfused" in codes(as_workload(trace)) for trace in (fused, unfused)] == [False, True]
     scores = 2 * 2 * 3 * 3
     assert unfused.saved_bytes - fused.saved_bytes == scores * 4
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "masked", "grouped", "expected"),
+    [
+        ((2, 2, 3, 8), (2, 2, 3, 8), True, False, ""),
+        ((2, 2, 3, 4), (2, 2, 3, 4), False, False, ""),  # flash kernels pad the head size
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, True, ""),
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, False, "sizes"),  # one head of keys that is broadcast, as in Falcon-7B
+        ((2, 2, 3, 8), (1, 2, 3, 8), False, False, "sizes"),
+        ((2, 3, 8), (2, 3, 8), False, False, "sizes"),
+        ((2, 2, 3, 4), (2, 2, 3, 4), True, False, "sizes"),
+    ],
+)
+def test_sizes_that_no_fused_kernel_accepts(
+    query: tuple[int, ...], key: tuple[int, ...], masked: bool, grouped: bool, expected: str
+) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Parameter(torch.zeros(query)), nn.Parameter(torch.zeros(key))
+
+        def forward(self, mask: Any) -> Any:
+            keys = self.key * 2
+            return F.scaled_dot_product_attention(
+                self.query * 2, keys, keys, attn_mask=mask if masked else None, enable_gqa=grouped
+            )
+
+    trace = record(Attending(), (3, 3))
+    assert [op.unfused for op in trace.attentions] == [expected]
+    assert ("attention-unfused-sizes" in codes(as_workload(trace))) == bool(expected)

@@ -31,6 +31,7 @@ from gemmscope.workload import fused
 from gemmscope.workload.layers import why_not_converted
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
+from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
@@ -72,7 +73,7 @@ class AttentionCall(NamedTuple):
     mask_bytes: int = 0  # of an explicit one
     mask_gradient: bool = False  # it is a bias that is learned
     share: Fraction = ALL_VISIBLE  # of all pairs, that a block mask allows
-    unfused: bool = False  # no fused kernel accepts its tensors
+    unfused: Unfused = ""  # why no fused kernel accepts its tensors
 
 
 @dataclass

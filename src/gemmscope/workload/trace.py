@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option, shown
-from gemmscope.findings import finding
+from gemmscope.findings import Finding, finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
 from gemmscope.workload.derive import HEAD, STEP, Workload
@@ -172,8 +172,7 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
-    if unfused := [op.name for op in trace.attentions if op.unfused]:
-        findings.append(finding("attention-unfused", names=unfused))
+    findings += _unfused_attention(trace)
     if trace.unreached:
         findings.append(finding("parts-without-gradient", names=list(trace.unreached), share=trace.unreached_share))
     if trace.ignored:
@@ -181,6 +180,17 @@ def as_workload(trace: ModuleTrace) -> Workload:
     if trace.others and not trace.has_loss:
         findings.append(finding("no-loss-traced"))
     return Workload(tuple(ops), stage=0, findings=tuple(findings))
+
+
+def _unfused_attention(trace: ModuleTrace) -> Iterator[Finding]:
+    """Which attention no fused kernel accepts, and why."""
+    sizes = dict.fromkeys(op.name for op in trace.attentions if op.unfused == "sizes")
+    strided = dict.fromkeys((op.name, op.unfused) for op in trace.attentions if op.unfused not in ("", "sizes"))
+    if strided:
+        names, tensors = (list(dict.fromkeys(column)) for column in zip(*strided, strict=True))
+        yield finding("attention-unfused", names=names, tensors=tensors)
+    if sizes:
+        yield finding("attention-unfused-sizes", names=list(sizes))
 
 
 def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
