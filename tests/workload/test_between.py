@@ -188,6 +188,26 @@ def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
     assert unfused.saved_bytes - fused.saved_bytes == scores * 4
 
 
+@pytest.mark.parametrize("convolution", [nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_last(convolution: Any, channels_last: bool) -> None:
+    """A convolution keeps its channels in the last place. Then queries that are made from them are contiguous there."""
+    layout = torch.channels_last if convolution is nn.Conv2d else torch.channels_last_3d
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = convolution(WIDTH, WIDTH, 3)
+
+        def forward(self, x: Any) -> Any:
+            q = self.project(x.contiguous(memory_format=layout) if channels_last else x).flatten(2).transpose(1, 2)[:, None]
+            return F.scaled_dot_product_attention(q, q, q)
+
+    image = (2, WIDTH, *[4] * (2 if convolution is nn.Conv2d else 3))
+    [op] = record(Attending(), image).attentions
+    assert op.unfused == ("" if channels_last else "query")
+
+
 @pytest.mark.parametrize(
     ("query", "key", "masked", "grouped", "expected"),
     [

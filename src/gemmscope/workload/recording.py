@@ -13,6 +13,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -80,6 +81,8 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
             raise TimeoutError("running the module takes too long")
         output = self._shapes.run(operator, args, kwargs or {})
         recorder, name = self._recorder, operator._schema.name
+        if name == "aten::convolution":
+            output = _in_layout_of(output, args[0], args[1])
         inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
         if name in _GEMMS:
             first = 1 if name in _WITH_ADDEND else 0
@@ -99,6 +102,13 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
         recorder.barrier(inputs, outputs)
         recorder.derive_weight(inputs, outputs)
         return output
+
+
+def _in_layout_of(output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The output of a convolution, with channels last where its input or weight has them. On the meta device, it has not."""
+    layouts = [suggest_memory_format(tensor) for tensor in (source, weight)]
+    wanted = next((layout for layout in layouts if layout != torch.contiguous_format), None)
+    return output.contiguous(memory_format=wanted) if wanted is not None else output
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]
