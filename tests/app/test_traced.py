@@ -27,6 +27,7 @@ def test_linears_that_fit_no_low_precision(run: Run, tmp_path: Path, monkeypatch
     outcome = run(line)
     assert outcome.code == 0
     assert "Only BF16 was forecast on H200 SXM 141 GB." in outcome.out
+    assert "warning: No recipe except BF16 can run: the model has no linears to quantize" in outcome.out
 
 
 def test_more_weights_than_any_model_has_experts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

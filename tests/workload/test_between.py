@@ -182,7 +182,7 @@ def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
             return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.permute(self.order)[None])
 
     fused, unfused = (record(Biased(order), (2, 3, WIDTH)) for order in ((0, 1, 2), (2, 0, 1)))
-    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == ["", "mask"]
+    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == [(), ("mask",)]
     assert ["attention-unfused" in codes(as_workload(trace)) for trace in (fused, unfused)] == [False, True]
     scores = 2 * 2 * 3 * 3
     assert unfused.saved_bytes - fused.saved_bytes == scores * 4
@@ -205,23 +205,23 @@ def test_channels_last(convolution: Any, channels_last: bool) -> None:
 
     image = (2, WIDTH, *[4] * (2 if convolution is nn.Conv2d else 3))
     [op] = record(Attending(), image).attentions
-    assert op.unfused == ("" if channels_last else "query")
+    assert op.unfused == (() if channels_last else ("query", "key", "value"))
 
 
 @pytest.mark.parametrize(
     ("query", "key", "masked", "grouped", "expected"),
     [
-        ((2, 2, 3, 8), (2, 2, 3, 8), True, False, ""),
-        ((2, 2, 3, 4), (2, 2, 3, 4), False, False, ""),  # flash kernels pad the head size
-        ((2, 2, 3, 8), (2, 1, 3, 8), False, True, ""),
-        ((2, 2, 3, 8), (2, 1, 3, 8), False, False, "sizes"),  # one head of keys that is broadcast, as in Falcon-7B
-        ((2, 2, 3, 8), (1, 2, 3, 8), False, False, "sizes"),
-        ((2, 3, 8), (2, 3, 8), False, False, "sizes"),
-        ((2, 2, 3, 4), (2, 2, 3, 4), True, False, "sizes"),
+        ((2, 2, 3, 8), (2, 2, 3, 8), True, False, ()),
+        ((2, 2, 3, 4), (2, 2, 3, 4), False, False, ()),  # flash kernels pad the head size
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, True, ()),
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, False, ("sizes",)),  # one head of keys that is broadcast, as in Falcon-7B
+        ((2, 2, 3, 8), (1, 2, 3, 8), False, False, ("sizes",)),
+        ((2, 3, 8), (2, 3, 8), False, False, ("sizes",)),
+        ((2, 2, 3, 4), (2, 2, 3, 4), True, False, ("sizes",)),
     ],
 )
 def test_sizes_that_no_fused_kernel_accepts(
-    query: tuple[int, ...], key: tuple[int, ...], masked: bool, grouped: bool, expected: str
+    query: tuple[int, ...], key: tuple[int, ...], masked: bool, grouped: bool, expected: tuple[str, ...]
 ) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:

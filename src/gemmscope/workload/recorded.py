@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
 
-Unfused = Literal["", "sizes", "query", "key", "value", "mask"]
+Unfused = tuple[Literal["sizes", "query", "key", "value", "mask"], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class TracedAttention(Attention):
 
     `mask_bytes` are those of an explicit mask, 0 without one; `mask_gradient`: it is a bias that is learned.
     `unfused`: why no fused kernel of PyTorch accepts it. "sizes": not four dimensions, batch sizes or heads that differ, or a
-    head size that these kernels do not have. Else the tensor that is not contiguous in its last dimension. It then runs as
+    head size that these kernels do not have. Else the tensors that are not contiguous in their last dimension. It then runs as
     batched GEMMs and a softmax, in FP32.
     """
 
     backward_runs: int = 1
     mask_bytes: int = 0
     mask_gradient: bool = False
-    unfused: Unfused = ""
+    unfused: Unfused = ()
 
     def forward(self) -> Work:
         return super().forward() + Work(0, self.mask_bytes)

@@ -84,7 +84,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
         if name == "aten::convolution":
             output = _in_layout_of(output, args[0], args[1])
         inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
-        if name in _GEMMS:
+        if name in _GEMMS and all(value.layout == torch.strided for value in args if isinstance(value, torch.Tensor)):
             first = 1 if name in _WITH_ADDEND else 0
             recorder.gemm(args[first], args[first + 1], outputs[0])
         elif name in ("aten::mv", "aten::addmv"):
@@ -150,7 +150,7 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
     def flex_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Fraction | None) -> torch.Tensor:
         """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
         _check_sizes(query, key, value, grouped=True)
-        mask = ("explicit", ALL_VISIBLE, "") if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, "")
+        mask = ("explicit", ALL_VISIBLE, ()) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, ())
         computed = None if query.is_meta else fused.blank(query, (*query.shape[:-1], value.shape[-1]))
         return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
 
@@ -167,23 +167,22 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
 def _why_unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, grouped: bool
 ) -> Unfused:
-    """Why no fused CUDA kernel of PyTorch accepts these tensors (`sdp_utils_cpp.h`); "" where one does."""
+    """Why no fused CUDA kernel of PyTorch accepts these tensors (`sdp_utils_cpp.h`); empty where one does."""
     inputs, sizes = (query, key, value), {query.shape[-1], value.shape[-1]}
     same_batch = len({tensor.shape[0] for tensor in inputs}) == 1
     same_heads = grouped or len({tensor.shape[-3] for tensor in inputs if tensor.dim() > 2}) == 1
     aligned = (mask is None and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD) or not any(size % 8 for size in sizes)
     if any(tensor.dim() != 4 for tensor in inputs) or not (same_batch and same_heads and aligned):
-        return "sizes"
-    named: dict[Unfused, torch.Tensor | None] = {"mask": mask, "query": query, "key": key, "value": value}
-    strided = (name for name, tensor in named.items() if tensor is not None and tensor.dim() and tensor.stride(-1) != 1)
-    return next(strided, "")
+        return ("sizes",)
+    named: dict[Any, torch.Tensor | None] = {"query": query, "key": key, "value": value, "mask": mask}
+    return tuple(name for name, tensor in named.items() if tensor is not None and tensor.dim() and tensor.stride(-1) != 1)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """Attention that only produces shapes, or the values that were computed already.
 
     Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]. `mask` has its kind, the share
-    of all pairs that it shows, and why the attention runs unfused ("": it does not). Unfused, the probabilities are kept for
+    of all pairs that it shows, and why the attention runs unfused (empty: it does not). Unfused, the probabilities are kept for
     backward.
     """
 

@@ -184,8 +184,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
 
 def _unfused_attention(trace: ModuleTrace) -> Iterator[Finding]:
     """Which attention no fused kernel accepts, and why."""
-    sizes = dict.fromkeys(op.name for op in trace.attentions if op.unfused == "sizes")
-    strided = dict.fromkeys((op.name, op.unfused) for op in trace.attentions if op.unfused not in ("", "sizes"))
+    sizes = dict.fromkeys(op.name for op in trace.attentions if op.unfused == ("sizes",))
+    strided = [(op.name, tensor) for op in trace.attentions for tensor in op.unfused if tensor != "sizes"]
     if strided:
         names, tensors = (list(dict.fromkeys(column)) for column in zip(*strided, strict=True))
         yield finding("attention-unfused", names=names, tensors=tensors)

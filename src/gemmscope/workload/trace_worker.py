@@ -182,7 +182,7 @@ def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
-    built = load_factory(request["module"], request["micro_batch"], request["sequence"], "meta")
+    built = _built_on_meta(request)
     given = [name for name, key in zip(SIZES, ("micro_batch", "sequence"), strict=True) if request[key] is not None]
     ignored = tuple(name for name in given if built.own_inputs and name not in built.taken)
     folder = Path(request["module"].rpartition(":")[0]).resolve().parent
@@ -194,6 +194,22 @@ def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
         if error.__cause__ is None or not fails_on_meta(error.__cause__) or size > LARGEST_WITH_VALUES:
             raise
         return replace(_trace_with_values(request, folder, error), ignored=ignored)
+
+
+def _built_on_meta(request: dict[str, Any]) -> Built:
+    """What the factory returns, on the meta device. A factory that reads values, such as the rates of `torch.linspace`, is called
+    on the CPU. If that fails too, the first error is raised."""
+    arguments = (request["module"], request["micro_batch"], request["sequence"], "meta")
+    try:
+        return load_factory(*arguments)
+    except TraceError as error:
+        if error.__cause__ is None or not fails_on_meta(error.__cause__):
+            raise
+        try:
+            with limited_memory():
+                return load_factory(*arguments, built_on="cpu")
+        except TraceError:
+            raise error from error.__cause__
 
 
 def _trace_with_values(request: dict[str, Any], folder: Path, without: TraceError) -> ModuleTrace:
