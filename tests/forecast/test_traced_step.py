@@ -151,7 +151,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_recipe_that_quantizes_nothing_says_why(monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], reason: str) -> None:
     """The message neither claims the speed of BF16 nor names a linear that no framework would quantize."""
-    bare = replace(TRACE, linear_paths=paths or ("elsewhere",))
+    bare = replace(TRACE, linear_paths=paths)
     monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: bare)
     step = forecast(model_run(load_model(module="tower.py:build")), ["h200"]).gpus[0].step
     assert step is not None

@@ -117,6 +117,21 @@ def test_which_linears_a_recipe_can_quantize() -> None:
     assert quantized == {"linear": True, "(root)": False, "gate": False, "narrow": False}
 
 
+def test_weights_outside_of_linears_alone() -> None:
+    """No recipe quantizes them, also if the module has no nn.Linear."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.zeros(128, 256))
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.matrix
+
+    [linear] = [op for op in as_workload(record(Bare(), (ROWS, 128))).ops if op.kind == "linear"]
+    assert not linear.quantized  # type: ignore[attr-defined]
+
+
 def test_convolutions_move_bytes() -> None:
     trace = record(nn.Conv1d(4, 6, 3, bias=False), (2, 4, 10))
     moved = (2 * 4 * 10 + 6 * 4 * 3 + 2 * 6 * 8) * 2

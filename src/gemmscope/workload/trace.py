@@ -61,7 +61,7 @@ class ModuleTrace:
     convolutions: tuple[CausalConv, ...] = ()
     attentions: tuple[TracedAttention, ...] = ()
     others: tuple[OtherWork, ...] = ()
-    linear_paths: tuple[str, ...] = ()
+    linear_paths: tuple[str, ...] | None = None  # None: all
     heads: tuple[str, ...] = ()
     layers: int = 0
     with_values: bool = False
@@ -203,5 +203,5 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
     return TracedLinear(
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
         count=count, forward_runs=ran["fprop"] // count, section=HEAD if name in trace.heads else "",
-        quantized=(not trace.linear_paths or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
+        quantized=(trace.linear_paths is None or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
     )  # fmt: skip
