@@ -27,6 +27,7 @@ def test_linears_that_fit_no_low_precision(run: Run, tmp_path: Path, monkeypatch
     outcome = run(line)
     assert outcome.code == 0
     assert "Only BF16 was forecast on H200 SXM 141 GB." in outcome.out
+    assert "--hugging-face" in outcome.out.rpartition("next: ")[2]
     assert "warning: No recipe except BF16 can run: the model has no linears to quantize" in outcome.out
 
 

@@ -132,6 +132,32 @@ def test_weights_outside_of_linears_alone() -> None:
     assert not linear.quantized  # type: ignore[attr-defined]
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def test_a_model_that_compares_images_with_texts() -> None:
+    """CLIP is trained with both towers and their loss, not as a classifier of images."""
+    pytest.importorskip("transformers")
+    vision = {**SMALL, "image_size": 32, "patch_size": 8}
+    config = {"model_type": "clip", "text_config": {**SMALL, "vocab_size": 64}, "vision_config": vision}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": 8, "as_trained": True})
+    assert (trace.class_name, trace.has_loss) == ("CLIPModel", True)
+    assert trace.inputs == "pixel_values 2 x 3 x 32 x 32, input_ids 2 x 8"
+    assert {gemm.op.partition(".")[0] for gemm in trace.gemms} >= {"text_model", "vision_model"}
+
+
+def test_a_config_whose_model_reads_values() -> None:
+    """DETR clamps its activations if one of them is infinite. It reads images, although it has a decoder."""
+    pytest.importorskip("transformers")
+    backbone = {"model_type": "resnet", "out_features": ["stage4"], "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}
+    layers = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 1), ("ffn_dim", 32))}
+    config = {"model_type": "detr", "backbone_config": {**backbone, "embedding_size": 8}, "d_model": 32, **layers}
+    config |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 4}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": None, "as_trained": True})
+    assert trace.with_values
+    assert trace.inputs == "pixel_values 2 x 3 x 224 x 224"
+
+
 def test_convolutions_move_bytes() -> None:
     trace = record(nn.Conv1d(4, 6, 3, bias=False), (2, 4, 10))
     moved = (2 * 4 * 10 + 6 * 4 * 3 + 2 * 6 * 8) * 2
