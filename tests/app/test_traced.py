@@ -62,3 +62,13 @@ def test_where_to_write_a_similar_type(
     outcome = run(f"{COMMAND} {tmp_path}")
     assert outcome.code == 2
     assert hint in outcome.err
+
+
+def test_a_note_about_linears_with_the_same_name_is_given_once(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts that run on different numbers of rows, for example."""
+    line = traced(monkeypatch, tmp_path, Gemm("expert", "fprop", 128, 256, 256), Gemm("expert", "fprop", 144, 256, 256))
+    assert run(f"{line} --detail").out.count("expert: all three passes are measured") == 1
