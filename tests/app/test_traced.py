@@ -27,6 +27,8 @@ def test_linears_that_fit_no_low_precision(run: Run, tmp_path: Path, monkeypatch
     outcome = run(line)
     assert outcome.code == 0
     assert "Only BF16 was forecast on H200 SXM 141 GB." in outcome.out
+    assert "--hugging-face" in outcome.out.rpartition("next: ")[2]
+    assert "warning: No recipe except BF16 can run: the model has no linears to quantize" in outcome.out
 
 
 def test_more_weights_than_any_model_has_experts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -60,3 +62,13 @@ def test_where_to_write_a_similar_type(
     outcome = run(f"{COMMAND} {tmp_path}")
     assert outcome.code == 2
     assert hint in outcome.err
+
+
+def test_a_note_about_linears_with_the_same_name_is_given_once(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts that run on different numbers of rows, for example."""
+    line = traced(monkeypatch, tmp_path, Gemm("expert", "fprop", 128, 256, 256), Gemm("expert", "fprop", 144, 256, 256))
+    assert run(f"{line} --detail").out.count("expert: all three passes are measured") == 1

@@ -135,6 +135,26 @@ def no_output():
 class Integers(Model):
     def forward(self, ids):
         return super().forward(ids).argmax(-1)
+
+
+class Slopes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+        self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.down(torch.tanh(self.up(x))).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def sparse():
+    return nn.Sequential(nn.Embedding(8, 128, sparse=True), nn.Linear(128, 128)), torch.zeros(16, dtype=torch.long)
+
+
+def slopes():
+    return Slopes(), torch.ones(16, 128)
 """
 
 
@@ -196,6 +216,14 @@ def test_inputs_and_outputs_inside_others(live: Callable[..., LiveModule]) -> No
     """Cast to BF16 with the parameters, and part of the loss."""
     module = live("nested")
     assert module.built.args[0]["inner"][0].dtype == torch.bfloat16
+    assert ModuleStep(module, kit("BF16")).loss() > 0
+
+
+def test_a_module_that_computes_gradients_itself(live: Callable[..., LiveModule]) -> None:
+    """Its linears are counted once. Complex buffers, such as those of rotary positions, stay complex."""
+    module = live("slopes")
+    assert {path: use.rows for path, use in module.linears.items()} == {"up": [16], "down": [16]}
+    assert module.built.module.angles.dtype == torch.complex64
     assert ModuleStep(module, kit("BF16")).loss() > 0
 
 
@@ -290,6 +318,7 @@ def test_a_mask_is_seen_and_a_head_is_the_last_linear_outside_the_layers() -> No
     [
         ("no_linears", "Sequential runs no nn.Linear"),
         ("frozen", "Model has no parameter that requires a gradient"),
+        ("sparse", "the gradients of 0 are sparse"),
     ],
 )
 def test_modules_that_cannot_be_trained(live: Callable[..., LiveModule], name: str, message: str) -> None:

@@ -117,6 +117,47 @@ def test_which_linears_a_recipe_can_quantize() -> None:
     assert quantized == {"linear": True, "(root)": False, "gate": False, "narrow": False}
 
 
+def test_weights_outside_of_linears_alone() -> None:
+    """No recipe quantizes them, also if the module has no nn.Linear."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.zeros(128, 256))
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.matrix
+
+    [linear] = [op for op in as_workload(record(Bare(), (ROWS, 128))).ops if op.kind == "linear"]
+    assert not linear.quantized  # type: ignore[attr-defined]
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def test_a_model_that_compares_images_with_texts() -> None:
+    """CLIP is trained with both towers and their loss, not as a classifier of images."""
+    pytest.importorskip("transformers")
+    vision = {**SMALL, "image_size": 32, "patch_size": 8}
+    config = {"model_type": "clip", "text_config": {**SMALL, "vocab_size": 64}, "vision_config": vision}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": 8, "as_trained": True})
+    assert (trace.class_name, trace.has_loss) == ("CLIPModel", True)
+    assert trace.inputs == "pixel_values 2 x 3 x 32 x 32, input_ids 2 x 8"
+    assert {gemm.op.partition(".")[0] for gemm in trace.gemms} >= {"text_model", "vision_model"}
+
+
+def test_a_config_whose_model_reads_values() -> None:
+    """DETR clamps its activations if one of them is infinite. It reads images, although it has a decoder."""
+    pytest.importorskip("transformers")
+    backbone = {"model_type": "resnet", "out_features": ["stage4"], "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}
+    layers = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 1), ("ffn_dim", 32))}
+    config = {"model_type": "detr", "backbone_config": {**backbone, "embedding_size": 8}, "d_model": 32, **layers}
+    config |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 4}
+    trace = trace_worker.answer({"config": config, "micro_batch": 2, "sequence": None, "as_trained": True})
+    assert trace.with_values
+    assert trace.inputs == "pixel_values 2 x 3 x 224 x 224"
+
+
 def test_convolutions_move_bytes() -> None:
     trace = record(nn.Conv1d(4, 6, 3, bias=False), (2, 4, 10))
     moved = (2 * 4 * 10 + 6 * 4 * 3 + 2 * 6 * 8) * 2
@@ -174,15 +215,66 @@ def test_a_bias_that_is_not_contiguous_in_its_last_dimension() -> None:
     class Biased(nn.Module):
         def __init__(self, order: tuple[int, int, int]) -> None:
             super().__init__()
-            self.linear, self.order = nn.Linear(WIDTH, WIDTH), order
+            self.linear, self.order = nn.Linear(WIDTH, 2 * 8), order
             self.bias = nn.Parameter(torch.zeros([(2, 3, 3)[order.index(place)] for place in range(3)]))
 
         def forward(self, x: Any) -> Any:
-            q = self.linear(x).view(2, 3, 2, 4).transpose(1, 2)
+            q = self.linear(x).view(2, 3, 2, 8).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.permute(self.order)[None])
 
     fused, unfused = (record(Biased(order), (2, 3, WIDTH)) for order in ((0, 1, 2), (2, 0, 1)))
-    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == [False, True]
+    assert [op.unfused for trace in (fused, unfused) for op in trace.attentions] == [(), ("mask",)]
     assert ["attention-unfused" in codes(as_workload(trace)) for trace in (fused, unfused)] == [False, True]
     scores = 2 * 2 * 3 * 3
     assert unfused.saved_bytes - fused.saved_bytes == scores * 4
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_last(convolution: Any, channels_last: bool) -> None:
+    """A convolution keeps its channels in the last place. Then queries that are made from them are contiguous there."""
+    layout = torch.channels_last if convolution is nn.Conv2d else torch.channels_last_3d
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = convolution(WIDTH, WIDTH, 3)
+
+        def forward(self, x: Any) -> Any:
+            q = self.project(x.contiguous(memory_format=layout) if channels_last else x).flatten(2).transpose(1, 2)[:, None]
+            return F.scaled_dot_product_attention(q, q, q)
+
+    image = (2, WIDTH, *[4] * (2 if convolution is nn.Conv2d else 3))
+    [op] = record(Attending(), image).attentions
+    assert op.unfused == (() if channels_last else ("query", "key", "value"))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "masked", "grouped", "expected"),
+    [
+        ((2, 2, 3, 8), (2, 2, 3, 8), True, False, ()),
+        ((2, 2, 3, 4), (2, 2, 3, 4), False, False, ()),  # flash kernels pad the head size
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, True, ()),
+        ((2, 2, 3, 8), (2, 1, 3, 8), False, False, ("sizes",)),  # one head of keys that is broadcast, as in Falcon-7B
+        ((2, 2, 3, 8), (1, 2, 3, 8), False, False, ("sizes",)),
+        ((2, 3, 8), (2, 3, 8), False, False, ("sizes",)),
+        ((2, 2, 3, 4), (2, 2, 3, 4), True, False, ("sizes",)),
+    ],
+)
+def test_sizes_that_no_fused_kernel_accepts(
+    query: tuple[int, ...], key: tuple[int, ...], masked: bool, grouped: bool, expected: tuple[str, ...]
+) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Parameter(torch.zeros(query)), nn.Parameter(torch.zeros(key))
+
+        def forward(self, mask: Any) -> Any:
+            keys = self.key * 2
+            return F.scaled_dot_product_attention(
+                self.query * 2, keys, keys, attn_mask=mask if masked else None, enable_gqa=grouped
+            )
+
+    trace = record(Attending(), (3, 3))
+    assert [op.unfused for op in trace.attentions] == [expected]
+    assert ("attention-unfused-sizes" in codes(as_workload(trace))) == bool(expected)

@@ -169,6 +169,25 @@ def too_many(): return Plain(), X(), None, None
 def a_class(): return Plain
 def needs_kernels(): import mamba_ssm_that_is_missing
 def asks_for_kernels(): raise ImportError("causal_conv1d is required: pip install causal-conv1d")
+def loss_of_two(): return Plain(), X(), lambda output, target: output.sum()
+def list_of_inputs(): return Plain(), [torch.zeros(4, 8), torch.zeros(2, 8)]
+class Rates(Plain):
+    def __init__(self):
+        super().__init__()
+        self.dropouts = nn.ModuleList(nn.Dropout(rate) for rate in torch.linspace(0, 0.1, 3).tolist())
+def rates(): return Rates(), X()
+class Rows(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8, sparse=True)
+def sparse_rows(): return Rows(), torch.zeros(4, 2, dtype=torch.long)
+class Graph(Plain):
+    def __init__(self):
+        super().__init__()
+        edges, sizes = torch.arange(4).repeat(2, 1), (4, 4)
+        self.register_buffer("edges", torch.sparse_coo_tensor(edges, torch.ones(4), sizes, check_invariants=False))
+    def forward(self, x): return torch.sparse.mm(self.edges, self.linear(x))
+def graph(): return Graph(), X()
 def frozen():
     plain = Plain()
     plain.requires_grad_(False)
@@ -256,6 +275,8 @@ def test_the_only_scalar_that_a_module_returns_is_its_loss(file: Path, name: str
         ("wants_size", "wants_size() needs micro_batch_size", "add "),
         ("on_cuda", "no NVIDIA driver", "without naming a device"),
         ("lazy", "lazy parameters", "call the module once"),
+        ("loss_of_two", "missing 1 required positional argument: 'target'", "a loss as loss(output)"),
+        ("list_of_inputs", "takes 2 positional arguments but 3 were given", "to pass a list as one argument"),
     ],
 )
 def test_what_to_do_about_a_module_that_cannot_be_traced(file: Path, name: str, message: str, hint: str) -> None:
@@ -299,6 +320,21 @@ def test_a_module_that_reads_values_runs_on_the_cpu(file: Path, name: str) -> No
     flops = sum(gemm.flops * gemm.count for gemm in trace.gemms)
     flops += sum(2 * gemm.m * gemm.k * gemm.n * gemm.batch * gemm.count for gemm in trace.batched_gemms)
     assert flops == counter.get_total_flops()
+
+
+def test_a_factory_that_reads_values_is_called_on_the_cpu(file: Path) -> None:
+    """Only to build the module, which is then traced without values. `torch.linspace(…).tolist()` is how timm sets drop rates."""
+    trace = trace_worker.answer({"module": f"{file}:rates", "micro_batch": None, "sequence": None})
+    assert not trace.with_values
+    assert [gemm.pass_name for gemm in trace.gemms] == ["fprop", "wgrad"]
+
+
+@pytest.mark.parametrize(("name", "linear"), [("sparse_rows", "head"), ("graph", "linear")])
+def test_sparse_tensors(file: Path, name: str, linear: str) -> None:
+    """Sparse gradients of an embedding, and a sparse matrix: they have no storage, and their GEMMs are not those of linears."""
+    trace = trace_worker.answer({"module": f"{file}:{name}", "micro_batch": None, "sequence": None})
+    assert {gemm.op for gemm in trace.gemms} == {linear}
+    assert not trace.batched_gemms
 
 
 def test_cudnn_runs_recurrent_modules_in_another_way(file: Path) -> None:

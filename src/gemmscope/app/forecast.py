@@ -354,6 +354,8 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
         yield from bubble_findings(step, subject.run) if subject is not None else ()
     yield from linear_findings(linears)
     left = subject is not None and subject.trace is not None
+    if left and step is not None and step.failures and len(step.recipes) == 1:
+        yield finding("nothing-quantized", reason=next(iter(step.failures.values())))
     yield from misaligned(linears.cases, linears.recipes, _heads(subject), left=left)
 
 

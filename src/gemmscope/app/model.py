@@ -7,7 +7,7 @@ from typing import Any
 from gemmscope.app.layout import choose_run
 from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.errors import UserError, closest, option, shown
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.model import presets
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
@@ -260,7 +260,7 @@ def linear_cases(workload: Workload) -> LinearCases:
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))
     linears = _with_unique_names(linears)
-    return LinearCases(tuple(cases_of(linears)), tuple(findings), *_layer(linears, workload.layers))
+    return LinearCases(tuple(cases_of(linears)), tuple(without_repeats(findings)), *_layer(linears, workload.layers))
 
 
 def _with_rows(op: Linear) -> Linear:

@@ -74,7 +74,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
         next_purpose="measure it on a real GPU",
-        next_command=same_model(_measures(result), result),
+        next_command=same_model(*_measures(result)),
         name=name,
     )
 
@@ -103,11 +103,13 @@ def _sharing(run: RunSpec) -> str:
     return f"{states} optimizer states, {shared}{ranks}"
 
 
-def _measures(result: ForecastResult) -> str:
-    """The command that measures this: linears alone, where the step cannot be run."""
+def _measures(result: ForecastResult) -> tuple[str, ForecastResult, str]:
+    """The command that measures this: linears alone, where the step cannot be run. A config without a closed form is run by its
+    Hugging Face class."""
     linears = result.gpus[0].linears
     alone = linears.bare or linears.as_te_benchmark or any(finding.code == "layers-not-run" for finding in result.findings)
-    return "bench" if alone else "step"
+    traced = any(finding.code in ("traced", "traced-with-values") for finding in result.findings) and "--config" in result.command
+    return "bench" if alone else "step", result, "--hugging-face" if traced and not alone else ""
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:

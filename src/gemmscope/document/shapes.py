@@ -41,7 +41,8 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
 
 def _parameters(result: ShapesResult) -> str:
     totals = result.totals
-    text = f"The model has {totals.parameters:,} parameters ({units.parameters(totals.parameters)})"
+    rounded = f" ({units.parameters(totals.parameters)})" if totals.parameters >= 1e6 else ""
+    text = f"The model has {totals.parameters:,} parameters{rounded}"
     if totals.active_parameters != totals.parameters:
         text += f", {units.parameters(totals.active_parameters)} active per token"
     if totals.parameters_of_rank != totals.parameters:

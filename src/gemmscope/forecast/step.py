@@ -44,7 +44,7 @@ from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear,
 from gemmscope.workload.summary import totals
 
 WAITING: StepPart = "exposed communication"
-NOTHING_TO_QUANTIZE = "it has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
+NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
 
 
 @dataclass(frozen=True)

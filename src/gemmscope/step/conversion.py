@@ -60,8 +60,16 @@ def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[di
             hooks.append(child.register_forward_pre_hook(_counting(use, calls)))
     try:
         functional.scaled_dot_product_attention = attention
-        with torch.no_grad():
-            forward()
+        try:
+            with torch.no_grad():
+                forward()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            masked.clear()
+            for use in uses.values():
+                use.rows.clear()
+            forward()  # computes gradients itself, such as a gradient penalty or forces
     finally:
         functional.scaled_dot_product_attention = attend
         for hook in hooks:

@@ -47,7 +47,7 @@ def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> B
     if plan.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs = training_inputs(model, plan.micro_batch_size, plan.sequence_length or None, device, precision)
-    return Built(model, (), inputs, own_inputs="input_ids" not in inputs)
+    return Built(model, (), inputs, own_inputs=next(iter(inputs)) != "input_ids")
 
 
 def hide_wrong_kernels() -> None:

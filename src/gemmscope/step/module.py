@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemmscope.errors import option
 from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, record_linears
 from gemmscope.step.huggingface import ModelKernels, live_huggingface, mixers
 from gemmscope.step.kits.plain import Kit, compiled_module
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
 }  # the learning rate is zero: the weights stay as they are, and so does the time of a step
 
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 HALF = "; optimizers overflow in FP16: return the module in FP32 or BF16, or add --optimizer none"
 
 
@@ -70,6 +72,12 @@ class LiveModule:
         trained = [parameter for parameter in built.module.parameters() if parameter.requires_grad]
         if not trained:
             raise TraceError(f"{name} has no parameter that requires a gradient: there is nothing to train")
+        sparse = [path for path, part in built.module.named_modules() if isinstance(part, EMBEDDINGS) and part.sparse]
+        if sparse and optimizer != "none" and not (optimizer == "sgd" and device == "cpu"):  # fused, SGD does not support them
+            raise TraceError(
+                f"the gradients of {sparse[0]} are sparse, and {optimizer} does not support them on {device}",
+                f"add {option('optimizer', 'none')}, or build it with sparse=False",
+            )
         layers = find_layers(built.module)
         return cls(
             built=built,
@@ -159,7 +167,8 @@ def _in_precision(built: Built, precision: torch.dtype) -> tuple[Built, bool]:
         return tensor.to(precision) if tensor.dtype == torch.float32 else tensor
 
     inputs = {"args": with_tensors(built.args, cast), "kwargs": with_tensors(built.kwargs, cast)}
-    return replace(built, module=built.module.to(precision), **inputs), True
+    module = built.module._apply(lambda tensor: tensor.to(precision) if tensor.is_floating_point() else tensor)
+    return replace(built, module=module, **inputs), True  # unlike module.to, this keeps complex tensors
 
 
 def _optimizer(trained: list[nn.Parameter], name: str) -> torch.optim.Optimizer | None:

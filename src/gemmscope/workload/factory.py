@@ -73,8 +73,13 @@ class Built:
         return ", ".join(named[:MOST_INPUTS]) + (", …" if len(named) > MOST_INPUTS else "") or "no tensors"
 
 
-def load_factory(reference: str, micro_batch: int | None, sequence: int | None, device: str) -> Built:
-    """Call `factory` of `file.py:factory` under this device. A `TraceError` says why that failed, and what to do."""
+def load_factory(
+    reference: str, micro_batch: int | None, sequence: int | None, device: str, built_on: str | None = None
+) -> Built:
+    """Call `factory` of `file.py:factory` under this device, or under `built_on`, and move what it returns to the device.
+
+    A `TraceError` says why that failed, and what to do.
+    """
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
@@ -87,8 +92,8 @@ def load_factory(reference: str, micro_batch: int | None, sequence: int | None, 
         raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
     given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
     accepted = _accepted(factory, name, given)
-    stay = _OnMeta() if device == "meta" else contextlib.nullcontext()
-    with naming(f"{name}()", folder), torch.device(device), stay:
+    stay = _OnMeta() if (built_on or device) == "meta" else contextlib.nullcontext()
+    with naming(f"{name}()", folder), torch.device(built_on or device), stay:
         result = factory(**accepted)
     module, inputs, loss = _unpacked(result, name)
     with naming(f"moving what {name}() returned to the device {device}", folder):

@@ -40,9 +40,11 @@ def naming(what: str, folder: Path | None = None) -> Iterator[None]:
 _NEEDS_VALUES = (
     "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
     "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
+    "CPU int64 tensor",
 )  # fmt: skip
 
 
+_OTHER_ARGUMENTS = ("positional argument", "unexpected keyword argument")
 _NO_META_KERNEL = ("no fake impl", "Meta kernel")
 _OTHER_DEVICE = ("is not on the expected device", "to be on the same device")
 _NEEDS_CUDA = ("compiled with CUDA", "_cuda_", "No CUDA GPUs", "NVIDIA driver", "CUDA-capable")
@@ -53,6 +55,11 @@ def advice(error: BaseException) -> str:
     if isinstance(error, ImportError) and (missing := getattr(error, "name", None)):
         return f"pip install {missing.split('.')[0]}, or build the module without it"
     text = str(error)
+    if isinstance(error, TypeError) and any(phrase in text for phrase in _OTHER_ARGUMENTS):
+        return (
+            "the module is called as module(*inputs), or module(**inputs) if they are a dict, and a loss as loss(output); "
+            "to pass a list as one argument, return (module, ([...],))"
+        )
     if "relative import" in text:
         return "import what is above the folder of the file by its full name, and add where it is to PYTHONPATH"
     if isinstance(error, ImportError) or "pip install" in text or "not installed" in text:
@@ -91,7 +98,7 @@ def _needed_network(error: BaseException | None) -> bool:
 
 
 def _place(error: BaseException, folder: Path | None) -> str:
-    """Where an exception came from: the last line that ran in `folder`, else in another package's modules, else at all."""
+    """Where an exception came from: the last line that ran in `folder`, else in another package's modules."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (line {error.lineno} of {error.filename})"
     ran = list(traceback.extract_tb(error.__traceback__))
@@ -99,14 +106,13 @@ def _place(error: BaseException, folder: Path | None) -> str:
     frames = own or [frame for frame in ran if not _is_internal(Path(frame.filename))]
     if not frames and any(frame.filename.endswith("autograd/graph.py") for frame in ran):
         return " (in the backward pass)"
-    frames = frames or ran
     return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
 
 
 def _is_internal(path: Path) -> bool:
     """Whether a file is a part of PyTorch that users do not call by name, or of gemmscope."""
     torch_folder, own_folder = Path(torch.__file__).parent, Path(__file__).parents[1]
-    inside = torch_folder in path.parents and "modules" not in path.parts
+    inside = torch_folder in path.parents and ("modules" not in path.parts or path.name == "module.py")
     return inside or own_folder in path.parents
 
 

@@ -41,15 +41,26 @@ def built_huggingface(config_dict: dict[str, Any], batch: int, sequence: int | N
     yield Built(module, (), inputs, own_inputs=own)
 
 
+def huggingface_with_values(config_dict: dict[str, Any], batch: int, sequence: int | None) -> Iterator[Built]:
+    """The model on the CPU in FP32, with random inputs: with labels; then, where that fails, without."""
+    torch.manual_seed(0)
+    module = huggingface_model(config_dict, "cpu", torch.float32)
+    inputs = training_inputs(module, batch, sequence, "cpu", torch.float32)
+    own = next(iter(inputs)) != "input_ids"
+    yield Built(module, (), inputs, own_inputs=own)
+    if inputs.pop("labels", None) is not None:
+        yield Built(module, (), inputs, own_inputs=own)
+
+
 def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtype) -> dict[str, Any]:
-    """What the model is called with: images or sound as its config describes them, else token ids."""
+    """What the model is called with: images or sound as its config describes them, else token ids; both if it compares them."""
     config, name = module.config, getattr(module, "main_input_name", "input_ids")
-    vision = getattr(config, "vision_config", None) or config
+    accepted = inspect.signature(module.forward).parameters
+    if _compares(accepted):
+        images, texts = _images(config, batch, precision), _ids(batch, _given(sequence))
+        return {"pixel_values": images, "input_ids": texts, "return_loss": True}
     if name == "pixel_values":
-        image = getattr(vision, "image_size", None) or USUAL_IMAGE
-        height, width = image if isinstance(image, (list, tuple)) else (image, image)
-        frames = (vision.num_frames,) if isinstance(getattr(vision, "num_frames", None), int) else ()
-        inputs = {name: _floats((batch, *frames, getattr(vision, "num_channels", 3), height, width), precision)}
+        inputs = {name: _images(config, batch, precision)}
     elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
     elif name == "input_values" and hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
@@ -60,21 +71,34 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
         inputs = {"input_ids": _ids(batch, _given(sequence))}
     else:
         raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes are not in its config")
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
         longest = getattr(config, "max_target_positions", None)
         inputs["decoder_input_ids"] = _ids(batch, longest if sequence is None and longest else _given(sequence))
-    required = inspect.signature(module.forward).parameters.get("input_ids")
+    required = accepted.get("input_ids")
     if required is not None and required.default is inspect.Parameter.empty and "input_ids" not in inputs:
         inputs["input_ids"] = _ids(batch, _given(sequence))
     return inputs
 
 
-def training_inputs(
-    module: Any, batch: int, sequence: int | None, device: str, precision: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _compares(accepted: Mapping[str, Any]) -> bool:
+    """Whether a forward pass with these arguments compares images with texts, as CLIP does."""
+    return {"pixel_values", "input_ids", "return_loss"} <= accepted.keys()
+
+
+def _images(config: Any, batch: int, precision: torch.dtype) -> torch.Tensor:
+    vision = getattr(config, "vision_config", None) or config
+    image = getattr(vision, "image_size", None) or USUAL_IMAGE
+    height, width = image if isinstance(image, (list, tuple)) else (image, image)
+    frames = (vision.num_frames,) if isinstance(getattr(vision, "num_frames", None), int) else ()
+    return _floats((batch, *frames, getattr(vision, "num_channels", 3), height, width), precision)
+
+
+def training_inputs(module: Any, batch: int, sequence: int | None, device: str, precision: torch.dtype) -> dict[str, Any]:
     """Random inputs on the device of a model, with labels where it computes its own loss."""
     inputs = _inputs(module, batch, sequence, precision)
-    filled = {name: _filled(tensor, module, device) for name, tensor in inputs.items()}
+    filled = {
+        name: _filled(value, module, device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+    }
     if (labels := _labels(module, inputs)) is None:
         return filled
     same = next((name for name, tensor in inputs.items() if tensor is labels), None)
@@ -176,7 +200,9 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
     elif type(config) in masked._model_mapping and not getattr(config, "is_decoder", False):
         order = [masked, causal, bare]
     else:
-        order = [causal, *pairs, *mixed, masked, *senses, bare]
+        forward = getattr(bare._model_mapping.get(type(config), None), "forward", None)  # None: no class, or several
+        compares = forward is not None and _compares(inspect.signature(forward).parameters)
+        order = [causal, *pairs, *mixed, masked, *([] if compares else senses), bare]
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")

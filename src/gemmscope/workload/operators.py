@@ -34,11 +34,11 @@ FREE, SEPARATE = frozenset(aten()["free"]["names"]), frozenset(aten()["separate"
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, including those in lists."""
+    """The tensors among arguments or results, including those in lists. Sparse ones, which have no storage, are left out."""
     collected = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            collected.append(value)
+            collected += [value] if value.layout == torch.strided else []
         elif isinstance(value, (list, tuple)):
             collected += tensors(value)
     return collected

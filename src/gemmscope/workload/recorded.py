@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
+
+Unfused = tuple[Literal["sizes", "query", "key", "value", "mask"], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +37,15 @@ class TracedAttention(Attention):
     """A call of scaled_dot_product_attention. `backward_runs` is 0 where no gradient is needed.
 
     `mask_bytes` are those of an explicit mask, 0 without one; `mask_gradient`: it is a bias that is learned.
-    `unfused`: query, key, value or mask is not contiguous in its last dimension, which all fused kernels of PyTorch require. It
-    then runs as batched GEMMs and a softmax, in FP32.
+    `unfused`: why no fused kernel of PyTorch accepts it. "sizes": not four dimensions, batch sizes or heads that differ, or a
+    head size that these kernels do not have. Else the tensors that are not contiguous in their last dimension. It then runs as
+    batched GEMMs and a softmax, in FP32.
     """
 
     backward_runs: int = 1
     mask_bytes: int = 0
     mask_gradient: bool = False
-    unfused: bool = False
+    unfused: Unfused = ()
 
     def forward(self) -> Work:
         return super().forward() + Work(0, self.mask_bytes)

@@ -29,8 +29,9 @@ import torch
 
 from gemmscope.workload import fused
 from gemmscope.workload.layers import why_not_converted
-from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
+from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of, tensors
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
+from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
@@ -72,7 +73,7 @@ class AttentionCall(NamedTuple):
     mask_bytes: int = 0  # of an explicit one
     mask_gradient: bool = False  # it is a bias that is learned
     share: Fraction = ALL_VISIBLE  # of all pairs, that a block mask allows
-    unfused: bool = False  # no fused kernel accepts its tensors
+    unfused: Unfused = ()  # why no fused kernel accepts its tensors
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Recorder:
         self._convolutions: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
-        self._buffers = {(storage := buffer.untyped_storage())._cdata: storage for buffer in self.module.buffers()}
+        self._buffers = {(storage := buffer.untyped_storage())._cdata: storage for buffer in tensors(self.module.buffers())}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
         floats = Counter(parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point())
         self.operand = Operand(floats.most_common(1)[0][0] if floats else None)
@@ -342,7 +343,9 @@ class Recorder:
         self.traffic.barrier(map(storage_of, inputs), map(storage_of, outputs), backward=self.is_backward())
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that backward needs: counted once, with all of its storage; weights are not counted."""
+        """A tensor that backward needs: counted once, with all of its storage; weights and sparse tensors are not counted."""
+        if tensor.layout != torch.strided:
+            return tensor
         storage = tensor.untyped_storage()
         if not self.is_weight(tensor) and not self.is_backward():
             scale = self.operand.element_bytes(tensor) / tensor.element_size()

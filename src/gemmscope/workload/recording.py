@@ -13,12 +13,14 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemmscope.workload import flex, fused
 from gemmscope.workload.operators import tensors
 from gemmscope.workload.ops import ALL_VISIBLE
+from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.recorder import AttentionCall, Recorder
 from gemmscope.workload.remembered import RememberedShapes
 
@@ -26,6 +28,7 @@ _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DETECT_CAUSAL = torch.nn.modules.transformer._detect_is_causal_mask
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _WITH_ADDEND = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
+LARGEST_FLASH_HEAD = 256  # flash kernels pad head sizes up to this one; others need multiples of 8
 _GEMMS = ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", *_WITH_ADDEND)
 
 
@@ -78,8 +81,10 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
             raise TimeoutError("running the module takes too long")
         output = self._shapes.run(operator, args, kwargs or {})
         recorder, name = self._recorder, operator._schema.name
+        if name == "aten::convolution":
+            output = _in_layout_of(output, args[0], args[1])
         inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
-        if name in _GEMMS:
+        if name in _GEMMS and all(value.layout == torch.strided for value in args if isinstance(value, torch.Tensor)):
             first = 1 if name in _WITH_ADDEND else 0
             recorder.gemm(args[first], args[first + 1], outputs[0])
         elif name in ("aten::mv", "aten::addmv"):
@@ -97,6 +102,13 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
         recorder.barrier(inputs, outputs)
         recorder.derive_weight(inputs, outputs)
         return output
+
+
+def _in_layout_of(output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The output of a convolution, with channels last where its input or weight has them. On the meta device, it has not."""
+    layouts = [suggest_memory_format(tensor) for tensor in (source, weight)]
+    wanted = next((layout for layout in layouts if layout != torch.contiguous_format), None)
+    return output.contiguous(memory_format=wanted) if wanted is not None else output
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]
@@ -126,8 +138,9 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
         operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
-        unfused = any(tensor is not None and tensor.dim() and tensor.stride(-1) != 1 for tensor in operands)
-        _check_sizes(*operands[:3], grouped=bool(named.get("enable_gqa")))
+        grouped = bool(named.get("enable_gqa"))
+        _check_sizes(*operands[:3], grouped=grouped)
+        unfused = _why_unfused(*operands, grouped=grouped)
         computed = None
         if not operands[0].is_meta:
             with torch.no_grad(), _disable_current_modes():
@@ -137,7 +150,7 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
     def flex_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Fraction | None) -> torch.Tensor:
         """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
         _check_sizes(query, key, value, grouped=True)
-        mask = ("explicit", ALL_VISIBLE, False) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, False)
+        mask = ("explicit", ALL_VISIBLE, ()) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, ())
         computed = None if query.is_meta else fused.blank(query, (*query.shape[:-1], value.shape[-1]))
         return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
 
@@ -151,19 +164,33 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
         raise RuntimeError(f"the sizes of attention do not fit each other: {sizes}")
 
 
+def _why_unfused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, grouped: bool
+) -> Unfused:
+    """Why no fused CUDA kernel of PyTorch accepts these tensors (`sdp_utils_cpp.h`); empty where one does."""
+    inputs, sizes = (query, key, value), {query.shape[-1], value.shape[-1]}
+    same_batch = len({tensor.shape[0] for tensor in inputs}) == 1
+    same_heads = grouped or len({tensor.shape[-3] for tensor in inputs if tensor.dim() > 2}) == 1
+    aligned = (mask is None and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD) or not any(size % 8 for size in sizes)
+    if any(tensor.dim() != 4 for tensor in inputs) or not (same_batch and same_heads and aligned):
+        return ("sizes",)
+    named: dict[Any, torch.Tensor | None] = {"query": query, "key": key, "value": value, "mask": mask}
+    return tuple(name for name, tensor in named.items() if tensor is not None and tensor.dim() and tensor.stride(-1) != 1)
+
+
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """Attention that only produces shapes, or the values that were computed already.
 
     Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]. `mask` has its kind, the share
-    of all pairs that it shows, and whether the attention runs unfused: fused kernels need tensors that are contiguous in their
-    last dimension. Unfused, the probabilities are kept for backward.
+    of all pairs that it shows, and why the attention runs unfused (empty: it does not). Unfused, the probabilities are kept for
+    backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         recorder: Recorder,
-        mask: tuple[str, Fraction, bool],
+        mask: tuple[str, Fraction, Unfused],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option, shown
-from gemmscope.findings import finding
+from gemmscope.findings import Finding, finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
 from gemmscope.workload.derive import HEAD, STEP, Workload
@@ -61,7 +61,7 @@ class ModuleTrace:
     convolutions: tuple[CausalConv, ...] = ()
     attentions: tuple[TracedAttention, ...] = ()
     others: tuple[OtherWork, ...] = ()
-    linear_paths: tuple[str, ...] = ()
+    linear_paths: tuple[str, ...] | None = None  # None: all
     heads: tuple[str, ...] = ()
     layers: int = 0
     with_values: bool = False
@@ -172,8 +172,7 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
-    if unfused := [op.name for op in trace.attentions if op.unfused]:
-        findings.append(finding("attention-unfused", names=unfused))
+    findings += _unfused_attention(trace)
     if trace.unreached:
         findings.append(finding("parts-without-gradient", names=list(trace.unreached), share=trace.unreached_share))
     if trace.ignored:
@@ -181,6 +180,17 @@ def as_workload(trace: ModuleTrace) -> Workload:
     if trace.others and not trace.has_loss:
         findings.append(finding("no-loss-traced"))
     return Workload(tuple(ops), stage=0, findings=tuple(findings))
+
+
+def _unfused_attention(trace: ModuleTrace) -> Iterator[Finding]:
+    """Which attention no fused kernel accepts, and why."""
+    sizes = dict.fromkeys(op.name for op in trace.attentions if op.unfused == ("sizes",))
+    strided = [(op.name, tensor) for op in trace.attentions for tensor in op.unfused if tensor != "sizes"]
+    if strided:
+        names, tensors = (list(dict.fromkeys(column)) for column in zip(*strided, strict=True))
+        yield finding("attention-unfused", names=names, tensors=tensors)
+    if sizes:
+        yield finding("attention-unfused-sizes", names=list(sizes))
 
 
 def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
@@ -193,5 +203,5 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
     return TracedLinear(
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
         count=count, forward_runs=ran["fprop"] // count, section=HEAD if name in trace.heads else "",
-        quantized=(not trace.linear_paths or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
+        quantized=(trace.linear_paths is None or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
     )  # fmt: skip

@@ -26,7 +26,14 @@ from gemmscope.workload import flex
 from gemmscope.workload.confine import limited_memory, offline
 from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
-from gemmscope.workload.huggingface import build_huggingface, built_huggingface, causal, huggingface_model, windows
+from gemmscope.workload.huggingface import (
+    build_huggingface,
+    built_huggingface,
+    causal,
+    huggingface_model,
+    huggingface_with_values,
+    windows,
+)
 from gemmscope.workload.layers import find_layers
 from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
@@ -166,23 +173,32 @@ def _trace_config(request: dict[str, Any]) -> ModuleTrace:
 
 
 def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
-    """Trace the model in the first way that works. If none does, raise the error of the last one, the least demanding."""
-    ways = built_huggingface(request["config"], request["micro_batch"], request["sequence"])
+    """Trace the model in the first way that works: on the meta device, or, if it reads values and is small, on the CPU. If none
+    does, raise the error of the last one, the least demanding."""
+    sizes = (request["config"], request["micro_batch"], request["sequence"])
+    ways, with_values = built_huggingface(*sizes), False
     failure: TraceError | None = None
+    small = reads_values = False
     while True:
         with naming("building the model from its config"):
             built = next(ways, None)
+        if built is None and reads_values and small and not with_values:
+            ways, with_values = huggingface_with_values(*sizes), True
+            continue
         if built is None:
             raise failure or TraceError("the model cannot be run")
         try:
-            with naming(RUNNING):
-                return trace_built(built)
+            with naming("running the model on the CPU" if with_values else RUNNING):
+                result = trace_built(built, longest_s=LONGEST_WITH_VALUES_S if with_values else math.inf)
+                return replace(result, with_values=with_values)
         except TraceError as error:  # advice on how to change a module does not help with a config
-            failure = TraceError(str(error)) if error.__cause__ is not None and fails_on_meta(error.__cause__) else error
+            reads_values = error.__cause__ is not None and fails_on_meta(error.__cause__)
+            failure = TraceError(str(error)) if reads_values else error
+            small = sum(parameter.nbytes for parameter in built.module.parameters()) <= LARGEST_WITH_VALUES
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
-    built = load_factory(request["module"], request["micro_batch"], request["sequence"], "meta")
+    built = _built_on_meta(request)
     given = [name for name, key in zip(SIZES, ("micro_batch", "sequence"), strict=True) if request[key] is not None]
     ignored = tuple(name for name in given if built.own_inputs and name not in built.taken)
     folder = Path(request["module"].rpartition(":")[0]).resolve().parent
@@ -194,6 +210,22 @@ def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
         if error.__cause__ is None or not fails_on_meta(error.__cause__) or size > LARGEST_WITH_VALUES:
             raise
         return replace(_trace_with_values(request, folder, error), ignored=ignored)
+
+
+def _built_on_meta(request: dict[str, Any]) -> Built:
+    """What the factory returns, on the meta device. A factory that reads values, such as the rates of `torch.linspace`, is called
+    on the CPU. If that fails too, the first error is raised."""
+    arguments = (request["module"], request["micro_batch"], request["sequence"], "meta")
+    try:
+        return load_factory(*arguments)
+    except TraceError as error:
+        if error.__cause__ is None or not fails_on_meta(error.__cause__):
+            raise
+        try:
+            with limited_memory():
+                return load_factory(*arguments, built_on="cpu")
+        except TraceError:
+            raise error from error.__cause__
 
 
 def _trace_with_values(request: dict[str, Any], folder: Path, without: TraceError) -> ModuleTrace:
