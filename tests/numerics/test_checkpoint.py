@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.model.flags import from_hyperparameters  # noqa: E402
 from gemmscope.numerics.checkpoint import read_checkpoint  # noqa: E402
+from gemmscope.numerics.known import known_linears  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 
@@ -32,7 +33,7 @@ def weights(layers: int = 2) -> dict[str, torch.Tensor]:
 
 def model(**changes: int):  # type: ignore[no-untyped-def]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2} | changes
-    return from_hyperparameters(**sizes)
+    return known_linears(from_hyperparameters(**sizes))
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -77,10 +78,31 @@ def test_a_checkpoint_of_another_model_is_one_message(tmp_path: Path) -> None:
     write_tensors(tmp_path / "model.safetensors", weights(), {})
     for changes, message in (
         ({"num_hidden_layers": 3}, "it has 2 layers, the model 3"),
-        ({"intermediate_size": 768}, "MLP Down is 512 to 256 in it, 768 to 256 in the model"),
+        ({"num_attention_heads": 4, "head_dim": 128}, "Attn Out is 256 x 256, in the model 512 x 256"),
+        ({"intermediate_size": 768}, "MLP Down is 512 x 256, in the model 768 x 256"),
     ):
         with pytest.raises(UserError, match=f"is a checkpoint of another model: {message}"):
             read_checkpoint(tmp_path / "model.safetensors", model=model(**changes))
+
+
+def test_layers_that_predict_further_tokens_and_single_files_are_no_other_model(tmp_path: Path) -> None:
+    for name, layers in (("model.safetensors", 3), ("model-00001-of-00002.safetensors", 1)):
+        write_tensors(tmp_path / name, weights(layers=layers), {})
+        assert read_checkpoint(tmp_path / name, model=model()).layers == layers
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [((256, 768), (256, 768)), ((768, 256), (256, 768))])
+def test_conv1d_of_gpt2_and_linears_with_the_same_names(tmp_path: Path, shape: tuple[int, int], sizes: tuple[int, int]) -> None:
+    stored = {"transformer.wte.weight": torch.zeros(1000, 256), "transformer.h.0.attn.c_attn.weight": torch.randn(shape)}
+    write_tensors(tmp_path / "model.safetensors", stored, {})
+    [linear] = read_checkpoint(tmp_path / "model.safetensors").linears
+    assert (linear.facts.inputs, linear.facts.outputs) == sizes
+
+
+def test_a_model_whose_name_contains_that_of_a_norm(tmp_path: Path) -> None:
+    stored = {"roberta_prelayernorm.encoder.layer.0.attention.self.query.weight": torch.randn(64, 64)}
+    write_tensors(tmp_path / "model.safetensors", stored, {})
+    assert len(read_checkpoint(tmp_path / "model.safetensors").linears) == 1
 
 
 def test_fp8_weights_are_dequantized_and_that_is_said(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from gemmscope.app.numerics_speed import speed_result
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.numerics.known import known_linears
 from gemmscope.numerics.recording import HISTORY, read_recording
 from gemmscope.numerics.stream import ComputedErrors, compute_errors
 from gemmscope.numerics.weigh import weigh
@@ -129,7 +130,8 @@ def _source(
     if recording is not None:
         read_recording(recording)  # an invalid file is rejected before a process is started
     if synthetic is None:
-        return {named[0]: str(given[named[0]])}
+        model = job.source.model if job is not None and checkpoint is not None else None
+        return {named[0]: str(given[named[0]]), "known": asdict(known_linears(model)) if model is not None else None}
     if synthetic not in KINDS:
         raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(KINDS)}")
     if job is None:

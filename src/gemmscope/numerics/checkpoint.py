@@ -6,6 +6,7 @@ time, so that memory is bounded by the largest weight.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +17,13 @@ import torch
 from torch import Tensor
 
 from gemmscope.errors import UserError, shown
-from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.numerics.experts import few_experts
+from gemmscope.numerics.known import KnownLinears
 from gemmscope.numerics.names import HIGH_PRECISION_OPS, LinearName, name_linears
 from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import random_for, sample_linear
 from gemmscope.reading import called, parse_json, read_text
-from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import Linear
 
 HINT = "give a safetensors file, a folder with such files, or a model.safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -35,6 +34,8 @@ FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")  # DeepSeek's of 128x128 blocks; one per tensor or row elsewhere
 SCALE_BLOCK = 128
 SMALLEST = 16  # features of a linear
+PART = re.compile(r"-\d+-of-\d+")  # in the name of one of several files
+PREDICTION_LAYERS = 3  # at most, which a checkpoint may have beside the layers of the model
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class StoredWeight:
         return (weight.float() * scales).to(torch.bfloat16)
 
 
-def read_checkpoint(path: str | Path, *, seed: int = 0, megabytes: float = 64, model: ModelSpec | None = None) -> TensorRecording:
+def read_checkpoint(
+    path: str | Path, *, seed: int = 0, megabytes: float = 64, model: KnownLinears | None = None
+) -> TensorRecording:
     """Sample the weights of all linears. With `model`, a `UserError` if the checkpoint is that of another model."""
     files = checkpoint_files(path)
     weights, names = find_weights(files)
@@ -155,24 +158,34 @@ def _indexed(index: Path) -> list[Path]:
 def find_weights(files: Sequence[TensorFile]) -> tuple[dict[str, StoredWeight], dict[str, LinearName]]:
     """The linears of a checkpoint: path → weight, and path → name."""
     weights: dict[str, StoredWeight] = {}
+    conv1d = _has_conv1d(files)
     for file in files:
         for key, stored in file.tensors.items():
-            weights.update(_weights_of(file, key, stored))
+            weights.update(_weights_of(file, key, stored, conv1d=conv1d))
     weights = _oriented(weights)
     names = name_linears({key: weight.sizes for key, weight in weights.items()})
     names = {key: name for key, name in names.items() if name.op not in HIGH_PRECISION_OPS}
     return {key: weights[key] for key in names}, names
 
 
-def _weights_of(file: TensorFile, key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeight]]:
+def _has_conv1d(files: Sequence[TensorFile]) -> bool:
+    """Whether c_attn, c_proj and c_fc are stored as [inputs, outputs], as in GPT-2. In GPT-BigCode and StarCoder2, they are
+    linears: the last dimension of c_fc and c_attn is as wide as an embedding."""
+    shapes = {key: stored.shape for file in files for key, stored in file.tensors.items() if len(stored.shape) == 2}
+    hidden = {shape[1] for key, shape in shapes.items() if key.endswith(("wte.weight", "embed_tokens.weight"))}
+    first = [shape for key, shape in shapes.items() if key.endswith(("c_fc.weight", "c_attn.weight")) and shape[0] != shape[1]]
+    return not any(shape[1] in hidden and shape[0] not in hidden for shape in first)
+
+
+def _weights_of(file: TensorFile, key: str, stored: StoredTensor, *, conv1d: bool) -> Iterator[tuple[str, StoredWeight]]:
     if stored.dtype not in FLOATS or len(stored.shape) not in (2, 3) or min(stored.shape[-2:]) < SMALLEST:
         return
-    path = key.removesuffix(".weight")
-    if any(part in key for part in NOT_LINEARS):
+    path, ending = key.removesuffix(".weight"), ".".join(key.split(".")[-3:])
+    if any(part in ending for part in NOT_LINEARS):
         return
     if len(stored.shape) == 2 and key.endswith(".weight"):
-        conv1d = any(f".{name}." in f".{path}." for name in ("c_attn", "c_proj", "c_fc"))  # GPT-2 keeps [inputs, outputs]
-        yield path, StoredWeight(file, key, stored, transposed=conv1d)
+        transposed = conv1d and path.endswith((".c_attn", ".c_proj", ".c_fc"))
+        yield path, StoredWeight(file, key, stored, transposed=transposed)
     elif len(stored.shape) == 3 and "expert" in key:
         for number in range(stored.shape[0]):
             yield f"{path}.{number}", StoredWeight(file, key, stored, number)
@@ -198,23 +211,19 @@ def _oriented(weights: dict[str, StoredWeight]) -> dict[str, StoredWeight]:
     }
 
 
-def check_model(checkpoint: str, weights: Mapping[str, StoredWeight], names: Mapping[str, LinearName], model: ModelSpec) -> None:
+def check_model(
+    checkpoint: str, weights: Mapping[str, StoredWeight], names: Mapping[str, LinearName], model: KnownLinears
+) -> None:
     """Raise a `UserError` if layers or sizes are those of another model. Linears without a known op are not compared."""
     layers = {name.layer for name in names.values() if name.layer is not None}
     other = f"{checkpoint} is a checkpoint of another model"
     hint = "give the config of this checkpoint, or none"
-    if layers and len(layers) != len(model.layers):
-        raise UserError(f"{other}: it has {len(layers)} layers, the model {len(model.layers)}", hint)
-    expected: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or 512)).ops:
-        if isinstance(op, Linear):
-            expected[op.name].add((op.inputs, op.outputs))
-    stored: dict[tuple[str, int | None, int | None], tuple[int, int]] = {}
+    least = 0 if PART.search(checkpoint) else model.layers
+    if layers and not least <= len(layers) <= model.layers + PREDICTION_LAYERS:
+        raise UserError(f"{other}: it has {len(layers)} layers, the model {model.layers}", hint)
     for key, name in names.items():
         inputs, outputs = weights[key].sizes
-        before = stored.get((name.op, name.layer, name.expert), (inputs, 0))
-        stored[name.op, name.layer, name.expert] = (inputs, before[1] + outputs)
-    for (name_of_op, _, _), sizes in stored.items():
-        if name_of_op in expected and name_of_op != "LM Head" and sizes not in expected[name_of_op]:
-            inputs, outputs = min(expected[name_of_op])
-            raise UserError(f"{other}: {name_of_op} is {sizes[0]} to {sizes[1]} in it, {inputs} to {outputs} in the model", hint)
+        known, ends = model.sizes.get(name.op, ()), name.op.endswith((" Out", " Down"))  # others may be stored in parts
+        if known and not any(inputs == wanted[0] and (outputs == wanted[1] or not ends) for wanted in known):
+            here, there = (f"is {inputs} x {outputs}", "{} x {}") if ends else (f"has {inputs} inputs", "{}")
+            raise UserError(f"{other}: {name.op} {here}, in the model {there.format(*min(known))}", hint)

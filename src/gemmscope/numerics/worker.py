@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.numerics.checkpoint import read_checkpoint
+from gemmscope.numerics.known import KnownLinears
 from gemmscope.numerics.linear_errors import LinearErrors
 from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
 from gemmscope.numerics.stale import stale_scales
@@ -73,7 +75,8 @@ def opened(request: Mapping[str, Any]) -> TensorRecording:
     if "recording" in request:
         return read_recording(request["recording"])
     if "checkpoint" in request:
-        return read_checkpoint(request["checkpoint"], seed=request["seed"])
+        model = TypeAdapter(KnownLinears).validate_python(request["known"]) if request.get("known") else None
+        return read_checkpoint(request["checkpoint"], seed=request["seed"], model=model)
     sizes = ("tokens", "inputs", "outputs", "count")
     ops = tuple(Linear(name=case["op"], **{size: case[size] for size in sizes}) for case in request["cases"])
     return synthetic_recording(request["synthetic"], Workload(ops, stage=0), seed=request["seed"], model=request["model"])
