@@ -155,8 +155,8 @@ def number_of_experts(family: FamilyConfig) -> int:
         )
     if experts < 2 * groups:
         raise UserError(
-            f"{experts} experts in {key} = {groups} groups: a group must have at least two",
-            "routing scores a group by two experts",
+            f"{key} = {groups} leaves fewer than two experts in a group, but routing scores a group by two of its experts",
+            f"give at most {experts // 2} groups" if experts > 1 else "give at least two experts",
         )
     if type(chosen) is int and chosen > groups:
         raise UserError(f"topk_group = {chosen} is more than {key} = {groups}", f"routing chooses at most {groups} groups")
