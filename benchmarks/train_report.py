@@ -1,16 +1,18 @@
 """Loss gaps of the runs of `train_recipes.py`, beside the errors that `gemmscope numerics` predicts for the same model.
 
-    python benchmarks/train_report.py FOLDER [--numerics RUN.json] [--summary docs/measured/h200_training.json]
+    python benchmarks/train_report.py FOLDER [--numerics RUN.json]
+    python benchmarks/train_report.py docs/measured/h200_training --numerics docs/measured/h200_training/numerics.json.gz
 
 A gap is a recipe's loss minus the mean loss of the BF16 runs with the same seed, which differ in last bits or in the order of a
 sum. Its interval (95%, Student's t) is over seeds, and decides. The spread of the BF16 runs of a seed shows how much of a gap is
-noise. The summary holds every run's losses and the predicted errors; the table of the documentation is made from it.
+noise. Only seeds that were run in every recipe count. The tables of the documentation are made by the same code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -23,7 +25,12 @@ from gemmscope.results.read import read_result
 
 BASELINE, EMULATED = "BF16", "emulated:"
 BASELINES = (BASELINE, "BF16+bit", "BF16+bits", "BF16+order")
-MEASURES = {"train_loss": "training", "validation_loss": "validation", "validation_loss_bf16": "validation in BF16"}
+MAIN = ("train_loss", "validation_loss")
+MEASURES = {
+    "train_loss": "training loss",
+    "validation_loss": "validation loss",
+    "validation_loss_bf16": "validation loss in BF16",
+}
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # two-sided 95%, 1 to 10 degrees of freedom
 
 
@@ -82,28 +89,22 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs: losses by recipe and seed, and the predicted error of each recipe."""
+    """All runs: losses by recipe and seed, the predicted error of each recipe, and what the runs have in common."""
 
-    settings: Mapping[str, Any]
     losses: Mapping[str, Mapping[int, Mapping[str, float]]]
     predicted: Mapping[str, float]
-
-    @classmethod
-    def read(cls, summary: Mapping[str, Any]) -> Comparison:
-        """From a summary, whose seeds are texts, as in any JSON."""
-        losses = {recipe: {int(seed): values for seed, values in runs.items()} for recipe, runs in summary["losses"].items()}
-        return cls(summary["settings"], losses, summary["predicted"])
+    facts: Mapping[str, Any]
 
     @property
     def recipes(self) -> list[str]:
-        """Recipes that were run with at least one seed of the baseline: the smallest validation gap first."""
-        names = [name for name in self.losses if name not in BASELINES and self.losses[name].keys() & self.seeds]
+        """Recipes other than BF16: the smallest validation gap first."""
+        names = [name for name in self.losses if name not in BASELINES]
         return sorted(names, key=lambda name: self.gap(name, "validation_loss").mean)
 
     @property
-    def seeds(self) -> set[int]:
+    def seeds(self) -> list[int]:
         """The seeds with a BF16 run."""
-        return {seed for name in BASELINES for seed in self.losses.get(name, {})}
+        return sorted({seed for name in BASELINES for seed in self.losses.get(name, {})})
 
     def baselines(self, seed: int, measure: str) -> list[float]:
         """The losses of all BF16 runs of a seed."""
@@ -116,9 +117,14 @@ class Comparison:
 
     def gap(self, recipe: str, measure: str) -> Gap:
         """The gap to the mean of the BF16 runs of each seed."""
-        runs = self.losses[recipe]
-        seeds = sorted(runs.keys() & self.seeds)
-        return gap_of([runs[seed][measure] - fmean(self.baselines(seed, measure)) for seed in seeds])
+        return gap_of(self.group_gaps([recipe], measure))
+
+    def group_gaps(self, group: Sequence[str], measure: str) -> list[float]:
+        """The mean gap of several recipes, for every seed that all of them have."""
+        seeds = [seed for seed in self.seeds if all(seed in self.losses[name] for name in group)]
+        return [
+            fmean(self.losses[name][seed][measure] for name in group) - fmean(self.baselines(seed, measure)) for seed in seeds
+        ]
 
     def noise(self, measure: str) -> float | None:
         """Standard deviation of the BF16 runs of one seed, over all seeds; None where there is one run per seed."""
@@ -128,51 +134,106 @@ class Comparison:
         return (squares / freedom) ** 0.5 if freedom else None
 
     def error(self, recipe: str) -> float | None:
-        return self.predicted.get(recipe.removeprefix(EMULATED))
+        """The predicted error to a hundredth of a percent: further digits mean nothing."""
+        error = self.predicted.get(recipe.removeprefix(EMULATED))
+        return None if error is None else round(error, 4)
 
     def rank_correlation(self, measure: str) -> float | None:
         """Spearman's correlation of predicted errors with gaps."""
         known = [(error, self.gap(name, measure).mean) for name in self.recipes if (error := self.error(name)) is not None]
         return spearman([error for error, _ in known], [gap for _, gap in known])
 
-    def ordered_pairs(self, measure: str) -> tuple[int, int]:
-        """Of the pairs of recipes that training separates and that have different errors: how many are ordered as predicted.
+    def ordered_pairs(self, measure: str) -> tuple[int, int, int]:
+        """Of the pairs of recipes with different errors: how many are ordered as predicted, are separated, and there are.
 
         A recipe and its emulation have one predicted error, so they are no pair.
         """
-        right = pairs = 0
+        right = separated = pairs = 0
         for first, second in combinations(self.recipes, 2):
             a, b = self.error(first), self.error(second)
+            if a is None or b is None or a == b:
+                continue
             difference = gap_of(self.paired(first, second, measure) or [0.0])
-            if a is not None and b is not None and a != b and difference.separated:
-                pairs += 1
-                right += (a > b) == (difference.mean > 0)
-        return right, pairs
+            pairs += 1
+            separated += difference.separated
+            right += difference.separated and (a > b) == (difference.mean > 0)
+        return right, separated, pairs
+
+    def groups(self) -> dict[str, list[str]]:
+        """Recipes by their predicted error: the smallest error first."""
+        groups: dict[str, list[str]] = {}
+        for error, name in sorted((error, name) for name in self.recipes if (error := self.error(name)) is not None):
+            groups.setdefault(percent(error), []).append(name)
+        return groups
+
+    def table_of_groups(self) -> str:
+        """The mean gap of the recipes of each predicted error, and the difference to the group before."""
+        heads = [f"gap in {name}" for measure, name in MEASURES.items() if measure in MAIN]
+        lines = [f"| predicted error | recipes | {' | '.join(heads)} |", "| ---: | --- |" + " ---: |" * len(heads)]
+        before: tuple[str, list[str]] | None = None
+        for error, names in self.groups().items():
+            gaps = [gap_of(self.group_gaps(names, measure)) for measure in MAIN]
+            lines.append(f"| {error} | {', '.join(map(title, names))} | {' | '.join(map(_marked, gaps))} |")
+            if before is not None:
+                earlier, others = before
+                differences = [gap_of(self._between(names, others, measure)) for measure in MAIN]
+                lines.append(f"| | *{error} minus {earlier}* | {' | '.join(map(_marked, differences))} |")
+            before = (error, names)
+        return "\n".join(lines)
+
+    def _between(self, group: Sequence[str], other: Sequence[str], measure: str) -> list[float]:
+        first, second = self.group_gaps(group, measure), self.group_gaps(other, measure)
+        return [a - b for a, b in zip(first, second, strict=True)]
+
+    def table_of_seeds(self, measure: str) -> str:
+        """The gap of every recipe in every seed."""
+        lines = [
+            "| recipe | " + " | ".join(f"seed {seed}" for seed in self.seeds) + " |",
+            "| --- |" + " ---: |" * len(self.seeds),
+        ]
+        for name in self.recipes:
+            cells = (f"{gap:+.4f}" for gap in self.group_gaps([name], measure))
+            lines.append(f"| {title(name)} | {' | '.join(cells)} |")
+        return "\n".join(lines)
 
     def table(self) -> str:
         """Predicted errors and gaps, a row for every recipe, the smallest validation gap first."""
-        lines = ["| recipe | predicted error | " + " | ".join(f"{name} gap" for name in MEASURES.values()) + " | seeds |"]
-        lines.append("| --- | ---: |" + " ---: |" * len(MEASURES) + " ---: |")
+        lines = ["| recipe | predicted error | " + " | ".join(f"gap in {name}" for name in MEASURES.values()) + " |"]
+        lines.append("| --- | ---: |" + " ---: |" * len(MEASURES))
         for name in self.recipes:
-            gaps = [self.gap(name, measure) for measure in MEASURES]
-            marked = [f"**{gap}**" if gap.separated else str(gap) for gap in gaps]
+            gaps = " | ".join(_marked(self.gap(name, measure)) for measure in MEASURES)
             error = self.error(name)
-            title = name.replace(EMULATED, "") + (" (emulated)" if name.startswith(EMULATED) else "")
-            shown = "" if error is None else f"{100 * error:.2f}%"
-            lines.append(f"| {title} | {shown} | {' | '.join(marked)} | {gaps[0].seeds} |")
+            lines.append(f"| {title(name)} | {'' if error is None else percent(error)} | {gaps} |")
         noise = [f"{value:.4f}" if (value := self.noise(measure)) is not None else "" for measure in MEASURES]
-        lines.append(f"| BF16, spread of the runs of a seed | | {' | '.join(noise)} | {len(self.seeds)} |")
+        lines.append(f"| BF16: standard deviation within a seed | | {' | '.join(noise)} |")
         return "\n".join(lines)
 
     def rank_sentences(self) -> str:
         """How the order of predicted errors compares with the order of the gaps."""
         sentences = []
         for measure, name in MEASURES.items():
-            correlation, (right, pairs) = self.rank_correlation(measure), self.ordered_pairs(measure)
+            correlation, (right, separated, pairs) = self.rank_correlation(measure), self.ordered_pairs(measure)
             if correlation is not None:
-                separated = f"{right} of {pairs} separated pairs are ordered as predicted" if pairs else "no pair is separated"
-                sentences.append(f"- {name} loss: Spearman's rank correlation {correlation:.2f}; {separated}.")
+                sentences.append(
+                    f"- **{name[0].upper()}{name[1:]}**: of {pairs} pairs of recipes with different predicted errors, "
+                    f"the runs separate {separated}, and {right} of these are ordered as predicted. "
+                    f"Spearman's rank correlation is {correlation:.2f}."
+                )
         return "\n".join(sentences)
+
+
+def title(recipe: str) -> str:
+    """A recipe's name in a table."""
+    return recipe.removeprefix(EMULATED) + (" (emulated)" if recipe.startswith(EMULATED) else "")
+
+
+def percent(error: float) -> str:
+    """An error as tables show it."""
+    return f"{100 * error:.2f}%"
+
+
+def _marked(gap: Gap) -> str:
+    return f"**{gap}**" if gap.separated else str(gap)
 
 
 def predicted_errors(numerics: Sequence[Path]) -> dict[str, float]:
@@ -187,40 +248,46 @@ def predicted_errors(numerics: Sequence[Path]) -> dict[str, float]:
     return {name: fmean(values) for name, values in errors.items()}
 
 
-def summary_of(folder: Path, predicted: Mapping[str, float]) -> dict[str, Any]:
-    """What is kept of all finished runs in a folder, with the predicted errors."""
-    losses: dict[str, dict[str, Any]] = {}
-    facts: dict[str, Any] = {}
-    for path in sorted(folder.glob("*-seed*.json")):
-        run = json.loads(path.read_text())
-        facts = facts or {name: run[name] for name in ("settings", "parameters", "tokens", "text", "device", "versions")}
-        if run["settings"] != facts["settings"]:
-            raise SystemExit(f"{path} has other settings than the runs before it")
-        if not run["finished"]:
-            print(f"{path}: the loss is not finite, left out")
+def comparison_of(folder: Path, predicted: Mapping[str, float]) -> Comparison:
+    """The finished runs of all seeds in a folder that were run in every recipe, with the predicted errors."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*-seed*.json"))]
+    if not any(run["recipe"] == BASELINE for run in runs):
+        raise SystemExit(f"{folder} has no BF16 run")
+    facts = {name: runs[0][name] for name in ("settings", "parameters", "tokens", "text", "device", "versions")}
+    recipes = {run["recipe"] for run in runs}
+    losses: dict[str, dict[int, dict[str, float]]] = {}
+    for seed in sorted({run["seed"] for run in runs}):
+        of_seed = [run for run in runs if run["seed"] == seed]
+        if missing := recipes - {run["recipe"] for run in of_seed}:
+            print(f"seed {seed} is left out: no run of {', '.join(sorted(missing))}", file=sys.stderr)
             continue
-        kept = {name: round(run[name], 6) for name in (*MEASURES, "ms_per_step")}
-        losses.setdefault(run["recipe"], {})[str(run["seed"])] = kept
-    return {**facts, "predicted": dict(predicted), "losses": losses}
+        for run in of_seed:
+            what = f"{run['recipe']}, seed {seed}"
+            if run["settings"] != facts["settings"]:
+                raise SystemExit(f"{what}: other settings than in the other runs")
+            if run["finished"]:
+                losses.setdefault(run["recipe"], {})[seed] = {name: run[name] for name in MEASURES}
+            else:
+                print(f"{what}: the loss is not finite, left out", file=sys.stderr)
+    return Comparison(losses, predicted, facts)
 
 
 def main() -> None:
-    """Print the table, and write the summary."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--numerics", type=Path, action="append", default=[], help="run file of gemmscope numerics")
-    parser.add_argument("--summary", type=Path, help="where to write the summary")
     given = parser.parse_args()
-    summary = summary_of(given.folder, predicted_errors(given.numerics))
-    if not summary["losses"].get(BASELINE):
-        parser.error(f"{given.folder} has no finished BF16 run")
-    comparison = Comparison.read(summary)
+    comparison = comparison_of(given.folder, predicted_errors(given.numerics))
     for seed, run in comparison.losses[BASELINE].items():
         print(f"BF16, seed {seed}: " + ", ".join(f"{name} {run[measure]:.4f}" for measure, name in MEASURES.items()))
-    print(comparison.table())
-    print(comparison.rank_sentences())
-    if given.summary:
-        given.summary.write_text(json.dumps(summary, indent=1) + "\n")
+    for part in (
+        comparison.table(),
+        comparison.table_of_groups(),
+        comparison.table_of_seeds(MAIN[0]),
+        comparison.rank_sentences(),
+    ):
+        print(f"\n{part}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ import paste_texts  # noqa: E402
 import published_tables  # noqa: E402
 import recipe_tables  # noqa: E402
 import reference_tool  # noqa: E402
+import training_tables  # noqa: E402
 import worked_example  # noqa: E402
 from support import sweep_files  # noqa: E402
 from support.fleet_files import shown_fleet  # noqa: E402
@@ -159,6 +160,7 @@ MADE: dict[str, Callable[[], str]] = {
     "fleet scale": fleet_tables.scale,
     "health": health_table.figures,
     **example_files.BLOCKS,
+    **training_tables.BLOCKS,
     "commands": command_reference.summary,
     "each command": command_reference.each_command,
     "shared options": command_reference.shared_options,

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-from train_report import BASELINE, Comparison  # noqa: E402
+from train_report import MAIN, Comparison, comparison_of, predicted_errors  # noqa: E402
 
-SUMMARY = DOCS / "measured/h200_training.json"
+RUNS = DOCS / "measured/h200_training"
 
 
 @cache
-def _summary() -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(SUMMARY.read_text("utf-8"))
-    return summary
+def _comparison() -> Comparison:
+    return comparison_of(RUNS, predicted_errors([RUNS / "numerics.json.gz"]))
 
 
 def what_was_trained() -> str:
     """Sizes, text, seeds, GPU and versions of the recorded runs."""
-    summary = _summary()
-    settings, text, seeds = summary["settings"], summary["text"], len(summary["losses"][BASELINE])
-    libraries = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    facts = _comparison().facts
+    settings, text = facts["settings"], facts["text"]
+    libraries = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     rows = {
-        "parameters": f"{summary['parameters'] / 1e6:.1f}M",
-        "steps, tokens": f"{settings['steps']:,}, {summary['tokens'] / 1e6:.1f}M",
+        "parameters": f"{facts['parameters'] / 1e6:.1f}M",
+        "steps, tokens": f"{settings['steps']:,}, {facts['tokens'] / 1e6:.1f}M",
         "training text, validation text": f"{text['training_bytes'] / 1e6:.1f} MB, {text['validation_bytes'] / 1e6:.2f} MB",
         "learning rate, warm-up": f"{settings['learning_rate']:g}, {settings['warmup']} steps",
-        "seeds": str(seeds),
-        "GPU": summary["device"],
+        "seeds": str(len(_comparison().seeds)),
+        "GPU": facts["device"],
         "versions": libraries,
     }
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def gaps() -> str:
-    """Predicted errors and loss gaps."""
-    return Comparison.read(_summary()).table()
+    """Predicted errors and loss gaps of every recipe."""
+    return _comparison().table()
+
+
+def groups() -> str:
+    """Loss gaps of the recipes with the same predicted error."""
+    return _comparison().table_of_groups()
+
+
+def seeds() -> str:
+    """Gaps in training loss, seed by seed."""
+    return _comparison().table_of_seeds(MAIN[0])
 
 
 def order() -> str:
     """Predicted order and measured order."""
-    return Comparison.read(_summary()).rank_sentences()
+    return _comparison().rank_sentences()
+
+
+BLOCKS = {
+    "training, setup": what_was_trained,
+    "training, gaps": gaps,
+    "training, groups": groups,
+    "training, seeds": seeds,
+    "training, order": order,
+}

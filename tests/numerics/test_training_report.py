@@ -2,20 +2,21 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from train_report import Comparison, gap_of, ranks, spearman, summary_of
+from train_report import Comparison, comparison_of, gap_of, ranks, spearman
 
 SETTINGS = {"size": "toy", "steps": 10}
 
 
 def write(folder: Path, recipe: str, seed: int, loss: float, finished: bool = True, **changes: Any) -> None:
     losses = dict.fromkeys(("train_loss", "validation_loss", "validation_loss_bf16"), loss)
-    facts = {"parameters": 1, "tokens": 1, "text": {}, "device": "CPU", "versions": {}, "ms_per_step": 1.0, "settings": SETTINGS}
+    facts = {"parameters": 1, "tokens": 1, "text": {}, "device": "CPU", "versions": {}, "settings": SETTINGS}
     name = recipe.replace(":", "-").replace("+", "-")
     run = {**facts, **losses, "recipe": recipe, "seed": seed, "finished": finished, **changes}
     (folder / f"{name}-seed{seed}.json").write_text(json.dumps(run))
@@ -36,10 +37,10 @@ def comparison(tmp_path: Path) -> Comparison:
         write(tmp_path, "BF16", seed, loss)
         for recipe, differences in gaps.items():
             write(tmp_path, recipe, seed, loss + differences[seed])
-    write(tmp_path, "emulated:MXFP8", 7, 9.0)  # there is no BF16 run of this seed
-    write(tmp_path, "FP8Block", 0, float("nan"), finished=False)
+        write(tmp_path, "FP8Block", seed, float("nan"), finished=False)
+    write(tmp_path, "emulated:MXFP8", 7, 9.0)  # this seed was not run in the other recipes
     errors = {"FP8Current": 0.05, "MXFP8": 0.037, "NVFP4": 0.14}
-    return Comparison.read(json.loads(json.dumps(summary_of(tmp_path, errors))))
+    return comparison_of(tmp_path, errors)
 
 
 def test_gaps_are_paired_by_seed(comparison: Comparison) -> None:
@@ -54,24 +55,24 @@ def test_order_of_recipes(comparison: Comparison) -> None:
     assert comparison.recipes[0] == "emulated:MXFP8"
     assert comparison.recipes[-1] == "emulated:NVFP4"
     assert comparison.rank_correlation("validation_loss") == pytest.approx(0.949, abs=0.01)  # two recipes share a predicted error
-    assert comparison.ordered_pairs("validation_loss") == (5, 5)
+    assert comparison.ordered_pairs("validation_loss") == (5, 5, 5)
 
 
 def test_pairs_ordered_otherwise_are_counted(comparison: Comparison) -> None:
-    swapped = Comparison(comparison.settings, comparison.losses, {**comparison.predicted, "MXFP8": 0.2})
-    assert swapped.ordered_pairs("train_loss") == (2, 5)
+    swapped = replace(comparison, predicted={**comparison.predicted, "MXFP8": 0.2})
+    assert swapped.ordered_pairs("train_loss") == (2, 5, 5)
     assert (swapped.rank_correlation("train_loss") or 0) < 0.5
 
 
 def test_noise_of_bf16(comparison: Comparison) -> None:
     assert comparison.noise("train_loss") == pytest.approx(0.001, rel=1e-3)
-    alone = Comparison(comparison.settings, {"BF16": comparison.losses["BF16"]}, {})
+    alone = replace(comparison, losses={"BF16": comparison.losses["BF16"]})
     assert alone.noise("train_loss") is None
 
 
 def test_the_baseline_is_the_mean_of_all_bf16_runs(comparison: Comparison) -> None:
     lucky = {seed: {name: loss - 0.004 for name, loss in run.items()} for seed, run in comparison.losses["BF16"].items()}
-    changed = Comparison(comparison.settings, {**comparison.losses, "BF16+bits": lucky}, {})
+    changed = replace(comparison, losses={**comparison.losses, "BF16+bits": lucky})
     difference = changed.gap("FP8Current", "train_loss").mean - comparison.gap("FP8Current", "train_loss").mean
     assert difference == pytest.approx(0.001)  # a quarter: three other BF16 runs have no such luck
 
@@ -79,16 +80,35 @@ def test_the_baseline_is_the_mean_of_all_bf16_runs(comparison: Comparison) -> No
 def test_table(comparison: Comparison) -> None:
     rows = comparison.table().splitlines()
     assert rows[2].startswith("| MXFP8 (emulated) | 3.70% | **+0.0040 ± 0.0025** |")
-    assert rows[-1] == "| BF16, spread of the runs of a seed | | 0.0010 | 0.0010 | 0.0010 | 3 |"
+    assert rows[-1] == "| BF16: standard deviation within a seed | | 0.0010 | 0.0010 | 0.0010 |"
     assert "FP8Block" not in comparison.table()  # its loss is not finite
-    assert "5 of 5 separated pairs" in comparison.rank_sentences()
+    assert "of 5 pairs of recipes with different predicted errors, the runs separate 5, and 5" in comparison.rank_sentences()
 
 
 def test_runs_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, "BF16", 0, 2.0)
     write(tmp_path, "BF16", 1, 2.0, settings={"size": "toy", "steps": 20})
     with pytest.raises(SystemExit, match="other settings"):
-        summary_of(tmp_path, [])
+        comparison_of(tmp_path, {})
+
+
+def test_recipes_with_the_same_predicted_error_are_one_group(comparison: Comparison) -> None:
+    assert list(comparison.groups().values()) == [["emulated:MXFP8"], ["FP8Current", "emulated:FP8Current"], ["emulated:NVFP4"]]
+    rows = comparison.table_of_groups().splitlines()
+    assert rows[3].startswith("| 5.00% | FP8Current, FP8Current (emulated) | **+0.0110 ± ")
+    assert rows[4].startswith("| | *5.00% minus 3.70%* | **+0.0070 ± ")
+
+
+def test_gaps_of_single_seeds(comparison: Comparison) -> None:
+    rows = comparison.table_of_seeds("train_loss").splitlines()
+    assert rows[0] == "| recipe | seed 0 | seed 1 | seed 2 |"
+    assert rows[2] == "| MXFP8 (emulated) | +0.0030 | +0.0040 | +0.0050 |"
+
+
+def test_a_folder_without_bf16_runs(tmp_path: Path) -> None:
+    write(tmp_path, "FP8Block", 0, 2.0)
+    with pytest.raises(SystemExit, match="no BF16 run"):
+        comparison_of(tmp_path, {})
 
 
 def test_one_seed_separates_nothing() -> None:
