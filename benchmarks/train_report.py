@@ -204,6 +204,8 @@ class Comparison:
             gaps = " | ".join(_marked(self.gap(name, measure)) for measure in MEASURES)
             error = self.error(name)
             lines.append(f"| {title(name)} | {'' if error is None else percent(error)} | {gaps} |")
+        means = (fmean(fmean(self.baselines(seed, measure)) for seed in self.seeds) for measure in MEASURES)
+        lines.append(f"| BF16: mean loss | | {' | '.join(f'{mean:.4f}' for mean in means)} |")
         noise = [f"{value:.4f}" if (value := self.noise(measure)) is not None else "" for measure in MEASURES]
         lines.append(f"| BF16: standard deviation within a seed | | {' | '.join(noise)} |")
         return "\n".join(lines)

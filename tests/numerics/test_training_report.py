@@ -80,6 +80,7 @@ def test_the_baseline_is_the_mean_of_all_bf16_runs(comparison: Comparison) -> No
 def test_table(comparison: Comparison) -> None:
     rows = comparison.table().splitlines()
     assert rows[2].startswith("| MXFP8 (emulated) | 3.70% | **+0.0040 ± 0.0025** |")
+    assert rows[-2] == "| BF16: mean loss | | 1.7667 | 1.7667 | 1.7667 |"
     assert rows[-1] == "| BF16: standard deviation within a seed | | 0.0010 | 0.0010 | 0.0010 |"
     assert "FP8Block" not in comparison.table()  # its loss is not finite
     assert "of 5 pairs of recipes with different predicted errors, the runs separate 5, and 5" in comparison.rank_sentences()
