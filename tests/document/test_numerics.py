@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 
@@ -163,6 +164,9 @@ def test_tables_agree_with_the_errors() -> None:
     }
     assert [dot.error for dot in scatter.mixes] == sorted((dot.error for dot in scatter.mixes), reverse=True)
     assert scatter.chosen is not None
+    assert scatter.table().rows[-1][0].text == scatter.chosen.name
+    whole = replace(scatter, chosen=replace(scatter.dots[0], name="FP8Block in all linears"))
+    assert len(whole.table().rows) == len(scatter.dots)  # a recipe in all linears is not listed twice
     assert scatter.bound == 0.12
     forward, backward = chart(shown, CurveChart)
     assert forward.series["NVFP4"][0].value.value == pytest.approx(100 * result.depth[-1].forward[0])
@@ -201,6 +205,9 @@ def test_a_model_without_layers_has_its_chart() -> None:
     shown = document(result.model_copy(update={"linears": linears, "layers": 0}))
     [heat] = chart(shown, HeatMap)
     assert heat.main
+    table = heat.table()
+    assert [column.name for column in table.columns] == ["linear", *heat.columns]
+    assert table.rows[0][0].text == linears[0].linear
     assert heat.cells[-1][0].value == next(one.error for one in linears if one.recipe == heat.columns[0])
     assert figure.png(shown).startswith(b"\x89PNG")
 

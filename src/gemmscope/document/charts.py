@@ -272,7 +272,8 @@ class HeatMap:
             lines = zip(self.columns, zip(*self.cells[::-1], strict=True), strict=True)
             turned = tuple((Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells)) for name, cells in lines)
             return Table(self.title, heads, turned, self.note)
-        heads = columns((self.row_name,), [f"{self.column_name}={name}" for name in self.columns])
+        named = [name if name[0].isalpha() else f"{self.column_name}={name}" for name in self.columns]  # a size, or a name
+        heads = columns((self.row_name,), named)
         rows = tuple(
             (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
             for name, cells in zip(self.rows, self.cells, strict=True)
@@ -311,8 +312,9 @@ class ScatterChart:
 
     def table(self) -> Table:
         """A row per dot."""
-        named = [*self.dots, *([self.chosen] if self.chosen is not None and self.chosen not in self.dots else [])]
-        rows = tuple((Cell(dot.name), speedup_cell(dot.speedup), share_cell(dot.error)) for dot in named)
+        known = {(dot.speedup, dot.error) for dot in self.dots}  # a recipe in all linears is not listed twice
+        mixes = [self.chosen] if self.chosen is not None and (self.chosen.speedup, self.chosen.error) not in known else []
+        rows = tuple((Cell(dot.name), speedup_cell(dot.speedup), share_cell(dot.error)) for dot in (*self.dots, *mixes))
         return Table(self.title, columns(("Recipe",), ("Speedup", "Error")), rows, self.note)
 
 

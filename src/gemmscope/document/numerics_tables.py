@@ -207,7 +207,17 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
         return None
     title = f"{marked}Error of every linear in every recipe"
     return HeatMap(
-        title, "linear", "recipe", tuple(reversed(names)), tuple(recipes), cells, main=main, measure="error", unit="%", line=""
+        title,
+        row_name="linear",
+        column_name="recipe",
+        rows=tuple(reversed(names)),
+        columns=tuple(recipes),
+        cells=cells,
+        main=main,
+        measure="error",
+        unit="%",
+        line="",
+        top_first=True,
     )
 
 
