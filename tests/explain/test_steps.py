@@ -96,6 +96,14 @@ def test_activities_of_other_threads_are_not_the_reason(tmp_path: Path) -> None:
     assert found_codes(builder, tmp_path) == ["elsewhere"]
 
 
+def test_the_thread_of_backward_allocates_before_the_main_thread_launches(tmp_path: Path) -> None:
+    builder = steps_of([20, 20, 20], call="hipFree")
+    for event in builder.events:
+        if event["name"] == "hipFree":
+            event.update(tid=99, ts=event["ts"] - 100)  # the GPU still runs the last kernels
+    assert found_codes(builder, tmp_path) == ["allocator"]
+
+
 def found_codes(builder: Builder, tmp_path: Path) -> list[str]:
     return [cause.code for cause in builder.diagnose(tmp_path / "t.json").causes]
 

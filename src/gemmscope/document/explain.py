@@ -114,7 +114,7 @@ def _summary(result: ExplainResult) -> Table | None:
         )
         for place, cause in enumerate(result.causes, start=1)
     )
-    return Table("Why the step is not faster, per step", heads, rows)
+    return without_empty(Table("Why the step is not faster, per step", heads, rows))
 
 
 def _card(cause: Cause) -> Card:
