@@ -182,15 +182,17 @@ def short_speedup(ratio: Interval) -> str:
 
 
 def amount(estimate: Interval) -> str:
-    """Days, GPU-hours or money with their interval.
+    """Days, GPU-hours or money with their interval, and the digits that it allows.
 
-    >>> amount(Interval(12.345, 11.9, 12.8)), amount(Interval(1234.5, 1200.0, 1270.0))
-    ('12.3 [11.9 to 12.8]', '1,234 [1,200 to 1,270]')
+    >>> amount(Interval(12.345, 11.9, 12.8)), amount(Interval(642573.0, 547053.0, 754771.0)), amount(Interval(1234.5))
+    ('12.3 [11.9, 12.8]', '640,000 [550,000, 750,000]', '1,234 [?]')
     """
-    digits = fixed(estimate, most=2, unknown=2 if estimate.value < 100 else 0)
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:,.{digits}f} [?]"
-    return f"{estimate.value:,.{digits}f} [{max(estimate.low, 0.0):,.{digits}f} to {estimate.high:,.{digits}f}]"
+        return f"{estimate.value:,.{2 if estimate.value < 100 else 0}f} [?]"
+    places = min(decimals((estimate.high - estimate.low) / 2), 2)
+    numbers = (estimate.value, max(estimate.low, 0.0), estimate.high)
+    value, low, high = (f"{round(number, places):,.{max(places, 0)}f}" for number in numbers)
+    return f"{value} [{low}, {high}]"
 
 
 def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
