@@ -8,6 +8,7 @@ from gemmscope.interval import Interval
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_DECIMALS = 6
+COARSEST = 0.1  # rates are rounded as if their relative uncertainty were at most this
 MOST_NAMED = 8  # names in one sentence
 LONGEST_KERNEL = 70  # characters of a kernel name
 
@@ -89,12 +90,14 @@ def fixed(estimate: Interval, least: int = 0, most: int = MOST_DECIMALS, unknown
 
 
 def rounded(value: float, half_width: float) -> str:
-    """A rate with the digits that its relative uncertainty allows.
+    """A rate with the digits that its relative uncertainty allows, and enough to compare rates whose errors are mostly the same.
 
     >>> rounded(33122.4, 0.08), rounded(33122.4, 0.005), rounded(970.2, 0.08), rounded(33122.4, math.inf)
     ('33,100', '33,120', '970', '33,122')
+    >>> rounded(7275.0, 0.49), rounded(7211.0, 0.48)
+    ('7,300', '7,200')
     """
-    places = decimals(abs(value) * half_width)
+    places = decimals(abs(value) * (min(half_width, COARSEST) if half_width < math.inf else half_width))
     return f"{round(value, places) if places < 0 else value:,.{min(max(places, 0), 0 if abs(value) >= 100 else 2)}f}"
 
 

@@ -23,7 +23,6 @@ SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 200
-FINEST = 0.1  # rates are rounded as if their relative uncertainty were at most this
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
 RULES = {
     "domain": "TP beyond one NVLink domain: its collectives would wait for the network",
@@ -66,8 +65,8 @@ def rate_text(rate: Interval) -> str:
 
 
 def plain_rate(rate: Interval) -> str:
-    """Tokens per second with the digits that help to compare layouts, whose errors are mostly the same."""
-    return units.rounded(rate.value, min(rate.half_width, FINEST))
+    """Tokens per second."""
+    return units.rounded(rate.value, rate.half_width)
 
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
