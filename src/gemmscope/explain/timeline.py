@@ -88,7 +88,9 @@ class _HostTimeline:
 
     def __init__(self, trace: RecordedTrace) -> None:
         self.calls = sorted(call.end for call in trace.launches.values())
-        self._threads = sorted((call.start, index, call.thread) for index, call in enumerate(trace.launches.values()))
+        kernels = {work.correlation for work in trace.work if not work.copy}
+        launches = [call for correlation, call in trace.launches.items() if correlation in kernels]
+        self._launches = sorted(launches, key=lambda call: call.start)
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None
         spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
@@ -96,9 +98,9 @@ class _HostTimeline:
         self.unrecorded = UnrecordedWork(trace)
 
     def thread_before(self, moment: float) -> Any:
-        """The thread of the last call before a moment. The main thread waits for the thread of backward before it launches."""
-        at = bisect_left(self._threads, (moment,))
-        return self._threads[at - 1][2] if at else self.main_thread
+        """The thread that launched the last kernel before a moment: of backward, for which the main thread waits at its end."""
+        at = bisect_left(self._launches, moment, key=lambda call: call.start)
+        return self._launches[at - 1].thread if at else self.main_thread
 
     def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[Idle, float]]:
         """What the threads were busy with, and for how long; where activities are inside each other, the first of them counts."""
