@@ -8,6 +8,7 @@ from gemmscope.interval import Interval
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_DECIMALS = 6
+COARSEST = 0.1  # rates are rounded as if their relative uncertainty were at most this
 MOST_NAMED = 8  # names in one sentence
 LONGEST_KERNEL = 70  # characters of a kernel name
 
@@ -89,12 +90,14 @@ def fixed(estimate: Interval, least: int = 0, most: int = MOST_DECIMALS, unknown
 
 
 def rounded(value: float, half_width: float) -> str:
-    """A rate with the digits that its relative uncertainty allows.
+    """A rate with the digits that its relative uncertainty allows, and enough to compare rates whose errors are mostly the same.
 
     >>> rounded(33122.4, 0.08), rounded(33122.4, 0.005), rounded(970.2, 0.08), rounded(33122.4, math.inf)
     ('33,100', '33,120', '970', '33,122')
+    >>> rounded(7275.0, 0.49), rounded(7211.0, 0.48)
+    ('7,300', '7,200')
     """
-    places = decimals(abs(value) * half_width)
+    places = decimals(abs(value) * (min(half_width, COARSEST) if half_width < math.inf else half_width))
     return f"{round(value, places) if places < 0 else value:,.{min(max(places, 0), 0 if abs(value) >= 100 else 2)}f}"
 
 
@@ -182,15 +185,17 @@ def short_speedup(ratio: Interval) -> str:
 
 
 def amount(estimate: Interval) -> str:
-    """Days, GPU-hours or money with their interval.
+    """Days, GPU-hours or money with their interval, and the digits that it allows.
 
-    >>> amount(Interval(12.345, 11.9, 12.8)), amount(Interval(1234.5, 1200.0, 1270.0))
-    ('12.3 [11.9 to 12.8]', '1,234 [1,200 to 1,270]')
+    >>> amount(Interval(12.345, 11.9, 12.8)), amount(Interval(642573.0, 547053.0, 754771.0)), amount(Interval(1234.5))
+    ('12.3 [11.9, 12.8]', '640,000 [550,000, 750,000]', '1,234 [?]')
     """
-    digits = fixed(estimate, most=2, unknown=2 if estimate.value < 100 else 0)
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:,.{digits}f} [?]"
-    return f"{estimate.value:,.{digits}f} [{max(estimate.low, 0.0):,.{digits}f} to {estimate.high:,.{digits}f}]"
+        return f"{estimate.value:,.{2 if estimate.value < 100 else 0}f} [?]"
+    places = min(decimals((estimate.high - estimate.low) / 2), 2)
+    numbers = (estimate.value, max(estimate.low, 0.0), estimate.high)
+    value, low, high = (f"{round(number, places):,.{max(places, 0)}f}" for number in numbers)
+    return f"{value} [{low}, {high}]"
 
 
 def names(items: Iterable[str], most: int = MOST_NAMED) -> str:

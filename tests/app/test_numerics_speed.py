@@ -66,3 +66,9 @@ def test_speeds_of_another_model_are_noticed() -> None:
     ):
         [finding] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
         assert finding.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."
+
+
+def test_speeds_of_a_host_bound_step_say_so() -> None:
+    job = model_run(load_model(preset="llama-3.2-1b"), micro_batch_size=1, sequence_length=4096)
+    result, gpu = speed_result(None, "b200", job, ["bf16", "mxfp8"])
+    assert "step-host-bound" in [finding.code for finding in weigh(linear_errors(2), result, None, gpu).findings]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.app.explain import explain
+from gemmscope.document.explain import explain_document
 from gemmscope.explain.ranks import RankComparison, compare_ranks
 from support.traces import ADAM, BF16, Builder, codes, fact, shared_trace, steady
 
@@ -53,6 +54,9 @@ def test_the_one_that_enters_last_is_the_straggler(tmp_path: Path) -> None:
     assert [time.last_to_arrive for time in comparison.times] == [0, 0, 1]
     assert "straggler-idle" in codes(comparison.findings)
     assert "straggler-late-start" not in codes(comparison.findings)
+    document = explain_document(explain([tmp_path / f"{rank}.json" for rank in range(3)]))
+    assert document.answer.startswith("Rank 2 is the straggler")
+    assert not any(message.text == document.answer for message in document.messages)
 
 
 def test_more_work_is_told_from_a_slower_gpu(tmp_path: Path) -> None:

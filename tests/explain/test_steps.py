@@ -96,6 +96,18 @@ def test_activities_of_other_threads_are_not_the_reason(tmp_path: Path) -> None:
     assert found_codes(builder, tmp_path) == ["elsewhere"]
 
 
+@pytest.mark.parametrize(("launches", "expected"), [(True, "allocator"), (False, "elsewhere")])
+def test_allocation_counts_on_a_thread_that_launches_kernels(launches: bool, expected: str, tmp_path: Path) -> None:
+    """At the end of backward, the main thread waits for backward's thread; a thread that only allocates keeps nobody waiting."""
+    builder = steps_of([20, 20, 20], call="hipFree")
+    for number, event in enumerate(event for event in builder.events if event["name"] == "cudaLaunchKernel"):
+        event["tid"] = 99 if launches and number % 20 >= 10 else 1
+    for event in builder.events:
+        if event["name"] == "hipFree":
+            event["tid"] = 99
+    assert found_codes(builder, tmp_path) == [expected]
+
+
 def found_codes(builder: Builder, tmp_path: Path) -> list[str]:
     return [cause.code for cause in builder.diagnose(tmp_path / "t.json").causes]
 

@@ -150,3 +150,12 @@ def test_invalid_input(run: Run, line: str, message: str) -> None:
     assert message in outcome.err
     assert "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) <= 3
+
+
+def test_costs_do_not_hide_what_tells_layouts_apart(run: Run) -> None:
+    line = "plan --preset llama-3.1-8b --gpu h200 --gpus 64 --global-batch 512 --sequence-length 8k --recipes fp8delayed"
+    lines = run(f"{line} --tokens 2T --price 2.5").out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Recipe"))
+    assert "Sharding" in lines[start]
+    names = [line[: lines[start].index("Micro-batch")].rstrip() for line in lines[start + 2 : start + 8]]
+    assert len(set(names)) == 6

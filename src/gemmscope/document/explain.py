@@ -26,6 +26,8 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     times = f"{account.step_ms:.2f} ms{step_summary(result)}"
     steps = f"{units.counted(result.steps, 'step')} of {times}, found by {result.steps_found_by}"
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
+    straggler = [finding for finding in result.findings if finding.code in ("ranks-straggler", "straggler-explained")]
+    answer, *more = [*(finding.text for finding in straggler), _verdict(result)]
     sections: dict[str, tuple[Block, ...]] = {
         "Where the time goes": (
             *(_chart(result), _classes(result), _idle(result)),
@@ -44,8 +46,9 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         title=f"Profiler trace {file}",
         subject=Subject(f"Profiler trace {file}"),
         where=result.gpu or "unknown GPU",
-        answer=_answer(result),
+        answer=answer,
         because=(
+            *more,
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
             f"({units.percent(account.busy_share)}).",
             *(finding.text for finding in compared if finding.level == "note"),
@@ -58,7 +61,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         messages=(
             *(_cause_message(place, cause) for place, cause in enumerate(result.causes, start=1)),
             *(Message.of(finding) for finding in compared if finding.level != "note"),
-            *map(Message.of, result.findings),
+            *(Message.of(finding) for finding in result.findings if finding not in straggler),
         ),
         facts={"Method": (("trace", result.trace), ("steps", steps), *framework, *command_facts(result))},
         next_purpose=_next(result)[0],
@@ -78,9 +81,10 @@ def _next(result: ExplainResult) -> tuple[str, str]:
     return purpose, f"gemmscope explain {trace} --baseline {'BF16' if low else 'OTHER'}-TRACE"
 
 
-def _answer(result: ExplainResult) -> str:
-    """The main cause with its cost, and what to do about it."""
-    advice = result.causes[0].advice[:1] if result.causes and result.verdict.code == "step-cause" else ()
+def _verdict(result: ExplainResult) -> str:
+    """The main cause with its cost, and what to do about it, unless a straggler is the answer."""
+    first = result.causes[0].advice[:1] if result.causes and result.verdict.code == "step-cause" else ()
+    advice = first if result.straggler is None else ()
     return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
@@ -114,7 +118,7 @@ def _summary(result: ExplainResult) -> Table | None:
         )
         for place, cause in enumerate(result.causes, start=1)
     )
-    return Table("Why the step is not faster, per step", heads, rows)
+    return without_empty(Table("Why the step is not faster, per step", heads, rows))
 
 
 def _card(cause: Cause) -> Card:

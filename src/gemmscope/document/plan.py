@@ -19,7 +19,6 @@ from gemmscope.document.plan_tables import (
     front_table,
     layout_name,
     money,
-    money_text,
     plain_rate,
     pruned_table,
     rate_text,
@@ -100,7 +99,7 @@ def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
         parts.append(f"{units.tokens(result.tokens)} take {units.amount(days(result, layout))} days")
     if result.price is not None:
         what = "" if result.tokens is not None else "a billion tokens "
-        parts.append(f"{what}cost {money_text(money(result, layout))}")
+        parts.append(f"{what}cost {units.amount(money(result, layout))}")
     return f"; {' and '.join(parts)}" if parts else ""
 
 

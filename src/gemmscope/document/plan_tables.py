@@ -23,7 +23,6 @@ SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 200
-FINEST = 0.1  # rates are rounded as if their relative uncertainty were at most this
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
 RULES = {
     "domain": "TP beyond one NVLink domain: its collectives would wait for the network",
@@ -66,8 +65,8 @@ def rate_text(rate: Interval) -> str:
 
 
 def plain_rate(rate: Interval) -> str:
-    """Tokens per second with the digits that help to compare layouts, whose errors are mostly the same."""
-    return units.rounded(rate.value, min(rate.half_width, FINEST))
+    """Tokens per second."""
+    return units.rounded(rate.value, rate.half_width)
 
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
@@ -83,13 +82,6 @@ def days(result: PlanResult, layout: PlanLayout) -> Interval:
 def money(result: PlanResult, layout: PlanLayout) -> Interval:
     """The price of the whole run, or of a billion tokens."""
     return days(result, layout).times(24 * result.gpus * (result.price or 0.0))
-
-
-def money_text(amount: Interval) -> str:
-    """Money with its error bar, and the digits that this allows."""
-    ends = [end for end in (amount.low, amount.high) if end is not None]
-    value, *others = (units.rounded(bound, amount.half_width) for bound in (amount.value, *ends))
-    return f"{value} [{' to '.join(others)}]" if others else value
 
 
 def summary(result: PlanResult) -> Table | None:
@@ -117,7 +109,7 @@ def _cost_note(result: PlanResult) -> str:
 
 
 def _heads(result: PlanResult) -> tuple[Column, ...]:
-    drop = {"Sharding": 4, "MFU": 3, "Recompute": 1, "Cost": 1, "Days": 2, "Speed": 2}
+    drop = {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2, "Recompute": 1, "Sharding": 1}
     heads = ["Micro-batch", "Tokens/s/GPU", *([] if _has_cost(result) else ["Speed"]), "MFU", "GB"]
     heads += ["Days"] if result.tokens is not None else []
     heads += ["Cost"] if result.price is not None else []
@@ -213,8 +205,7 @@ def _wide_row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
     remarks += ["memory is tight"] if layout.tight else []
     remarks += [f"layers {','.join(map(str, layout.pp_layers))}"] if layout.pp_layers else []
     costs = [amount_cell(days(result, layout))] if result.tokens is not None else []
-    cost = money(result, layout)
-    costs += [Cell(money_text(cost), cost.value, cost.low, cost.high)] if result.price is not None else []
+    costs += [amount_cell(money(result, layout))] if result.price is not None else []
     return (
         Cell(layout.recipe),
         *(number(size) for size in sizes),

@@ -81,12 +81,12 @@ def _parts(view: TraceView, classes: dict[str, float], items: Sequence[TimedWork
 
 
 def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTotal, ...]:
-    counts = add_up((item.gemm.precision, (not item.gemm.reduces) / count) for item in items)
+    counts = add_up((item.gemm.precision, float(not item.gemm.reduces)) for item in items)
     times = add_up((item.gemm.precision, item.share / 1000 / count) for item in items)
     flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
     own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
     totals = [
-        PrecisionTotal(precision=name, count=counts[name], time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
+        PrecisionTotal(precision=name, count=counts[name] / count, time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
         for name, time in times.items()
     ]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))

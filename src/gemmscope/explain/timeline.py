@@ -8,7 +8,7 @@ compute at the same time share that time equally.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,18 +88,26 @@ class _HostTimeline:
 
     def __init__(self, trace: RecordedTrace) -> None:
         self.calls = sorted(call.end for call in trace.launches.values())
+        kernels = {work.correlation for work in trace.work if not work.copy}
+        launches = [call for correlation, call in trace.launches.items() if correlation in kernels]
+        self._launches = sorted(launches, key=lambda call: call.start)
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None
         spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
         self._activities = by_key(spans)
         self.unrecorded = UnrecordedWork(trace)
 
-    def activities(self, thread: Any, begin: float, end: float) -> Iterator[tuple[Idle, float]]:
-        """What the thread was busy with, and for how long; where activities are inside each other, the first of them counts."""
+    def thread_before(self, moment: float) -> Any:
+        """The thread that launched the last kernel before a moment: of backward, for which the main thread waits at its end."""
+        at = bisect_left(self._launches, moment, key=lambda call: call.start)
+        return self._launches[at - 1].thread if at else self.main_thread
+
+    def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[Idle, float]]:
+        """What the threads were busy with, and for how long; where activities are inside each other, the first of them counts."""
         left = end - begin
         for name in ACTIVITIES if self._activities else ():
-            covered = self._activities.get((name, thread))
-            time = min(covered.within(begin, end), left) if covered is not None else 0.0
+            covered = [self._activities[name, thread] for thread in threads if (name, thread) in self._activities]
+            time = min(sum(spans.within(begin, end) for spans in covered), left)
             if time > SHORT_US:
                 left -= time
                 yield name, time
@@ -181,7 +189,7 @@ def _gaps(
     rest = _gap(trace, begin, end, until, scope, host)
     if rest.why in HOST_IDLE or call is None:
         thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)
-        for activity, time in host.activities(thread, begin, latest):
+        for activity, time in host.activities({thread, host.thread_before(begin)}, begin, latest):
             yield Gap(begin, begin + time, activity, scope)
             begin += time
     if end > begin:

@@ -92,16 +92,16 @@ def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
     """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
     linears: Linears | None = None
     step: StepTimes | None = None
-    if isinstance(result, ForecastResult):
-        chosen = gpu_of(result, gpu)
+    chosen = gpu_of(result, gpu) if isinstance(result, ForecastResult) else result
+    if isinstance(chosen, GpuForecast):
         linears, step, where = chosen.linears, chosen.step, chosen.title
-    elif isinstance(result, StepResult):
-        step, where = result.step, result.where
+    elif isinstance(chosen, StepResult):
+        step, where = chosen.step, chosen.where
     else:
-        linears, where = result.linears, result.where
+        linears, where = chosen.linears, chosen.where
     speedups = _step_speedups(step) if step is not None else _linears_speedups(linears)
     speedups = {name: speedup for name, speedup in speedups.items() if name in cells.squares}
-    findings = []
+    findings = [warning for warning in chosen.findings if warning.code == "step-host-bound"]
     if missing := [name for name in cells.squares if name not in speedups and name != BASELINE]:
         findings.append(finding("numerics-no-speed", recipes=missing, where=where))
     savings = {BASELINE: Savings(0.0, 0.0, 0.0, cells.flops)}
