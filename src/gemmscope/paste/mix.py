@@ -113,7 +113,8 @@ def _name_in(framework: str, linear: str) -> str | None:
     ('experts.*linear_fc2', 'attention.wq', None)
     """
     *path, last = _as_recorded(linear).split(".")
-    name = modules()["linears"].get(last, {}).get(framework)
+    known = modules()["linears"]
+    name = known.get(".".join([*path[-1:], last]), known.get(last, {})).get(framework)
     if name is None:
         return None
     kind = "shared" if any("shared_expert" in part for part in path) else "routed" if "experts" in path else ""
