@@ -26,10 +26,13 @@ def with_rank(path: Path, rank: int) -> Path:
 
 def why_not_writable(path: Path) -> str:
     """Why this file cannot be written now; empty if it can."""
-    if path.is_dir():
-        return f"{path} is a folder, not a file"
-    if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
+    try:
+        if path.is_dir():
+            return f"{path} is a folder, not a file"
+        if not path.parent.is_dir():
+            return f"the folder {path.parent} does not exist"
+    except OSError as error:  # the name is too long, or a parent folder is not readable
+        return f"{path}: {error.strerror}"
     return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
 
 

@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.app.model import ModelRun, load_model  # noqa: E402
-from gemmscope.app.numerics import chosen_recipes, padded_tokens, run_numerics  # noqa: E402
+from gemmscope.app.numerics import chosen_recipes, dropped_passes, padded_tokens, run_numerics  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics import stream  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
-from gemmscope.results.numerics import NumericsResult  # noqa: E402
+from gemmscope.results.numerics import DroppedPass, LinearError, NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
 from gemmscope.signals import Interrupted, raised  # noqa: E402
 from support.workers import forked_workers  # noqa: E402
@@ -55,6 +55,22 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linears = {"l.0.a": (64, 1.0), "l.1.b": (40, 1.0), "l.2.c": (64, float("nan"))}
     return write(tmp_path_factory.mktemp("numerics") / "small.safetensors", linears)
+
+
+def test_an_empty_checkpoint_is_not_the_current_folder() -> None:
+    with pytest.raises(UserError, match="checkpoint is empty"):
+        run_numerics(checkpoint="")
+
+
+def test_dropped_passes_are_in_their_usual_order() -> None:
+    """Even if the first linear has no dgrad, because its input needs no gradient."""
+    reason = {"steps": (0,), "reason": "dY has NaN or Inf values"}
+    linears = [
+        LinearError(name=name, linear="a", recipe="MXFP8", dropped=[DroppedPass(**{"pass": one}, **reason) for one in passes])
+        for name, passes in (("l.0.a", ["wgrad"]), ("l.1.a", ["dgrad", "wgrad"]))
+    ]
+    (one,) = dropped_passes(linears)
+    assert one.text.startswith("No errors of dgrad, wgrad of l.0.a, l.1.a")
 
 
 def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path: Path) -> None:

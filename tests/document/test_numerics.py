@@ -12,10 +12,11 @@ from gemmscope.app.compare import compare
 from gemmscope.document.build import document
 from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
 from gemmscope.document.model import Document, decisive
+from gemmscope.document.numerics_tables import kept_names
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.numerics.weigh import weigh
-from gemmscope.results.numerics import Mix, NumericsResult
+from gemmscope.results.numerics import LinearError, Mix, NumericsResult
 from gemmscope.writers import csv, figure, html, markdown, terminal
 from support.numerics_files import linear_errors, numerics_result
 
@@ -52,6 +53,13 @@ def test_the_answer_names_the_mix_its_error_and_its_speedup() -> None:
     assert "--mix" in shown.next_purpose
     assert shown.advice is not None
     assert set(shown.advice.ready_to_paste) == {"Transformer Engine", "Megatron-LM"}
+
+
+def test_a_number_is_no_short_name() -> None:
+    names = ("mlp.2", "mlp.down_proj", "attn.out", "mlp.out")
+    linears = tuple(LinearError(name=f"blocks.0.{name}", linear=name, recipe="MXFP8") for name in names)
+    result = numerics_result().model_copy(update={"linears": linears})
+    assert list(kept_names(result).values()) == ["mlp.2", "down_proj", "attn.out", "mlp.out"]
 
 
 def test_every_other_answer() -> None:

@@ -189,6 +189,22 @@ def test_names_that_only_end_alike_are_not_kept() -> None:
     assert not scope["kept"]("model.layers.2.shared_mlp.down_proj")
 
 
+def test_numbers_inside_of_a_layer_and_other_stacks_of_layers() -> None:
+    """As in nn.Sequential, and in a model with an encoder and a decoder."""
+    names = ["encoder.block.layer.0.q", "layer.0.q", "mlp.0", "mlp.2", "experts.0", "experts.2"]
+    text = mix_to_paste(mix(linears=("layer.0.q", "mlp.0", "experts.2")), names, 4)["torchao"]
+    scope: dict[str, Any] = {"re": re}
+    exec(text[text.index("def kept") : text.index("def fits")], scope)
+    assert all(map(scope["kept"], ["decoder.block.1.layer.0.q", "h1.1.mlp.0", "h.0.experts.7.2"]))
+    assert not any(map(scope["kept"], ["encoder.block.1.layer.0.q", "h1.1.mlp.2", "h.0.experts.2.0"]))
+
+
+def test_names_that_say_what_they_are_only_with_the_part_before() -> None:
+    names = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "layer.1.DenseReluDense.wo"]
+    for name, known in ((names[1], {"self_attention.linear_proj"}), (names[3], {"mlp.linear_fc2"}), (names[4], set())):
+        assert matched(mix_to_paste(mix("MXFP8", linears=(name,)), names, 4)["Megatron-LM"]) == known
+
+
 def test_torchtitan_says_what_later_versions_take() -> None:
     assert "MXFP8LinearConverter.Config" in mix_to_paste(mix("MXFP8", first_layers=1), LINEARS, 4)["torchtitan"]
     assert "Float8LinearConverter.Config" in mix_to_paste(mix("FP8Rowwise", first_layers=1), LINEARS, 4)["torchtitan"]

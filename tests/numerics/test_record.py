@@ -317,7 +317,15 @@ def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"after": -1}, {"megabytes": 0.5}, {"samples": 9}, {"seed": -1}, {"megabytes": float("nan")}]
+    "wrong",
+    [
+        {"steps": 0},
+        {"after": -1},
+        {"megabytes": 0.5},
+        {"samples": 9},
+        {"seed": -1},
+        *({"megabytes": float(x)} for x in ("nan", "inf")),
+    ],
 )
 def test_wrong_arguments_are_said_at_once(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -171,6 +171,35 @@ def test_a_recording_that_was_not_begun_or_has_ended(tmp_path: Path, capsys: pyt
     assert "this recording has ended" in capsys.readouterr().err
 
 
+class Patches(nn.Module):
+    """Parameters of three dimensions that are no experts, and an attention that calls no linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_embeddings = nn.Parameter(torch.zeros(1, 16, 32))
+        self.patches = nn.Conv1d(32, 32, 3, padding=1)
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.up_proj = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches((x.reshape(1, 16, 32) + self.position_embeddings).mT).mT
+        return self.up_proj(self.attention(x, x, x)[0])
+
+
+def test_only_linears_are_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    assert list(recorded(path, plain, Patches())) == ["up_proj"]
+    assert "nn.MultiheadAttention is not recorded (1 module)" in read_recording(path).facts.notes[0]
+
+
+def test_a_path_that_cannot_be_written_does_not_end_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Pair()
+    with gemmscope.record_tensors(model, tmp_path / ("t" * 300), steps=1, after=0) as recording:
+        plain(model, torch.randn(4, 32))
+        recording.step()
+    assert "cannot be written: File name too long" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["model", Pair().parameters(), [Pair(), None]])
 def test_something_that_is_no_model(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a torch"):

@@ -16,7 +16,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.numerics.known import known_linears
-from gemmscope.numerics.recording import HISTORY, read_recording
+from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
 from gemmscope.numerics.stream import ComputedErrors, compute_errors
 from gemmscope.numerics.weigh import weigh
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
@@ -127,6 +127,8 @@ def _source(
             f"{problem}; give exactly one source of tensors",
             f"a recording of gemmscope.record_tensors, {option('checkpoint', 'FILE')} or {option('synthetic', 'normal')}",
         )
+    if checkpoint == "":  # a Path would be the current folder
+        raise UserError(f"{option('checkpoint')} is empty", "give a safetensors file, or a folder of them")
     if recording is not None:
         read_recording(recording)  # an invalid file is rejected before a process is started
     if synthetic is None:
@@ -266,7 +268,7 @@ def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
     return [
         finding(
             code,
-            passes=list(passes),
+            passes=[name for name in OPERANDS if name in passes],
             linears=list(names),
             reason=reason,
             steps=where,

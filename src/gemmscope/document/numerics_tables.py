@@ -38,10 +38,11 @@ def decibel_cell(error: float | None) -> Cell:
 
 
 def kept_names(result: NumericsResult) -> dict[str, str]:
-    """Short names of linears: the last part of the name, if no other linear has the same: mlp.down_proj → down_proj."""
+    """Short names of linears: the last part of the name, if it is not a number and no other linear has the same:
+    mlp.down_proj → down_proj."""
     names = list(dict.fromkeys(linear.linear for linear in result.linears))
     ends = [name.rpartition(".")[2] for name in names]
-    return {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
+    return {name: end if ends.count(end) == 1 and not end.isdigit() else name for name, end in zip(names, ends, strict=True)}
 
 
 def kept_parts(mix: Mix, short: Mapping[str, str] = {}) -> list[str]:

@@ -24,6 +24,7 @@ from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, 
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import random_for, sample_linear
 from gemmscope.reading import called, parse_json, read_text
+from gemmscope.units import counted
 
 HINT = "give a safetensors file, a folder with such files, or a model.safetensors.index.json"
 INDEX = "model.safetensors.index.json"
@@ -150,7 +151,8 @@ def _indexed(index: Path) -> list[Path]:
         raise UserError(f"{called(index)} names {shown(strange)}, which is not a file beside it", HINT)
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise UserError(
-            f"{called(index)} names {len(missing)} files that are missing, such as {shown(missing[0])}", "download all of them"
+            f"{counted(len(missing), 'file')} that {called(index)} names cannot be found, such as {shown(missing[0])}",
+            "download all of them",
         )
     return [index.parent / name for name in names[:MOST_FILES]]
 

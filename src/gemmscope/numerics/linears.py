@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gemmscope.numerics.capture import LinearPlace, StepCapture, first_tensor, local, running_passes
 from gemmscope.workload.nested import tensors_in
@@ -23,6 +24,8 @@ PACKAGES = ("transformer_engine", "megatron", "transformers")
 
 def kind_of(module: nn.Module) -> str:
     """The linear that a module is, by the first of its classes that is known; empty if it is not one."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention, which does not call it
+        return ""
     for base in type(module).__mro__:
         if base is nn.Linear:
             return "Linear"

@@ -76,6 +76,8 @@ def _split(path: str) -> tuple[str, int | None, int | None, str]:
 
     >>> _split("model.layers.3.mlp.experts.17.up_proj"), _split("lm_head")
     (('model.layers', 3, 17, 'mlp.experts.up_proj'), ('', None, None, 'lm_head'))
+    >>> _split("layers.3.moe.experts.17.2")
+    ('layers', 3, 17, 'moe.experts.2')
     """
     facts = _facts()
     parts = unwrapped(path).split(".")
@@ -85,7 +87,7 @@ def _split(path: str) -> tuple[str, int | None, int | None, str]:
         of_expert = parts[max(index - 1, 0)] in facts["experts"] or (
             index + 1 == len(parts) and set(parts) & set(facts["experts"])
         )
-        if number is not None and of_expert:
+        if number is not None and expert is None and of_expert:
             expert = number
         elif (
             number is not None and layer is None and index + 1 < len(parts) and not set(parts[:index]) & set(facts["prediction"])

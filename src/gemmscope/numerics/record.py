@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -64,8 +65,9 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
             raise ValueError(f"{limits}, got steps={steps}, after={after}")
         if not 1 <= samples <= steps:
             raise ValueError(f"samples must be between 1 and steps={steps}, got samples={samples}")
-        if not megabytes >= SMALLEST_MEGABYTES or seed < 0:
-            raise ValueError(f"megabytes must be at least {SMALLEST_MEGABYTES}, and seed at least 0, got {megabytes}, {seed}")
+        if not SMALLEST_MEGABYTES <= megabytes < inf or seed < 0:
+            limits = f"megabytes must be at least {SMALLEST_MEGABYTES} and finite, and seed at least 0"
+            raise ValueError(f"{limits}, got megabytes={megabytes}, seed={seed}")
         rank = own_rank()
         self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after

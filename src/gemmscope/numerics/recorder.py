@@ -20,6 +20,7 @@ from gemmscope.numerics.norm_mlp import norm_mlp_places
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
 from gemmscope.numerics.replay import ExpertWeights, ReplayedRegion, is_compiled, is_wrapper
 from gemmscope.numerics.sample import random_for
+from gemmscope.units import counted
 
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
 FACTS_BYTES = 4_500
@@ -171,6 +172,8 @@ def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> Recor
         for path, module, _ in modules
         if kind_of(module) and not _all_places(path, module, seed)
     )
+    if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
     plain: list[tuple[nn.Module, list[LinearPlace]]] = []
     inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]] = {}
     for path, module, region in modules:
@@ -227,8 +230,10 @@ def _modules_with_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn
 
 
 def _three_dimensional(module: nn.Module) -> list[str]:
-    """Names of the parameters [experts, ., .] of a module."""
-    parameters = module._parameters.items()
+    """Names of the parameters [experts, ., .] of a module, not those of a convolution, position embeddings or learned tokens."""
+    if type(module).__module__.startswith("torch.nn."):
+        return []
+    parameters = [(name, value) for name, value in module._parameters.items() if "embed" not in name and "token" not in name]
     return [name for name, value in parameters if value is not None and value.dim() == 3 and min(value.shape[1:]) > 1]
 
 

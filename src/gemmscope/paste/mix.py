@@ -28,13 +28,16 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
     if any(_op(name) in modules()["ops"] for name in linears):  # without recorded modules, use their usual names
         mix, linears, in_layers = mix.model_copy(update={"linears": tuple(_of_ops(mix.linears))}), _of_ops(linears), True
     settings, higher = recipe(mix.recipe).settings, recipe(mix.higher).settings
+    kept = tuple(f".{_as_recorded(name)}" for name in mix.linears)
+    others = tuple(f".{_as_recorded(name)}" for name in linears if name not in mix.linears)
     common = {
         "mix": mix,
         "first": mix.first_layers,
         "last": mix.last_layers,
         "layers": layers,
         "in_layers": in_layers,
-        "linears": tuple(f".{_as_recorded(name)}" for name in mix.linears),
+        "linears": kept,
+        "others": tuple(name for name in others if name.endswith(kept)),  # of another stack of layers, such as an encoder
         "left_out": (),
     }
     texts = {}
@@ -67,8 +70,8 @@ def _rendered(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _as_recorded(name: str) -> str:
-    """A module's name without numbers, such as those of experts."""
-    return ".".join(part for part in name.split(".") if not part.isdigit() and part != "*")
+    """A module's name without the wildcard of experts."""
+    return ".".join(part for part in name.split(".") if part != "*")
 
 
 def _torchtitan(mix: Mix, layers: int, titan: Mapping[str, Any]) -> str:
@@ -110,7 +113,8 @@ def _name_in(framework: str, linear: str) -> str | None:
     ('experts.*linear_fc2', 'attention.wq', None)
     """
     *path, last = _as_recorded(linear).split(".")
-    name = modules()["linears"].get(last, {}).get(framework)
+    known = modules()["linears"]
+    name = known.get(".".join([*path[-1:], last]), known.get(last, {})).get(framework)
     if name is None:
         return None
     kind = "shared" if any("shared_expert" in part for part in path) else "routed" if "experts" in path else ""
