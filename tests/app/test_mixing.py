@@ -20,6 +20,7 @@ from gemmscope.results.numerics import Mix, MixedPrecision, NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.workload.derive import derive
 from support.command import Run, run
+from support.numerics_files import numerics_result
 from support.results import RESULTS
 
 __all__ = ["run"]  # the fixture
@@ -32,7 +33,7 @@ def mixes(preset: str, text: str, recipes: tuple[str, ...] = ("BF16", "FP8Curren
     run = RunSpec(1, 4096, **settings)
     request = requested_mix(None, text)
     assert request is not None
-    return priced_mixes(request, recipes, quantized_ops(model, run, derive(model, run)), len(model.layers))
+    return priced_mixes(request, recipes, quantized_ops(model, run, derive(model, run)), model)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +164,18 @@ def test_a_mix_is_a_row_of_the_forecast(run: Run, tmp_path: Path) -> None:
 def test_gpus_without_the_recipe_leave_the_mix_out(tmp_path: Path) -> None:
     other = CHOSEN.model_copy(update={"recipe": "MXFP8"})
     result = forecast_of(mix=numerics(tmp_path, MixedPrecision(bound=0.03, chosen=other)))
-    assert "mix-left-out" in {finding.code for finding in result.gpus[0].findings}
+    assert result.gpus[0].findings[0].code == "mix-left-out"  # what was asked for comes first
     assert result.gpus[0].step is not None
     assert not any("(in " in time.recipe for time in result.gpus[0].step.recipes)
+
+
+def test_a_mix_of_another_model_is_noticed() -> None:
+    """Llama 3.1 8B has 32 layers and a hidden size of 4096."""
+    chosen = numerics_result(40).model_copy(update={"mixed": MixedPrecision(bound=0.03, chosen=CHOSEN)})
+    [text] = [finding.text for finding in forecast_of(mix=chosen).gpus[0].findings if finding.code == "mix-other-model"]
+    assert text == "The mix may belong to another model: this is llama-3.1-8b, with 32 layers, but 40 layers have errors."
+    same = chosen.model_copy(update={"linears": tuple(numerics_result(2).linears)})
+    assert "mix-other-model" not in {finding.code for finding in forecast_of(mix=same).gpus[0].findings}
 
 
 def test_a_mix_that_keeps_nothing_is_its_recipe(tmp_path: Path) -> None:

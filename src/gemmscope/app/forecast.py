@@ -10,7 +10,7 @@ from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_be
 from gemmscope.app.choose import Choices
 from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
 from gemmscope.app.forecast_mixes import memory_of_recipe, mixes_on
-from gemmscope.app.mixing import MixRequest, requested_mix
+from gemmscope.app.mixing import Mixes, MixRequest, requested_mix
 from gemmscope.app.model import (
     SIZES,
     LinearCases,
@@ -155,7 +155,7 @@ class _ForecastTask:
             heads=self.may_stay,
             as_te_benchmark=self.as_te_benchmark,
         )
-        step, memory, about_step = None, tuple[RecipeMemory, ...](), _StepFindings()
+        step, memory, about_step, mixes = None, tuple[RecipeMemory, ...](), _StepFindings(), Mixes()
         if (stepping := self.stepping) is not None:
             step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, links)
             mixes = mixes_on(chip, self.asked, names, stepping)
@@ -163,7 +163,6 @@ class _ForecastTask:
             memory = tuple(memory_of_recipe(stepping, name, chip, step_forecast) for name in of_step)
             step = forecast_step(step_forecast, of_step, budget, memory)
             about_step = _StepFindings.of(step_forecast, step, stepping.trace.layers if stepping.trace is not None else 0)
-            recipe_findings = [*mixes.findings, *recipe_findings]
         return GpuForecast(
             gpu=chip.name,
             title=chip.title,
@@ -173,6 +172,7 @@ class _ForecastTask:
             step=step,
             memory=memory,
             findings=(
+                *mixes.findings,
                 *about_step.first,
                 *_findings(linears, step, self.subject),
                 *(memory_findings(memory, self.subject.run) if self.subject is not None else ()),

@@ -24,8 +24,7 @@ def mixes_on(chip: GpuSpec, asked: MixRequest | None, names: Sequence[str], subj
     if missing:
         return Mixes((), (finding("mix-left-out", recipe=missing[0], gpu=chip.name),))
     model = subject.source.model
-    layers = len(model.layers) if model is not None else None
-    return priced_mixes(asked, names, quantized_ops(model, subject.run, subject.workload), layers)
+    return priced_mixes(asked, names, quantized_ops(model, subject.run, subject.workload), model)
 
 
 def memory_of_recipe(subject: RankWorkload, name: str, chip: GpuSpec, forecast: StepForecast) -> RecipeMemory:

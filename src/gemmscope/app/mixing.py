@@ -15,10 +15,11 @@ from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.numerics.names import name_linears
+from gemmscope.numerics.weigh import mismatch
 from gemmscope.recipe.kept import KeptHigher, mixed_name
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.base import Result, command_of
-from gemmscope.results.numerics import NumericsResult
+from gemmscope.results.base import ModelSummary, Result, command_of
+from gemmscope.results.numerics import LinearError, NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
 from gemmscope.workload.ops import Linear
@@ -39,6 +40,8 @@ class MixRequest:
     first_layers: int = 0
     last_layers: int = 0
     linears: tuple[str, ...] = ()
+    errors: tuple[LinearError, ...] = ()
+    """Those that the mix was chosen by."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def _chosen(mix: str | Path | Result) -> MixRequest:
     if chosen is None:
         bound = "no mix is below its bound" if result.mixed is not None and result.mixed.bound is not None else "it has no bound"
         raise UserError(f"{given} has no chosen mix: {bound}", f"run gemmscope numerics with {option('bound')}, such as 5%")
-    return MixRequest(given, chosen.recipe, chosen.higher, chosen.first_layers, chosen.last_layers, chosen.linears)
+    kept = (chosen.first_layers, chosen.last_layers, chosen.linears)
+    return MixRequest(given, chosen.recipe, chosen.higher, *kept, errors=result.linears)
 
 
 def quantized_ops(model: ModelSpec | None, run: RunSpec, workload: Workload) -> tuple[str, ...]:
@@ -105,12 +109,14 @@ def quantized_ops(model: ModelSpec | None, run: RunSpec, workload: Workload) -> 
     return tuple(dict.fromkeys(op.name for op in ops))
 
 
-def priced_mixes(request: MixRequest, names: Sequence[str], ops: Sequence[str], layers: int | None) -> Mixes:
-    """The mixes of these recipes for a model with these quantized ops; `layers`: how many, None where that is not known."""
+def priced_mixes(request: MixRequest, names: Sequence[str], ops: Sequence[str], model: ModelSpec | None) -> Mixes:
+    """The mixes of these recipes for a model (None where only its ops are known) with these quantized ops."""
     kept_layers = request.first_layers + request.last_layers
-    if layers is not None and kept_layers > layers:
-        raise UserError(f"{request.given} keeps {kept_layers} layers, but the model has {layers}", "keep fewer")
+    if model is not None and kept_layers > len(model.layers):
+        raise UserError(f"{request.given} keeps {kept_layers} layers, but the model has {len(model.layers)}", "keep fewer")
     chosen, findings = _ops(request, tuple(ops))
+    if model is not None and (reason := mismatch(request.errors, ModelSummary.of(model, model.name, model.source))):
+        findings.insert(0, finding("mix-other-model", model=model.name, reason=reason))
     kept = KeptHigher(recipe(request.higher).name, request.first_layers, request.last_layers, chosen)
     low = [request.recipe] if request.recipe is not None else [name for name in names if recipe(name).quantizes]
     if not low:

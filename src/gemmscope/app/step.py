@@ -174,7 +174,7 @@ def _mixes(asked: MixRequest | None, choice: Choice, subject: RankWorkload, *, l
                 f"{asked.given} needs {name}, which this GPU does not support", "use gemmscope forecast for another GPU"
             )
     ops = quantized_ops(model, subject.run, subject.workload)
-    mixes = priced_mixes(asked, choice.recipes, ops, len(model.layers))
+    mixes = priced_mixes(asked, choice.recipes, ops, model)
     for name in mixes.names:
         check_kept(name, ops)
     unfused = choice.backend == "transformer_engine" and any(keeps_half_an_mlp(name) for name in mixes.names)

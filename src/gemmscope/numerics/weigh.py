@@ -65,20 +65,22 @@ def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
 
 def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
     """A warning if the speeds seem to be those of another model. SYNTHETIC linears have smaller sizes, and no layers."""
-    recorded = [linear for linear in linears if linear.layer is not None]
     model = speed.model if speed is not None else None
-    reason = _mismatch(recorded, model) if recorded and model is not None else ""
+    reason = mismatch(linears, model) if model is not None else ""
     return [finding("numerics-other-model", model=model.name, reason=reason)] if reason and model is not None else []
 
 
-def _mismatch(linears: Sequence[LinearError], model: ModelSummary) -> str:
-    """What the linears and a model disagree in; empty where they agree, as far as it is known."""
+def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
+    """What linears of layers and a model disagree in; empty where they agree, as far as it is known."""
+    linears = [linear for linear in every if linear.layer is not None]
+    if not linears:
+        return ""
     sizes = {size for linear in linears for size in (linear.inputs, linear.outputs) if size}
     layers = max(linear.layer or 0 for linear in linears) + 1
     if model.hidden_size is not None and sizes and model.hidden_size not in sizes:
-        return f"with hidden size {model.hidden_size}, but no linear here has that size"
+        return f"with hidden size {model.hidden_size}, but no linear with errors has that size"
     if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
-        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but {layers} are here"
+        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but {layers} layers have errors"
     if model.layers == f"{model.num_hidden_layers} dense" and any(linear.op.startswith("Expert") for linear in linears):
-        return "which has no experts, but there are experts here"
+        return "which has no experts, but there are errors of experts"
     return ""
