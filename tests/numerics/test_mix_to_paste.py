@@ -205,6 +205,12 @@ def test_names_that_say_what_they_are_only_with_the_part_before() -> None:
         assert matched(mix_to_paste(mix("MXFP8", linears=(name,)), names, 4)["Megatron-LM"]) == known
 
 
+def test_experts_may_be_a_parameter_without_a_module() -> None:
+    comment = "experts that are one parameter"
+    assert comment in mix_to_paste(mix("FP8Current", linears=("mlp.experts.down_proj",)), LINEARS, 4)["Transformer Engine"]
+    assert comment not in mix_to_paste(mix("FP8Current", linears=("mlp.down_proj",)), LINEARS, 4)["Transformer Engine"]
+
+
 def test_torchtitan_says_what_later_versions_take() -> None:
     assert "MXFP8LinearConverter.Config" in mix_to_paste(mix("MXFP8", first_layers=1), LINEARS, 4)["torchtitan"]
     assert "Float8LinearConverter.Config" in mix_to_paste(mix("FP8Rowwise", first_layers=1), LINEARS, 4)["torchtitan"]
