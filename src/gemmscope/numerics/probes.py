@@ -5,8 +5,9 @@ Mostly they are. They are not where values repeat: equal tokens have equal round
 the error in the first layer of a language model. The outputs of a few rows and a few columns are too few to show it. So the
 recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
 
-There is one probe for every way of rounding: recipes that round alike have similar errors, whatever their block sizes.
-errors.py takes the difference between a recipe and its probe from the sample.
+There is one probe for every way of rounding: recipes that round alike have similar errors, whatever the sizes of their blocks.
+errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have separate
+probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
 
 What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
 
@@ -41,6 +42,7 @@ from gemmscope.results.numerics import Pass, TensorName
 ROWS = 512
 DRAWS = 16  # of stochastic rounding, spread evenly: one alone varies by several percent where few values dominate
 PIECE = 4096  # rows that are converted to float32 at a time
+BLOCKS = "blocks"
 Probes = Mapping[str, tuple[float, ...]]
 
 
@@ -48,11 +50,26 @@ def rounding_of(quantizer: Quantizer) -> str:
     """The way of rounding, which errors depend on: the format, whether scales are powers of two, and what randomizes it.
 
     >>> rounding_of(Quantizer("e4m3", "mx_te", 32)), rounding_of(Quantizer("e2m1", "nvfp4_te", 16, stochastic=True))
-    ('e4m3-power-of-two', 'e2m1-stochastic')
+    ('e4m3-power-of-two-blocks', 'e2m1-stochastic')
     """
-    powers = "-power-of-two" if quantizer.rule.startswith("mx") or quantizer.rule.endswith("power_of_two") else ""
-    flags = (("hadamard", quantizer.signs), ("stochastic", quantizer.stochastic), ("delayed", quantizer.delayed))
-    return f"{quantizer.format}{powers}" + "".join(f"-{name}" for name, present in flags if present)
+    powers = quantizer.rule.startswith("mx") or quantizer.rule.endswith("power_of_two")
+    flags = (
+        ("power-of-two", powers),
+        (BLOCKS, powers and quantizer.block),
+        ("hadamard", quantizer.signs),
+        ("stochastic", quantizer.stochastic),
+        ("delayed", quantizer.delayed),
+    )
+    return quantizer.format + "".join(f"-{name}" for name, present in flags if present)
+
+
+def recorded_key(key: str, probes: Probes) -> str:
+    """The key in a recording: in older ones, blocks and rows have the same probe.
+
+    >>> recorded_key("fprop/W/e4m3-power-of-two-blocks", {"fprop/W/e4m3-power-of-two": (0.1,)})
+    'fprop/W/e4m3-power-of-two'
+    """
+    return key if key in probes else key.replace(f"-{BLOCKS}", "")
 
 
 def probe_key(pass_name: Pass, tensor: TensorName, quantizer: Quantizer) -> str:
