@@ -146,6 +146,25 @@ def test_older_recordings_have_one_probe_for_blocks_and_rows() -> None:
         assert error_of(older, "MXFP8", name).relative.value == pytest.approx(full_error(whole, "MXFP8", name), rel=0.05)
 
 
+def test_outputs_of_one_common_direction() -> None:
+    """All tokens are alike, so the error of a row of W is one random number, and 512 of 2048 rows alone would miss the sum."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(128, generator=generator) + 0.1 * torch.randn(192, 128, generator=generator)
+    w = torch.randn(2048, 128, generator=generator) * 0.02
+    whole = (x.bfloat16(), w.bfloat16(), torch.randn(192, 2048, generator=generator).bfloat16())
+    for name in ("fprop", "wgrad"):
+        truths = {recipe: full_error(whole, recipe, name) for recipe in ("FP8Current", "MXFP8", "FP8Rowwise")}
+        for seed in range(3):
+            linear = LinearErrors(recorded(whole, seed))
+            for recipe, truth in truths.items():
+                error = next(one.relative for one in linear.of(recipe).passes if one.pass_name == name)
+                assert error.value == pytest.approx(truth, rel=0.015)
+                assert error.low is not None
+                assert error.high is not None
+                assert error.low <= truth <= error.high
+                assert error.high / error.low < 1.05
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_that_a_recipe_can_hold_have_no_error(recipe: str) -> None:
     """±1 and 0 are exact with any power-of-two scale; scales of whole tensors are 448 / 1, whose products are exact too."""
