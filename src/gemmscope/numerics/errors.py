@@ -33,7 +33,7 @@ from gemmscope.engine.stats import student
 from gemmscope.interval import Interval
 from gemmscope.numerics.hadamard import SIZE
 from gemmscope.numerics.operands import GemmOperand
-from gemmscope.numerics.probes import Probes, pair_key, probe_key, reference_quantizers
+from gemmscope.numerics.probes import Probes, pair_key, probe_key, recorded_key, reference_quantizers
 from gemmscope.numerics.quantizers import Quantizer
 from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample, PassSample
 from gemmscope.results.numerics import OperandError, TensorName
@@ -143,6 +143,7 @@ def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: Operand
     """The probe's values, corrected by what the sample says of the recipe (`own`) and of the probe's quantizer (`reference`);
     `ratio` is that of their errors."""
     rest, rest_sd, parallel, parallel_sd = probe[:4]
+    rest = max(rest, 0.0)  # where all values underflow, it is a difference of equal numbers
     difference = own.parallel.value - reference.parallel.value
     return OperandNoise(
         Ratio(parallel + difference, parallel_sd**2 + (0.0 if difference == 0 else own.parallel.variance)),
@@ -265,7 +266,7 @@ class SampledGemm:
     ) -> tuple[GemmNoise, tuple[SampledQuantization, SampledQuantization]]:
         """The error of the GEMM, and the quantized samples. `history`: maxima of earlier steps, for delayed scaling."""
         first, second = (self._operand(place, operand, history) for place, operand in enumerate(pair))
-        key = pair_key(self.sample.pass_name, pair[0].quantizer, pair[1].quantizer)
+        key = recorded_key(pair_key(self.sample.pass_name, pair[0].quantizer, pair[1].quantizer), self._probes)
         noise = gemm_noise(first[1], second[1], self._gain, self._probes.get(key, (0.0, 0.0)))
         return noise, (first[0], second[0])
 
@@ -274,7 +275,7 @@ class SampledGemm:
     ) -> tuple[SampledQuantization, OperandNoise]:
         quantizer, own = operand.quantizer, self._maxima[operand.tensor]
         amax = history.get(operand.tensor, own) if quantizer.delayed else own
-        key = probe_key(self.sample.pass_name, operand.tensor, quantizer)
+        key = recorded_key(probe_key(self.sample.pass_name, operand.tensor, quantizer), self._probes)
         if quantizer.signs and key in self._probes:
             amax = self._probes[key][4]  # that of the rotated tensor
         if key not in self._probes:

@@ -5,14 +5,19 @@ Mostly they are. They are not where values repeat: equal tokens have equal round
 the error in the first layer of a language model. The outputs of a few rows and a few columns are too few to show it. So the
 recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
 
-There is one probe for every way of rounding: recipes that round alike have similar errors, whatever their block sizes.
-errors.py takes the difference between a recipe and its probe from the sample.
+There is one probe for every way of rounding: recipes that round alike have similar errors, whatever the sizes of their blocks.
+errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have separate
+probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
 
 What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
 
 * `fprop/W/e4m3` → ‖EA‖²/‖Y‖² and α, each with its standard error, and the maximum that the scale came from,
 * `fprop/e4m3+e4m3` → the correlation of EA and EB, with its standard error, and what ΔA·ΔBᵀ adds to the squared error,
   relative to ‖Y‖²: summed over the reduced dimension, in the domain in which values are rounded. Not for delayed scaling.
+
+Where outputs are dominated by a few directions of the other operand, as in the first steps of training, errors vary from row to
+row, and 512 rows are too few. What a row contributes in the first directions needs no GEMM, so it is computed for all rows, and
+only the rest is estimated from the drawn ones.
 
 Errors of stochastic rounding are uncorrelated, except for their mean: values that exceed the largest one of the format are cut
 off, because block scales are rounded too. Probes are expectations, without the chance of one rounding: the mean of several
@@ -38,9 +43,11 @@ from gemmscope.numerics.sample import Random, draw
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.numerics import Pass, TensorName
 
-ROWS = 512
+ROWS = 512  # a multiple of the rows that share a scale
 DRAWS = 16  # of stochastic rounding, spread evenly: one alone varies by several percent where few values dominate
+DIRECTIONS, ITERATIONS = 4, 4  # of the other operand that all rows are multiplied with, and steps to find them
 PIECE = 4096  # rows that are converted to float32 at a time
+BLOCKS = "blocks"
 Probes = Mapping[str, tuple[float, ...]]
 
 
@@ -48,11 +55,26 @@ def rounding_of(quantizer: Quantizer) -> str:
     """The way of rounding, which errors depend on: the format, whether scales are powers of two, and what randomizes it.
 
     >>> rounding_of(Quantizer("e4m3", "mx_te", 32)), rounding_of(Quantizer("e2m1", "nvfp4_te", 16, stochastic=True))
-    ('e4m3-power-of-two', 'e2m1-stochastic')
+    ('e4m3-power-of-two-blocks', 'e2m1-stochastic')
     """
-    powers = "-power-of-two" if quantizer.rule.startswith("mx") or quantizer.rule.endswith("power_of_two") else ""
-    flags = (("hadamard", quantizer.signs), ("stochastic", quantizer.stochastic), ("delayed", quantizer.delayed))
-    return f"{quantizer.format}{powers}" + "".join(f"-{name}" for name, present in flags if present)
+    powers = quantizer.rule.startswith("mx") or quantizer.rule.endswith("power_of_two")
+    flags = (
+        ("power-of-two", powers),
+        (BLOCKS, powers and quantizer.block),
+        ("hadamard", quantizer.signs),
+        ("stochastic", quantizer.stochastic),
+        ("delayed", quantizer.delayed),
+    )
+    return quantizer.format + "".join(f"-{name}" for name, present in flags if present)
+
+
+def recorded_key(key: str, probes: Probes) -> str:
+    """The key in a recording: in older ones, blocks and rows have the same probe.
+
+    >>> recorded_key("fprop/W/e4m3-power-of-two-blocks", {"fprop/W/e4m3-power-of-two": (0.1,)})
+    'fprop/W/e4m3-power-of-two'
+    """
+    return key if key in probes else key.replace(f"-{BLOCKS}", "")
 
 
 def probe_key(pass_name: Pass, tensor: TensorName, quantizer: Quantizer) -> str:
@@ -119,6 +141,17 @@ def _usable(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
+class Directions:
+    """The part of the outputs in a few directions of the other operand: of the drawn rows [3, s], and the sums over all rows [3].
+
+    The three are squared norms of errors, errors times exact outputs, and squared norms of exact outputs.
+    """
+
+    drawn: Tensor
+    total: Tensor
+
+
+@dataclass(frozen=True)
 class ProbedRows:
     """Rows of one operand, quantized in every way, and what becomes of them in the GEMM with the whole other operand."""
 
@@ -136,6 +169,8 @@ class ProbedRows:
     """Probe → [R], where values are rounded: weighted sums over rows of the squared error, and of the error times the value."""
     exact: Tensor
     """[s]: squared norms of the exact outputs."""
+    directions: Mapping[str, Directions]
+    """Probe → what rows contribute in the first directions; empty if all rows were drawn, and of stochastic rounding."""
     maxima: Mapping[str, float]
     """Probe → the maximum that the scale of the whole tensor comes from."""
 
@@ -155,6 +190,8 @@ def _side(
     weight = torch.from_numpy(weights).to(operand.device, torch.float32)
     expected: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     used: dict[str, float] = {}
+    directions: dict[str, Directions] = {}
+    basis = _first_directions(other, largest[1], generator.manual_seed(seed)) if len(rows) < len(operand) else None
     for key, quantizer in reference_quantizers(pass_name, tensor).items():
         maxima = _block_maxima(operand, index, quantizer) if quantizer.block_rows > 1 else None
         padded = pad(rows, (0, -rows.shape[1] % SIZE))
@@ -171,6 +208,8 @@ def _side(
         if quantizer.stochastic:
             expected[key] = _expected(drawn, padded / largest[0], other, largest[1], quantizer.signs)
         errors[key] = _mean(drawn)[:, : rows.shape[1]]
+        if basis is not None and not quantizer.stochastic:
+            directions[key] = _in_directions(operand, index, largest[0], quantizer, amax, *basis)
     rows = rows / largest[0]
     squares, across = _outputs(torch.cat([rows, *errors.values()]), other, largest[1], len(rows))
     means = dict(zip(errors, zip(squares.split(len(rows))[1:], across.split(len(rows))[1:], strict=True), strict=True))
@@ -178,7 +217,33 @@ def _side(
         key: (drawn_squares + means[key][0] - of_mean, drawn_across + means[key][1] - across_mean)
         for key, (drawn_squares, drawn_across, of_mean, across_mean) in expected.items()
     }
-    return ProbedRows(rows, weight, errors, outputs, means, columns, squares[: len(rows)], used)
+    return ProbedRows(rows, weight, errors, outputs, means, columns, squares[: len(rows)], directions, used)
+
+
+def _first_directions(other: Tensor, scale: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Directions [R, d] in which `other` is largest, by subspace iteration, and its Gram matrix in them [d, d]."""
+    basis = torch.randn(other.shape[1], DIRECTIONS, generator=generator, device=other.device)
+    for _ in range(ITERATIONS):
+        basis = torch.linalg.qr(basis).Q
+        outputs = [(piece.float() / scale) @ basis for piece in other.split(PIECE)]
+        products = zip(other.split(PIECE), outputs, strict=True)
+        last, basis = basis, torch.stack([(piece.float() / scale).T @ output for piece, output in products]).sum(0)
+    return last, last.T @ basis
+
+
+def _in_directions(
+    operand: Tensor, index: Tensor, scale: Tensor, quantizer: Quantizer, amax: Tensor, basis: Tensor, gram: Tensor
+) -> Directions:
+    """Quantize all rows, as many at a time as are drawn, and multiply them with the directions."""
+    exact, errors = [], []
+    for piece in operand.split(ROWS):
+        rows = pad(piece.float(), (0, -piece.shape[1] % SIZE))
+        error = ((quantizer(rows, amax=amax).values - rows) / scale)[:, : piece.shape[1]]
+        exact.append((piece.float() / scale) @ basis)
+        errors.append(error @ basis)
+    one, other = torch.cat(errors), torch.cat(exact)
+    parts = torch.stack([(one @ gram * one).sum(1), (one @ gram * other).sum(1), (other @ gram * other).sum(1)])
+    return Directions(parts[:, index], parts.sum(1, dtype=torch.float64).float())
 
 
 def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -240,9 +305,14 @@ def _measure_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dic
     measured: dict[str, tuple[float, ...]] = {}
     for side in (first, second):
         for key, (squares, across) in side.outputs.items():
-            parallel, parallel_sd = weighted_ratio(across, side.exact, side.weights)
-            rest = squares - 2 * parallel * across + parallel**2 * side.exact
-            measured[key] = (*weighted_ratio(rest, side.exact, side.weights), parallel, parallel_sd, side.maxima[key])
+            drawn, known = (squares, across, side.exact), (0.0, 0.0, 0.0)
+            if key in side.directions:
+                drawn = tuple(one - part for one, part in zip(drawn, side.directions[key].drawn, strict=True))
+                known = tuple(side.directions[key].total.tolist())
+            parallel, parallel_sd = weighted_ratio(drawn[1], drawn[2], side.weights, (known[1], known[2]))
+            rest, known_rest = (one[0] - 2 * parallel * one[1] + parallel**2 * one[2] for one in (drawn, known))
+            ratio = weighted_ratio(rest, drawn[2], side.weights, (known_rest, known[2]))
+            measured[key] = (*ratio, parallel, parallel_sd, side.maxima[key])
     for one, other in _pairs(pass_name):
         names = [
             probe_key(pass_name, tensor, quantizer) for tensor, quantizer in zip(OPERANDS[pass_name], (one, other), strict=True)
@@ -254,7 +324,9 @@ def _measure_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dic
             correlation, standard_error = _correlation(
                 errors[0] @ second.rows.T, first.rows @ errors[1].T, first.weights, second.weights
             )
-            share = _share_of_mean(first, names[0], measured) * _share_of_mean(second, names[1], measured)
+            share = 1.0
+            for side, name, quantizer in ((first, names[0], one), (second, names[1], other)):
+                share *= _share_of_mean(side, name, measured) if quantizer.stochastic else 1.0
             measured[key] = (correlation * share, standard_error * share)
             if not (one.delayed or other.delayed):  # with delayed scaling, values saturate and the products of errors add up too
                 measured[key] += (_second_order(first, names[0], second, names[1]),)
@@ -270,7 +342,7 @@ def _second_order(first: ProbedRows, key: str, second: ProbedRows, other: str) -
 
 
 def _share_of_mean(side: ProbedRows, key: str, measured: Probes) -> float:
-    """The share of the error's norm that can be correlated: 1, except with stochastic rounding, where only the mean is."""
+    """The share of the norm of stochastic rounding's error that can be correlated: that of its mean."""
     rest, parallel = measured[key][0], measured[key][2]
     squares, across = side.means[key]
     of_mean, _ = weighted_ratio(squares - 2 * parallel * across + parallel**2 * side.exact, side.exact, side.weights)
@@ -287,18 +359,21 @@ def _correlation(one: Tensor, other: Tensor, rows: Tensor, columns: Tensor) -> t
     return (float(rows @ product @ columns) / scale, sqrt(variance) / scale) if scale else (0.0, 0.0)
 
 
-def weighted_ratio(numerators: Tensor, denominators: Tensor, weights: Tensor) -> tuple[float, float]:
+def weighted_ratio(
+    numerators: Tensor, denominators: Tensor, weights: Tensor, known: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
     """The ratio of two weighted sums over drawn rows, with its standard error. Numerators [draws, s] are averaged over draws of
-    stochastic rounding, whose variance counts too."""
-    total = float(weights @ denominators)
+    stochastic rounding, whose variance counts too. `known`: what is added to both sums, without an error."""
+    total = float(weights @ denominators) + known[1]
     if not total > 0:
         return 0.0, 0.0
     draws = numerators.reshape(-1, len(weights))
-    ratios = draws @ weights / total
+    ratios = (draws @ weights + known[0]) / total
     ratio = float(ratios.mean())
-    residuals = weights * (draws.mean(0) - ratio * denominators)
+    residuals, uncertain = weights * (draws.mean(0) - ratio * denominators), 1 - 1 / weights
+    residuals = residuals - uncertain @ residuals / uncertain.sum().clamp(min=1e-30)  # the number of rows is fixed
     count = max(len(weights), 2)
-    variance = float(((1 - 1 / weights) * residuals.square()).sum()) * count / (count - 1) / total**2
+    variance = float(uncertain @ residuals.square()) * count / (count - 1) / total**2
     if len(draws) > 1:
         variance += float(ratios.var()) / len(draws)
     return ratio, sqrt(max(variance, 0.0))

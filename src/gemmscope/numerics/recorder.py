@@ -23,7 +23,7 @@ from gemmscope.numerics.sample import random_for
 from gemmscope.units import counted
 
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
-FACTS_BYTES = 4_500
+FACTS_BYTES = 5_500
 MAXIMA_BYTES = 260  # of a step without samples
 SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
 
@@ -144,7 +144,7 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Bytes for the samples of one linear in one step: all have the same. What the file's header needs is taken off first.
 
     >>> share_of([f"model.layers.{number}.mlp.down_proj" for number in range(224)], {"megabytes": 64, "steps": 8, "samples": 1})
-    275119
+    274119
     """
     header = sum(TENSORS * (ENTRY_BYTES + len(name)) + FACTS_BYTES for name in names) * settings["samples"]
     maxima = len(names) * settings["steps"] * MAXIMA_BYTES
