@@ -47,6 +47,7 @@ ROWS = 512  # a multiple of the rows that share a scale
 DRAWS = 16  # of stochastic rounding, spread evenly: one alone varies by several percent where few values dominate
 DIRECTIONS, ITERATIONS = 4, 4  # of the other operand that all rows are multiplied with, and steps to find them
 PIECE = 4096  # rows that are converted to float32 at a time
+GPU_VALUES = 2**23  # values that a GPU quantizes at a time, in few launches; a CPU is faster with fewer, which fit in its caches
 BLOCKS = "blocks"
 Probes = Mapping[str, tuple[float, ...]]
 
@@ -234,9 +235,10 @@ def _first_directions(other: Tensor, scale: Tensor, generator: torch.Generator) 
 def _in_directions(
     operand: Tensor, index: Tensor, scale: Tensor, quantizer: Quantizer, amax: Tensor, basis: Tensor, gram: Tensor
 ) -> Directions:
-    """Quantize all rows, as many at a time as are drawn, and multiply them with the directions."""
+    """Quantize all rows, and multiply them with the directions."""
     exact, errors = [], []
-    for piece in operand.split(ROWS):
+    values = 0 if operand.device.type == "cpu" else GPU_VALUES
+    for piece in operand.split(max(values // operand.shape[1] // ROWS, 1) * ROWS):
         rows = pad(piece.float(), (0, -piece.shape[1] % SIZE))
         error = ((quantizer(rows, amax=amax).values - rows) / scale)[:, : piece.shape[1]]
         exact.append((piece.float() / scale) @ basis)
