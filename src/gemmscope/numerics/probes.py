@@ -245,7 +245,7 @@ def _in_directions(
         errors.append(error @ basis)
     one, other = torch.cat(errors), torch.cat(exact)
     parts = torch.stack([(one @ gram * one).sum(1), (one @ gram * other).sum(1), (other @ gram * other).sum(1)])
-    return Directions(parts[:, index], parts.sum(1, dtype=torch.float64).float())
+    return Directions(parts[:, index], parts.sum(1))
 
 
 def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
