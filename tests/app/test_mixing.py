@@ -173,7 +173,9 @@ def test_a_mix_of_another_model_is_noticed() -> None:
     """Llama 3.1 8B has 32 layers and a hidden size of 4096."""
     chosen = numerics_result(40).model_copy(update={"mixed": MixedPrecision(bound=0.03, chosen=CHOSEN)})
     [text] = [finding.text for finding in forecast_of(mix=chosen).gpus[0].findings if finding.code == "mix-other-model"]
-    assert text == "The mix may belong to another model: this is llama-3.1-8b, with 32 layers, but 40 layers have errors."
+    assert text == (
+        "The mix may belong to another model: this is llama-3.1-8b, with 32 layers, but the errors are those of 40 layers."
+    )
     same = chosen.model_copy(update={"linears": tuple(numerics_result(2).linears)})
     assert "mix-other-model" not in {finding.code for finding in forecast_of(mix=same).gpus[0].findings}
 

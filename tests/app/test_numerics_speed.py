@@ -60,9 +60,9 @@ def test_speeds_of_another_model_are_noticed() -> None:
     smaller = [one.model_copy(update={"inputs": one.inputs // 3, "outputs": one.outputs // 3}) for one in linear_errors(2)]
     experts = [one.model_copy(update={"op": "Expert Down"}) if "down" in one.linear else one for one in linear_errors(2)]
     for linears, reason in (
-        (smaller, "with hidden size 4096, but no linear with errors has that size"),
-        (linear_errors(40), "with 32 layers, but 40 layers have errors"),
-        (experts, "which has no experts, but there are errors of experts"),
+        (smaller, "with hidden size 4096, but none of the linears with errors has that size"),
+        (linear_errors(40), "with 32 layers, but the errors are those of 40 layers"),
+        (experts, "which has no experts, but some errors are those of experts"),
     ):
         [finding] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
         assert finding.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."

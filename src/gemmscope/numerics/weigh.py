@@ -78,9 +78,9 @@ def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
     sizes = {size for linear in linears for size in (linear.inputs, linear.outputs) if size}
     layers = max(linear.layer or 0 for linear in linears) + 1
     if model.hidden_size is not None and sizes and model.hidden_size not in sizes:
-        return f"with hidden size {model.hidden_size}, but no linear with errors has that size"
+        return f"with hidden size {model.hidden_size}, but none of the linears with errors has that size"
     if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
-        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but {layers} layers have errors"
+        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but the errors are those of {layers} layers"
     if model.layers == f"{model.num_hidden_layers} dense" and any(linear.op.startswith("Expert") for linear in linears):
-        return "which has no experts, but there are errors of experts"
+        return "which has no experts, but some errors are those of experts"
     return ""
