@@ -1,8 +1,8 @@
 """Checks the errors that are estimated from samples against those of the whole tensors, on layers of trained small models.
 
-    python benchmarks/numerics_sampling.py [--model llama|moe] [--seed 0] [--steps 120] [--draws 3] [--tensors FILE] [--csv FILE]
+    python benchmarks/numerics_sampling.py [--model llama|wide|moe|neox|nemotron] [--seed 0] [--steps 120] [--draws 3]
 
-A small Llama or Mixtral is trained on the sources of Python's standard library, as bytes. X, W and dY of its linears are taken
+A small model is trained on the sources of Python's standard library, as bytes. X, W and dY of its linears are taken
 from one more step, as they are and in two variants that large models are known for: outlier channels, and massive activations of
 the first token with a few large gradients. Each is sampled several times; every estimate is compared with the error of the whole
 tensors.
@@ -35,17 +35,29 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 recording.HISTORY = 1  # one earlier step is the whole history here, so that delayed scaling saturates
 
 
-def model_named(name: str) -> torch.nn.Module:
-    """A model of about 8 million parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6},
+    "wide": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2, "num_attention_heads": 16},
+    "moe": {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "neox": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 6},
+    "nemotron": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 6},
+}
 
-    heads: dict[str, Any] = {"vocab_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    if name == "llama":
-        sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6}
-        return LlamaForCausalLM(LlamaConfig(**heads, **sizes))
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # as linears, one by one
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return MixtralForCausalLM(MixtralConfig(**heads, **sizes, **experts))
+
+def model_named(name: str) -> torch.nn.Module:
+    """A small model: a Llama, a wider one, a Mixtral, a GPT-NeoX (GELU, biases), or a Nemotron (squared ReLU)."""
+    import transformers
+
+    settings = {**SIZES[name], "vocab_size": 256, "max_position_embeddings": 512}
+    if name == "neox":
+        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**settings, tie_word_embeddings=True))
+    settings["num_key_value_heads"] = 2
+    if name == "nemotron":
+        return transformers.NemotronForCausalLM(transformers.NemotronConfig(**settings))
+    if name == "moe":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # as linears, one by one
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings, **experts))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
 
 
 def trained_tensors(name: str, steps: int, seed: int) -> dict[str, Tensors]:
@@ -167,7 +179,7 @@ def table(rows: list[tuple[str, str, str, str, float, float, bool]]) -> str:
 def main() -> None:
     """Train, take, sample, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("llama", "moe"), default="llama")
+    parser.add_argument("--model", choices=SIZES, default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--draws", type=int, default=3)

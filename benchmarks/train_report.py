@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -25,10 +25,11 @@ from gemmscope.results.read import read_result
 
 BASELINE, EMULATED = "BF16", "emulated:"
 BASELINES = (BASELINE, "BF16+bit", "BF16+bits", "BF16+order")
-MAIN = ("train_loss", "validation_loss")
+MAIN = ("validation_loss", "train_loss")
+EARLY, EARLY_SHARES = "early_loss", (0.15, 0.25)  # of the steps
 MEASURES = {
-    "train_loss": "training loss",
     "validation_loss": "validation loss",
+    "train_loss": "training loss",
     "validation_loss_bf16": "validation loss in BF16",
 }
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # two-sided 95%, 1 to 10 degrees of freedom
@@ -167,38 +168,43 @@ class Comparison:
         return groups
 
     def table_of_groups(self) -> str:
-        """The mean gap of the recipes of each predicted error, and the difference to the group before."""
-        heads = [f"gap in {name}" for measure, name in MEASURES.items() if measure in MAIN]
-        lines = [f"| predicted error | recipes | {' | '.join(heads)} |", "| ---: | --- |" + " ---: |" * len(heads)]
-        before: tuple[str, list[str]] | None = None
+        """The mean gap of the recipes of each predicted error."""
+        lines = [f"| predicted error | recipes | {_heads(MAIN)} |", "| ---: | --- |" + " ---: |" * len(MAIN)]
         for error, names in self.groups().items():
-            gaps = [gap_of(self.group_gaps(names, measure)) for measure in MAIN]
-            lines.append(f"| {error} | {', '.join(map(title, names))} | {' | '.join(map(_marked, gaps))} |")
-            if before is not None:
-                earlier, others = before
-                differences = [gap_of(self._between(names, others, measure)) for measure in MAIN]
-                lines.append(f"| | *{error} minus {earlier}* | {' | '.join(map(_marked, differences))} |")
-            before = (error, names)
+            gaps = " | ".join(_marked(gap_of(self.group_gaps(names, measure))) for measure in MAIN)
+            lines.append(f"| {error} | {', '.join(map(title, names))} | {gaps} |")
+        return "\n".join(lines)
+
+    def table_of_differences(self) -> str:
+        """Paired differences of each group of recipes and the one before."""
+        lines = [f"| predicted errors | {_heads(MAIN)} |", "| --- |" + " ---: |" * len(MAIN)]
+        for (low, others), (high, names) in pairwise(self.groups().items()):
+            differences = " | ".join(_marked(gap_of(self._between(names, others, measure))) for measure in MAIN)
+            lines.append(f"| {high} minus {low} | {differences} |")
         return "\n".join(lines)
 
     def _between(self, group: Sequence[str], other: Sequence[str], measure: str) -> list[float]:
         first, second = self.group_gaps(group, measure), self.group_gaps(other, measure)
         return [a - b for a, b in zip(first, second, strict=True)]
 
-    def table_of_seeds(self, measure: str) -> str:
-        """The gap of every recipe in every seed."""
-        lines = [
-            "| recipe | " + " | ".join(f"seed {seed}" for seed in self.seeds) + " |",
-            "| --- |" + " ---: |" * len(self.seeds),
-        ]
-        for name in self.recipes:
-            cells = (f"{gap:+.4f}" for gap in self.group_gaps([name], measure))
-            lines.append(f"| {title(name)} | {' | '.join(cells)} |")
+    def table_of_seeds(self) -> str:
+        """Gaps in training loss of every seed, early and at the end: of the group with the largest error, and of all others."""
+        *_, last = self.groups().values()
+        others = [name for name in self.recipes if name not in last]
+        lines = [f"| | {' | '.join(f'seed {seed}' for seed in self.seeds)} |", "| --- |" + " ---: |" * len(self.seeds)]
+        for name, group in (("all other recipes", others), (", ".join(map(title, last)), last)):
+            for measure, when in ((EARLY, f"steps {self._early_steps}"), ("train_loss", "last tenth of the steps")):
+                cells = " | ".join(f"{gap:+.4f}" for gap in self.group_gaps(group, measure))
+                lines.append(f"| {name}, {when} | {cells} |")
         return "\n".join(lines)
+
+    @property
+    def _early_steps(self) -> str:
+        return " to ".join(str(round(share * self.facts["settings"]["steps"])) for share in EARLY_SHARES)
 
     def table(self) -> str:
         """Predicted errors and gaps, a row for every recipe, the smallest validation gap first."""
-        lines = ["| recipe | predicted error | " + " | ".join(f"gap in {name}" for name in MEASURES.values()) + " |"]
+        lines = [f"| recipe | predicted error | {_heads(MEASURES)} |"]
         lines.append("| --- | ---: |" + " ---: |" * len(MEASURES))
         for name in self.recipes:
             gaps = " | ".join(_marked(self.gap(name, measure)) for measure in MEASURES)
@@ -232,6 +238,10 @@ def title(recipe: str) -> str:
 def percent(error: float) -> str:
     """An error as tables show it."""
     return f"{100 * error:.2f}%"
+
+
+def _heads(measures: Iterable[str]) -> str:
+    return " | ".join(f"gap in {MEASURES[measure]}" for measure in measures)
 
 
 def _marked(gap: Gap) -> str:
@@ -268,7 +278,9 @@ def comparison_of(folder: Path, predicted: Mapping[str, float]) -> Comparison:
             if run["settings"] != facts["settings"]:
                 raise SystemExit(f"{what}: other settings than in the other runs")
             if run["finished"]:
-                losses.setdefault(run["recipe"], {})[seed] = {name: run[name] for name in MEASURES}
+                begin, end = (round(share * len(run["curve"])) for share in EARLY_SHARES)
+                measured = {name: run[name] for name in MEASURES} | {EARLY: fmean(run["curve"][begin:end])}
+                losses.setdefault(run["recipe"], {})[seed] = measured
             else:
                 print(f"{what}: the loss is not finite, left out", file=sys.stderr)
     return Comparison(losses, predicted, facts)
@@ -283,13 +295,9 @@ def main() -> None:
     comparison = comparison_of(given.folder, predicted_errors(given.numerics))
     for seed, run in comparison.losses[BASELINE].items():
         print(f"BF16, seed {seed}: " + ", ".join(f"{name} {run[measure]:.4f}" for measure, name in MEASURES.items()))
-    for part in (
-        comparison.table(),
-        comparison.table_of_groups(),
-        comparison.table_of_seeds(MAIN[0]),
-        comparison.rank_sentences(),
-    ):
-        print(f"\n{part}")
+    tables = (comparison.table, comparison.table_of_groups, comparison.table_of_differences, comparison.table_of_seeds)
+    for part in (*tables, comparison.rank_sentences):
+        print(f"\n{part()}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-from train_report import MAIN, Comparison, comparison_of, predicted_errors  # noqa: E402
+from train_report import Comparison, comparison_of, predicted_errors  # noqa: E402
 
 RUNS = DOCS / "measured/h200_training"
 
@@ -45,9 +45,14 @@ def groups() -> str:
     return _comparison().table_of_groups()
 
 
+def differences() -> str:
+    """Differences of these groups."""
+    return _comparison().table_of_differences()
+
+
 def seeds() -> str:
-    """Gaps in training loss, seed by seed."""
-    return _comparison().table_of_seeds(MAIN[0])
+    """Gaps in training loss, seed by seed, early and at the end."""
+    return _comparison().table_of_seeds()
 
 
 def order() -> str:
@@ -59,6 +64,7 @@ BLOCKS = {
     "training, setup": what_was_trained,
     "training, gaps": gaps,
     "training, groups": groups,
+    "training, differences": differences,
     "training, seeds": seeds,
     "training, order": order,
 }

@@ -16,7 +16,15 @@ SETTINGS = {"size": "toy", "steps": 10}
 
 def write(folder: Path, recipe: str, seed: int, loss: float, finished: bool = True, **changes: Any) -> None:
     losses = dict.fromkeys(("train_loss", "validation_loss", "validation_loss_bf16"), loss)
-    facts = {"parameters": 1, "tokens": 1, "text": {}, "device": "CPU", "versions": {}, "settings": SETTINGS}
+    facts = {
+        "parameters": 1,
+        "tokens": 1,
+        "text": {},
+        "device": "CPU",
+        "versions": {},
+        "settings": SETTINGS,
+        "curve": [loss] * 40,
+    }
     name = recipe.replace(":", "-").replace("+", "-")
     run = {**facts, **losses, "recipe": recipe, "seed": seed, "finished": finished, **changes}
     (folder / f"{name}-seed{seed}.json").write_text(json.dumps(run))
@@ -97,13 +105,25 @@ def test_recipes_with_the_same_predicted_error_are_one_group(comparison: Compari
     assert list(comparison.groups().values()) == [["emulated:MXFP8"], ["FP8Current", "emulated:FP8Current"], ["emulated:NVFP4"]]
     rows = comparison.table_of_groups().splitlines()
     assert rows[3].startswith("| 5.00% | FP8Current, FP8Current (emulated) | **+0.0110 ± ")
-    assert rows[4].startswith("| | *5.00% minus 3.70%* | **+0.0070 ± ")
+    differences = comparison.table_of_differences().splitlines()
+    assert differences[2].startswith("| 5.00% minus 3.70% | **+0.0070 ± ")
+    assert len(differences) == 4
 
 
-def test_gaps_of_single_seeds(comparison: Comparison) -> None:
-    rows = comparison.table_of_seeds("train_loss").splitlines()
-    assert rows[0] == "| recipe | seed 0 | seed 1 | seed 2 |"
-    assert rows[2] == "| MXFP8 (emulated) | +0.0030 | +0.0040 | +0.0050 |"
+def test_gaps_of_single_seeds(comparison: Comparison, tmp_path: Path) -> None:
+    rows = comparison.table_of_seeds().splitlines()
+    assert rows[0] == "| | seed 0 | seed 1 | seed 2 |"
+    assert rows[-1] == "| NVFP4 (emulated), last tenth of the steps | +0.0300 | +0.0360 | +0.0330 |"
+    early = tmp_path / "early"
+    early.mkdir()
+    for recipe in ("BF16", "emulated:MXFP8"):
+        write(early, recipe, 0, 2.0)
+    write(early, "emulated:NVFP4", 0, 2.0, curve=[2.0 + 0.01 * place for place in range(40)])
+    rows = comparison_of(early, comparison.predicted).table_of_seeds().splitlines()
+    assert rows[-2:] == [
+        "| NVFP4 (emulated), steps 2 to 2 | +0.0750 |",
+        "| NVFP4 (emulated), last tenth of the steps | +0.0000 |",
+    ]
 
 
 def test_a_folder_without_bf16_runs(tmp_path: Path) -> None:
