@@ -5,9 +5,9 @@
     python benchmarks/frozen_numbers.py compare before.json.gz after.json.gz --text
 
 `write` runs the command line in this process: shapes and forecasts of every preset, layouts, every GPU, plans, sweeps, numerics,
-every trace, reports and comparisons of recorded runs. It rebuilds every result of `tests/support/results.py` too, benches and steps
-replayed from H200 recordings among them. `--only forecast plan` selects cases by the start of their name. `--traces`, `--configs`
-and `--inputs` add folders of traces, configs and tensors (recorded.safetensors, checkpoint/model.safetensors).
+every trace, reports and comparisons of recorded runs. It rebuilds every result of `tests/support/results.py` too, benches and
+steps replayed from H200 recordings among them. `--only forecast plan` selects cases by the start of their name. `--traces`,
+`--configs` and `--inputs` add folders of traces, configs and tensors (recorded.safetensors, checkpoint/model.safetensors).
 
 `compare` exits with 1 if an exit code, a number (relative 1e-12) or a value of a run file differs; `--text` also shows where the
 printed text differs.
