@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import check_size
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
