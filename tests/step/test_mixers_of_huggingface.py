@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gemmscope.step import huggingface
-from gemmscope.step.huggingface import hide_wrong_kernels, mixers
+from gemmscope.step.live_module import hide_wrong_kernels, mixers
 
 
 def chosen_by_wrapper(name: str, package: str) -> object:

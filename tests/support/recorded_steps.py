@@ -12,7 +12,7 @@ from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import StepTimes, Variant
 from gemmscope.step.answer import step_times
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 
