@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import checkpoint
 
-from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
+from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
+from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kept import kept_parts
 from gemmscope.step.mixer_kernels import MixerKernels
