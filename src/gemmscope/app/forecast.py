@@ -42,8 +42,7 @@ from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.model.limits import check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory

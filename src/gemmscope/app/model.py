@@ -10,11 +10,9 @@ from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.model import presets
 from gemmscope.model.families import built_like, known_model_types
-from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.limits import check_size
-from gemmscope.model.read import names_file, read_config
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.readers import names_file, read_config
+from gemmscope.model.spec import ModelSource, RunSpec, from_hyperparameters
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls

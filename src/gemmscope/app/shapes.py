@@ -4,7 +4,7 @@ from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.spec import MoeSpec
+from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
 from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op

@@ -21,7 +21,7 @@ from gemmscope.errors import UserError, option, shown
 
 if TYPE_CHECKING:
     from gemmscope.app.model import ModelRun
-    from gemmscope.model.source import ModelSource
+    from gemmscope.model.spec import ModelSource
 
 Result = TypeVar("Result")
 
