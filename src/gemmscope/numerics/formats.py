@@ -1,11 +1,11 @@
-"""Number formats of low precision: rounding, saturation, the bits that libraries store; and the scales that values are rounded with.
+"""Number formats of low precision: rounding, saturation, the bits that libraries store; and scales, as libraries compute them.
 
 Rounding works on float32 tensors and gives float32 values that the format can hold, so no float8 dtype is needed to compute with.
 Nothing here depends on the data: no branch on a value, no transfer to the host.
 
-A rule says how the maximum of a tensor, a row or a block becomes its scale, as each library computes it. It takes maxima (float32,
-any shape), the number format, and the maximum of the whole tensor, which rules of two levels use. Every operation is the one of
-the library, in its order, so that results are equal bit by bit.
+A rule says how the maximum of a tensor, a row or a block becomes its scale. It takes maxima (float32, any shape), the number
+format, and the maximum of the whole tensor, which rules of two levels use. Every operation is the one of the library, in its
+order, so that results are equal bit by bit.
 """
 
 from collections.abc import Callable

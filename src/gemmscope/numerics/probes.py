@@ -6,8 +6,8 @@ the error in the first layer of a language model. The outputs of a few rows and 
 recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
 
 There is one probe for every way of rounding: recipes that round alike have similar errors, whatever the sizes of their blocks.
-gemm_errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have separate
-probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
+gemm_errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have
+separate probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
 
 What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
 
