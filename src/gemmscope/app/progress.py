@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gemmscope.engine.campaign import OnMessage
     from gemmscope.engine.messages import Message
     from gemmscope.engine.store import ResultStore
-    from gemmscope.step.campaign import StepCampaign
+    from gemmscope.step.step_campaign import StepCampaign
 
 STAGES = {"compiling": "compiling kernels", "profiling": "profiling the kernels", "launching": "timing CPU launches"}
 SHOWN_AFTER_S = 0.5

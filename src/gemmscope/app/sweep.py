@@ -32,7 +32,7 @@ from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import Compile, Optimizer
 from gemmscope.results.sweep import SweepResult
 from gemmscope.signals import DeferredSignals, defer_signals
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 from gemmscope.units import counted
 from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import check
