@@ -15,10 +15,9 @@ from gemmscope.app.numerics_speed import speed_result
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.numerics.known import known_linears
+from gemmscope.numerics.evaluation.mixes import weigh
+from gemmscope.numerics.evaluation.requests import ComputedErrors, compute_errors, known_linears
 from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
-from gemmscope.numerics.stream import ComputedErrors, compute_errors
-from gemmscope.numerics.weigh import weigh
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, damage_reported
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears

@@ -10,7 +10,7 @@ from gemmscope.app.model import ModelRun
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.gpu.specs import gpu as gpu_named
-from gemmscope.numerics.speeds import SpeedResult
+from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.results.base import Result, command_of
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
