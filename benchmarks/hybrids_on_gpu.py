@@ -14,8 +14,8 @@ from importlib import import_module
 import torch
 
 from gemmscope.model import presets
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.kits import KITS

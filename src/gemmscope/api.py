@@ -29,9 +29,8 @@ from gemmscope.errors import UserError, in_a_line, shown
 from gemmscope.files import write_text
 from gemmscope.job.load import ModelRun, load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
-from gemmscope.model.read import read_text
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec
+from gemmscope.model.readers import read_text
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, ModelSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult

@@ -29,8 +29,7 @@ from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.progress import QUIET
 from gemmscope.results.forecast import ForecastResult

@@ -18,8 +18,7 @@ from gemmscope.forecast.memory import ROWS, RankMemory, in_flight, memory_bytes,
 from gemmscope.forecast.memory_results import memory_findings, memory_result
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipes
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear

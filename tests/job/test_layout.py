@@ -15,7 +15,7 @@ from gemmscope.errors import UserError, in_shell
 from gemmscope.job.layout import choose_run
 from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.model import megatron, torchtitan
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
 from support.reading import codes, facts

@@ -7,8 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.errors import UserError  # noqa: E402
-from gemmscope.model.flags import from_hyperparameters  # noqa: E402
-from gemmscope.model.spec import RunSpec  # noqa: E402
+from gemmscope.model.spec import RunSpec, from_hyperparameters  # noqa: E402
 from gemmscope.numerics.synthetic import KINDS, synthetic_recording  # noqa: E402
 from gemmscope.workload.derive import Workload, derive  # noqa: E402
 

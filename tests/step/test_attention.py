@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.plan import plan_step
 

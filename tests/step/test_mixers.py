@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.recipe.recipes import recipe
 
 torch = pytest.importorskip("torch", reason="mixers need torch")

@@ -11,8 +11,7 @@ import pytest
 
 from gemmscope.engine.messages import Failed, Fatal, Hello, Message, Noticed
 from gemmscope.findings import finding
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.module_plan import ModulePlan

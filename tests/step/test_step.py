@@ -20,9 +20,8 @@ from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.findings import finding
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.mixers import LinearSpec, MixerSpec
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.campaign import StepCampaign

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import MlpSpec, RunSpec
+from gemmscope.model.layer_spec import MlpSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import plan_step

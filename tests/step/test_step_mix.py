@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.kept import check_kept, kept_layers, parts_of, too_shallow

@@ -12,8 +12,7 @@ from gemmscope.bench.measurements import Measurements
 from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.read import read_result

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gemmscope.model import presets
-from gemmscope.model.spec import MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import RunSpec
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
 
 MOST_EXPERTS = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.mixers import MixerKind
+from gemmscope.model.layer_spec import MixerKind
 from gemmscope.workload.delta_rules import BLOCK
 from gemmscope.workload.scans import Scan
 

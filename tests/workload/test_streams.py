@@ -10,8 +10,8 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.memory import memory_of, rank_memory
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import presets
+from gemmscope.model.layer_spec import CompressedSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.model.streams import CompressedSpec
 from gemmscope.step.plan import plan_step
 from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive

@@ -30,8 +30,7 @@ from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.job.load import SIZES, ModelRun, as_frameworks_run
 from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
 from gemmscope.model.limits import check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.numerics.requested_mix import Mixes, MixRequest, requested_mix
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipe

@@ -20,8 +20,7 @@ from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, 
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.paste.emit import layout_to_paste
 from gemmscope.progress import QUIET, Reporter

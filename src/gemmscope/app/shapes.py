@@ -6,7 +6,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model import presets
-from gemmscope.model.spec import MoeSpec
+from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
 from gemmscope.units import parameters

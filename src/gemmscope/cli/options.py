@@ -20,7 +20,7 @@ from gemmscope.cli.describe import metavar_of, settings_of
 from gemmscope.errors import UserError, option, shown
 
 if TYPE_CHECKING:
-    from gemmscope.model.source import ModelSource
+    from gemmscope.model.spec import ModelSource
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from gemmscope.forecast.network import Network, facts
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES

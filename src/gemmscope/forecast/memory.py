@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from gemmscope.forecast.memory_blocks import FP32_BYTES, NOTHING, BlockMemory, Blocks, block_memory
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
+from gemmscope.model.layer_spec import LayerSpec
+from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data

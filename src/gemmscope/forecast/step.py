@@ -30,7 +30,8 @@ from gemmscope.forecast.overlap import MicroBatch, cluster, exposed
 from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, speedup
 from gemmscope.forecast.step_ops import linear_case, part_of, part_of_linear
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe

@@ -11,8 +11,7 @@ from typing import Any
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_optional
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, RunSpec
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec
 from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
 
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}

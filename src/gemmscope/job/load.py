@@ -8,10 +8,8 @@ from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.job.layout import choose_run
 from gemmscope.model import presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.read import names_file, read_config
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.readers import names_file, read_config
+from gemmscope.model.spec import ModelSource, RunSpec, from_hyperparameters
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")

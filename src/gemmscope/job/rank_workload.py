@@ -9,8 +9,7 @@ from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.job.load import ModelRun
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.limits import check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.spec import AttentionSpec, NormSpec
+from gemmscope.model.layer_spec import AttentionSpec
+from gemmscope.model.spec import NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark
 from gemmscope.step.plan import StackPlan, projected_widths

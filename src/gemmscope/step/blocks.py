@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.spec import LayerSpec, MlpSpec, MoeSpec, NormSpec
+from gemmscope.model.layer_spec import LayerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import NormSpec
 from gemmscope.step.attention import attention_of
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark

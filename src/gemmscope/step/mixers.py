@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark

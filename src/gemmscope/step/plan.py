@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 from gemmscope.workload.mixers import input_widths

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from gemmscope.model.spec import AttentionSpec
+from gemmscope.model.layer_spec import AttentionSpec
 
 
 @cache

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
+from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
+from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kept import kept_parts
 from gemmscope.step.kits.flex import FlexAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gemmscope.model import megatron
-from gemmscope.model.megatron_functions import in_order
+from gemmscope.model.shell import in_order
 from support.reading import codes
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"

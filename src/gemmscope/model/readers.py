@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan, torchtitan_command
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource
 from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model import read
-from gemmscope.model.read import read_config, read_text
+from gemmscope.model import readers
+from gemmscope.model.readers import read_config, read_text
 
 CONFIG = {
     "model_type": "llama",
@@ -97,7 +97,7 @@ def test_open_file_of_this_process() -> None:
 
 @posix
 def test_substituted_process() -> None:
-    script = "import sys; from gemmscope.model.read import read_config; print(read_config(sys.argv[1]).model.hidden_size)"
+    script = "import sys; from gemmscope.model.readers import read_config; print(read_config(sys.argv[1]).model.hidden_size)"
     bash = ["bash", "-c", '"$0" -c "$1" <(printf %s "$2")', sys.executable, script, FLAGS]
     try:
         outcome = subprocess.run(bash, capture_output=True, text=True, check=True)
@@ -145,8 +145,8 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         message = refused(str(path))
         assert f"{path} is too large for a config" in message
         assert "other formats 1 MiB" in message
-    monkeypatch.setattr(read, "START_OF_LOG", 1000)
-    monkeypatch.setattr(read, "LARGEST_FILE", 2000)
+    monkeypatch.setattr(readers, "START_OF_LOG", 1000)
+    monkeypatch.setattr(readers, "LARGEST_FILE", 2000)
     path.write_text(json.dumps({**CONFIG, "filler": "x" * 1200}))  # JSON may be larger
     assert hidden_size(str(path)) == 64
     path.write_text(json.dumps({**CONFIG, "filler": "x" * 2200}))
@@ -158,7 +158,7 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_training_log(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("starting …\n" + PRINTED + ITERATION * (42 * 10**6 // len(ITERATION)))
-    assert path.stat().st_size > read.LARGEST_FILE
+    assert path.stat().st_size > readers.LARGEST_FILE
     assert hidden_size(str(path)) == 64
     path.write_text(PRINTED + ITERATION * (2 * 2**20 // len(ITERATION)))  # beyond other texts, within the start
     assert hidden_size(str(path)) == 64
@@ -168,11 +168,11 @@ def test_a_log_is_cut_between_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "train.log"
     path.write_text(PRINTED + "  seq_length ........ 4096\n" + ITERATION * 10)
     for start in range(len(PRINTED), len(PRINTED) + 30):
-        monkeypatch.setattr(read, "START_OF_LOG", start)
+        monkeypatch.setattr(readers, "START_OF_LOG", start)
         assert read_config(str(path)).run_settings.get("sequence_length") in (None, 4096)
     path.write_text(PRINTED + "é" * 100)  # not in the middle of a character
     for start in range(len(PRINTED) + 1, len(PRINTED) + 5):
-        monkeypatch.setattr(read, "START_OF_LOG", start)
+        monkeypatch.setattr(readers, "START_OF_LOG", start)
         assert hidden_size(str(path)) == 64
 
 
