@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         write_report,
     )
     from gemmscope.errors import UserError
-    from gemmscope.explain.record import trace_me
+    from gemmscope.explain.record_trace import trace_me
     from gemmscope.numerics.record import record_tensors
 
 __all__ = [

@@ -12,11 +12,11 @@ from gemmscope.engine.messages import Failed, Noticed, Sampled
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
-from gemmscope.step.campaign import StepCampaign
+from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.live import layers_that_fit
-from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.recommend import Plan
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.step_measurements import StepMeasurements
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
@@ -219,7 +219,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
             stop(self)
 
     monkeypatch.setattr(StepCampaign, "run", half)
-    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
     assert "\nUse FP32: 2.000x [" in outcome.out
@@ -229,7 +229,7 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepCampaign, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant))
     )
-    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
     best = written(tmp_path / "step.json").recommendation

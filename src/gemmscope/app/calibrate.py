@@ -31,8 +31,8 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
 from gemmscope.signals import defer_signals
 from gemmscope.step.answer import profiled_step
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.workload.cases import tasks_of
 from gemmscope.workload.derive import derive
 

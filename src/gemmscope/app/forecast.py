@@ -40,8 +40,8 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.results.sweep import GpuSweep, SweepPoint
 from gemmscope.step.cost import Budget
-from gemmscope.step.findings import step_findings
-from gemmscope.step.plan import not_run
+from gemmscope.step.stack_plan import not_run
+from gemmscope.step.waterfall import step_findings
 from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations
 from gemmscope.workload.cases import Mode, bare_gemms
 from gemmscope.workload.derive import HEAD

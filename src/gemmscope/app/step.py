@@ -22,15 +22,14 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
 from gemmscope.signals import defer_signals
-from gemmscope.step.breakeven import break_even_finding
-from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.kept import check_kept, keeps_half_an_mlp
 from gemmscope.step.live import for_live, layers_that_fit, live_plan, step_settings
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import plan_step
 from gemmscope.step.session import MeasuredStep, StepSession
+from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.step_campaign import StepCampaign, fingerprint_of
+from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 

@@ -20,7 +20,7 @@ from gemmscope.results.step import Compile, Optimizer
 from gemmscope.results.sweep import SweepResult
 from gemmscope.signals import DeferredSignals
 from gemmscope.step.live import for_live
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 from gemmscope.sweep.axes import MEASURED_SIZES, Axes, check_axes, combinations, configurations
 from gemmscope.sweep.point import BENCH_POINT, STEP_POINT
 from gemmscope.sweep.run import HERE, PRECISION, TIME_LIMIT_S, Deliver, MeasuredSweepRun, Places

@@ -12,12 +12,11 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepSettings, StepTimes, VariantResult
-from gemmscope.step.answer import step_times, with_captured
-from gemmscope.step.breakeven import smaller_batches
-from gemmscope.step.campaign import StepCampaign
+from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times, with_captured
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan
-from gemmscope.step.recommend import Plan, candidate, recommend
+from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.waterfall import smaller_batches
 from gemmscope.units import counted
 from gemmscope.workload.summary import Totals
 
@@ -82,7 +81,7 @@ class StepSession:
         *,
         plan: StackPlan | ModulePlan | None = None,
         recipes: Sequence[str] | None = None,
-        mixed: tuple[Plan, ...] = (),
+        mixed: tuple[PartialRecipe, ...] = (),
         real: bool = False,
         captured_depth: int | None = None,
         limits: tuple[float, float] | None = None,
@@ -139,7 +138,7 @@ class StepSession:
         usable = [time for time in times.recipes if not time.fell_back]  # a fallback is not a speedup, and never recommended
         if not any(time.recipe != BASELINE for time in times.recipes):
             return None, None
-        of_recipes = recommend(predicted.results, [Plan(time.recipe) for time in usable])
+        of_recipes = recommend(predicted.results, [PartialRecipe(time.recipe) for time in usable])
         mixed = candidate(predicted.results, times) if try_mixed and not self.interrupted else None
         if mixed is None:
             return of_recipes, None
@@ -150,7 +149,7 @@ class StepSession:
         except UserError as error:
             self.findings.append(finding("mixed-plan-not-tried", plan=mixed.name, reason=error.message))
             return of_recipes, None
-        plans = [*map(Plan, rivals), mixed]
+        plans = [*map(PartialRecipe, rivals), mixed]
         if any(proof.results.step(plan.recipe, plan.left_out) is None for plan in plans):  # cut short, or one of them failed
             return of_recipes, proof
         return recommend(proof.results, plans), proof

@@ -2,19 +2,21 @@
 
 The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
 the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
-use is limited by one piece and one event, not by the file.
+use is limited by one piece and one event, not by the file. Files of other profilers are recognized, to say what they are and what
+to record instead.
 """
 
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.foreign import reject_member
 from gemmscope.reading import InputFile
+from gemmscope.toml import load_data
 
 PIECE = 4 << 20  # characters read at once
 LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
@@ -27,6 +29,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
 A_TRACE = "give a trace file written by the PyTorch profiler"
+
+
+MOST_NAMES = 200  # of categories and processes that are checked
+OTHER_DEVICES = ("mtia_", "hpu_")  # categories of accelerators that are not GPUs
 
 
 class EventStream:
@@ -173,3 +179,30 @@ class EventStream:
             )
         reason = f"or one value has more than {LONGEST_EVENT >> 20} MiB"
         return UserError(f"{self.source} is not valid JSON from character {place:,} on, {reason}", HOW_TO_RECORD)
+
+
+def reject_member(source: object, key: str) -> None:
+    """Raise a `UserError` if only another profiler writes this member of the outermost object."""
+    for file in _files():
+        if file.get("member") == key:
+            raise _error(source, file)
+
+
+def reject_foreign(source: object, categories: Iterable[str], processes: Iterable[str]) -> None:
+    """Raise a `UserError` if the categories of events or the names of processes are those of another profiler."""
+    kinds, names = tuple(categories), tuple(processes)
+    for file in _files():
+        by_category = "category" in file and any(kind.startswith(file["category"]) for kind in kinds)
+        by_process = "process" in file and any(re.search(file["process"], name) for name in names)
+        if by_category or by_process:
+            raise _error(source, file)
+
+
+def _error(source: object, file: dict[str, Any]) -> UserError:
+    return UserError(f"{source} is {file['is']}", file["instead"])
+
+
+@cache
+def _files() -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = load_data("gemmscope.explain", "foreign.toml")["file"]
+    return files

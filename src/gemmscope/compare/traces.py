@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.place import LOW
-from gemmscope.explain.view import add_up
+from gemmscope.explain.trace_view import add_up
+from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
@@ -139,7 +139,7 @@ def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str |
     if not rows:
         return BASELINE if BASELINE in known else known[0]
     precision = max(rows, key=lambda row: row.time_ms).precision
-    delayed = any(item.placed.facts.kernel_class == "update" for item in diagnosis.evidence.items)
+    delayed = any(item.work_class.facts.kernel_class == "update" for item in diagnosis.evidence.items)
     usual = ("FP8Delayed",) if delayed else ("FP8Current", "FP8Tensorwise", "FP8Rowwise")
     chosen = next((name for name in RECIPES.get(precision, usual) if name in known), None)
     if chosen is None:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
-from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
-from gemmscope.explain.replay import Replay, StepChange
+from gemmscope.explain.gpu_rates import GpuRates, gpu_rates, has_fp8, is_amd
+from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.view import TimedWork, TraceView, add_up
+from gemmscope.explain.trace_view import TimedWork, TraceView, add_up
+from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
@@ -217,8 +217,8 @@ class StepEvidence:
     @cached_property
     def casting_ms(self) -> float:
         """Time of quantization itself; of a kernel that also does a norm or an activation, its share."""
-        fused = [item for item in self.casts if item.placed.fused]
-        return self.ms(item for item in self.casts if not item.placed.fused) + CAST_SHARE * self.ms(fused)
+        fused = [item for item in self.casts if item.work_class.fused]
+        return self.ms(item for item in self.casts if not item.work_class.fused) + CAST_SHARE * self.ms(fused)
 
 
 def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:

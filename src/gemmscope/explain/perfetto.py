@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.stream import EventStream
+from gemmscope.explain.trace_file import EventStream
 from gemmscope.files import replacing, text_into
 
 PROCESS = "gemmscope diagnosis"

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.account import forwards
-from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
-from gemmscope.explain.view import TimedWork, in_launch_order
+from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
+from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause
 
@@ -100,7 +99,7 @@ def _saved(step: StepEvidence, items: list[TimedWork]) -> float:
 
 
 def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
-    eager = [item for item in step.casts if item.placed.eager]
+    eager = [item for item in step.casts if item.work_class.eager]
     time = step.ms(eager)
     per_gemm = len(eager) / max(len(step.low), 1)
     if time > 0.05 * step.step_ms and per_gemm >= EAGER_KERNELS:
@@ -113,8 +112,8 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
 
 def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
     """Quantization that costs much of the gain; casts that are repeated needlessly are a cause of their own."""
-    compiled = [item for item in step.casts if not item.placed.eager]
-    eager_ms = step.ms(item for item in step.casts if item.placed.eager)
+    compiled = [item for item in step.casts if not item.work_class.eager]
+    eager_ms = step.ms(item for item in step.casts if item.work_class.eager)
     time = step.casting_ms - eager_ms - repeated_ms
     if not compiled or step.gain_ms <= 0 or time < GAIN_LOST * step.gain_ms or eager_ms > time:
         return
@@ -123,7 +122,7 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
         finding("cause-quantization-kernels", kernels=kernels, per_gemm=per_gemm, time_ms=time, gemm_ms=gemm_ms),
         finding("cause-gain-lost", gain_ms=step.gain_ms, speedup=step.ratio, share=time / step.gain_ms),
     ]
-    fused = step.ms(item for item in compiled if item.placed.fused)
+    fused = step.ms(item for item in compiled if item.work_class.fused)
     if fused:
         evidence.append(finding("cause-fused-casts", time_ms=fused, share=CAST_SHARE))
     small = [item for item in step.low if item.gemm.size and min(item.gemm.size) < 1024]
@@ -144,7 +143,7 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     counts = [len(casts) / batches for casts, batches in stretches]
     forward = [item for item in step.low if item.gemm.pass_name == "fprop"]
     casts = [item for items, _ in stretches for item in items]
-    tensors = sum(item.placed.facts.ends_tensor or item.mentions("_scaled_mm") for item in casts)  # by their last kernel
+    tensors = sum(item.work_class.facts.ends_tensor or item.mentions("_scaled_mm") for item in casts)  # by their last kernel
     per_gemm = tensors * step.view.count / max(len(forward), 1)
     if min(counts[1:]) < 0.9 * counts[0] or per_gemm < 1.2:
         return

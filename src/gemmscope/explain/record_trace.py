@@ -10,12 +10,17 @@
 It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
 and after that it costs nothing. torch is the user's own, imported only when the recording begins. Whatever goes wrong is said on
 standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs.
+
+What is written is small (`slim_file`): GPU work, the calls that launched it, the operators of those calls (with the shapes of
+their inputs), functions of frameworks, step marks and annotations. Python frames, allocator events, arrows and PyTorch operators
+that launched nothing are dropped.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,13 +28,24 @@ from types import TracebackType
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.explain.slim import slim_file
+from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE
+from gemmscope.explain.trace_file import EventStream
+from gemmscope.files import replacing, text_into
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
 from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
+
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize", "StreamWaitEvent", "Malloc", "Free", "HostAlloc")
+KEPT_ARGUMENTS = (
+    "External id", "correlation", "stream", "device", "Input Dims", "Input type", "Sequence number", "Fwd thread id",
+    "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name", "Process Group Ranks",
+    "Process Group Description",
+)  # fmt: skip
 
 
 class trace_me:  # noqa: N801 (it reads as a verb where it is used)
@@ -181,3 +197,55 @@ def _facts(clock: _Clock | None) -> dict[str, Any]:
     if clock is not None and clock.readings:
         facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
     return facts
+
+
+def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
+    first = EventStream(raw_path)
+    wanted = {_external_id(event) for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
+    head = {**first.head, "gemmscope": facts}
+    with replacing(target) as raw, text_into(raw, packed=True) as out:
+        out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
+        separator = ""
+        for event in EventStream(raw_path):
+            if _explains(event, wanted):
+                out.write(separator + json.dumps(_trimmed(event), separators=(",", ":")))
+                separator = ","
+        out.write("]}")
+
+
+def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
+    category, name = event.get("cat"), str(event.get("name", ""))
+    if event.get("ph") == "M":
+        return name in ("process_name", "process_labels") and "Spans" not in str(event.get("args"))
+    if event.get("ph") != "X":
+        return False
+    if category in (*GPU_CATEGORIES, "user_annotation"):
+        return True
+    if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
+        return any(part in name for part in LAUNCH_NAMES)
+    if category == "cpu_op":
+        forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
+        return not name.startswith("aten::") or forward or _external_id(event) in wanted
+    return False
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _external_id(event: dict[str, Any]) -> int | str | None:
+    identifier = _arguments(event).get("External id")
+    return identifier if isinstance(identifier, (int, str)) else None
+
+
+def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
+    if event.get("ph") == "M":
+        return event
+    small: dict[str, Any] = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
+    times = {key: event[key] for key in ("ts", "dur") if key in event}
+    small |= {key: round(time, 3) if isinstance(time, float) else time for key, time in times.items()}
+    kept = (*KEPT_ARGUMENTS, CONCRETE) if ATTENTION_FORWARD.match(str(event.get("name"))) else KEPT_ARGUMENTS
+    arguments = {key: value for key, value in _arguments(event).items() if key in kept and value not in ([], "", None)}
+    return {**small, "args": arguments} if arguments else small

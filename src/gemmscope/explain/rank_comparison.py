@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from gemmscope.explain.account import EXPOSED, HOST, IDLE
 from gemmscope.explain.collectives import Collective, Match, collectives_of, last_to_arrive, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import RankTime
 

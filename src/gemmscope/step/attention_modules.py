@@ -10,7 +10,7 @@ from gemmscope.model.layer_spec import AttentionSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan, projected_widths
+from gemmscope.step.stack_plan import StackPlan, projected_widths
 
 
 def attention_of(kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> nn.Module:

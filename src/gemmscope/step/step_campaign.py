@@ -14,10 +14,10 @@ from gemmscope.errors import DoesNotFitError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepSettings, Variant
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan
-from gemmscope.step.recommend import Plan
+from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.step_measurements import StepMeasurements
 
 SHRINK = 0.6  # of the depth, when memory is not enough
 LEAST_DEPTH = 2
@@ -37,7 +37,7 @@ class StepCampaign(Campaign[StepMeasurements]):
     settings: StepSettings
     real: bool = False
     captured_depth: int | None = None  # run so many layers as a CUDA graph
-    mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
+    mixed: Sequence[PartialRecipe] = ()  # plans that leave parts in BF16, measured beside the recipes
     most_layers: int | None = None  # of a live model that fit into memory; None: all, as far as is known
     seconds: float = field(init=False, default=0.0)  # of the whole run
     findings: list[Finding] = field(default_factory=list)
@@ -64,7 +64,7 @@ class StepCampaign(Campaign[StepMeasurements]):
         """Every recipe at this depth; if it is not the whole one, also at those that the whole one is extrapolated from."""
         depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
         depths = list(self._weights(depth) or depths)
-        plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
+        plans = [*(PartialRecipe(recipe) for recipe in self.recipes), *self.mixed]
         return [
             Variant(plan.recipe, layers, plan.left_out, self.real, self.captured_depth is not None)
             for plan in plans

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
+from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
-from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 from gemmscope.toml import load_data
 
 LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4", "INT8")
@@ -37,7 +37,7 @@ TORCH_TYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedWork:
+class WorkClass:
     """One piece of work with its class. `name`: as in `ORDER`; `eager`: a cast by PyTorch's own elementwise kernels; `fused`: a
     cast in a kernel that also does a norm or an activation."""
 
@@ -58,38 +58,38 @@ class PlacedWork:
         return 1 if self.name == "communication" else 2 if self.copy else 0
 
 
-def place(trace: RecordedTrace, scopes: list[Scope]) -> list[PlacedWork]:
+def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
     """The class of every piece of work, in the same order."""
     by_external = trace.operators_by_id()
-    placed: list[PlacedWork] = []
-    latest: dict[Any, PlacedWork] = {}  # the previous GEMM on each stream: a split-K reduction or an epilogue belongs to it
+    work_classes: list[WorkClass] = []
+    latest: dict[Any, WorkClass] = {}  # the previous GEMM on each stream: a split-K reduction or an epilogue belongs to it
     for work, scope in zip(trace.work, scopes, strict=True):
-        result = _place(trace, work, scope, by_external.get(work.external))
+        result = _class_of(trace, work, scope, by_external.get(work.external))
         if result.is_gemm:
             if result.facts.finishes:
                 before = latest.get(work.stream, result)
-                result = PlacedWork(before.name, result.facts, before.precision)
+                result = WorkClass(before.name, result.facts, before.precision)
             else:
                 latest[work.stream] = result
-        placed.append(result)
-    _convolutions_by_name(trace, scopes, placed)
-    return placed if any(scope.operators for scope in scopes) else _cast_chains(trace, placed)
+        work_classes.append(result)
+    _convolutions_by_name(trace, scopes, work_classes)
+    return work_classes if any(scope.operators for scope in scopes) else _cast_chains(trace, work_classes)
 
 
-def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], placed: list[PlacedWork]) -> None:
+def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
     """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
     launched: dict[str, bool] = {}  # by name of the kernel
-    for work, scope, result in zip(trace.work, scopes, placed, strict=True):
+    for work, scope, result in zip(trace.work, scopes, work_classes, strict=True):
         if scope.launched is not None and result.facts.kernel_class == "gemm":
             launched[work.name] = result.name == "convolution" and launched.get(work.name, True)
-    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, placed, strict=True)):
+    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, work_classes, strict=True)):
         if result.is_gemm and scope.launched is None and launched.get(work.name, False):
-            placed[number] = PlacedWork("convolution", result.facts)
+            work_classes[number] = WorkClass("convolution", result.facts)
 
 
-def _cast_chains(trace: RecordedTrace, placed: list[PlacedWork]) -> list[PlacedWork]:
+def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> list[WorkClass]:
     """Without operators: the small PyTorch kernels that precede a copy into FP8 belong to that cast."""
-    result = list(placed)
+    result = list(work_classes)
     for number, work in enumerate(trace.work):
         if "float8_copy" not in work.name:
             continue
@@ -98,25 +98,25 @@ def _cast_chains(trace: RecordedTrace, placed: list[PlacedWork]) -> list[PlacedW
             if name not in ("elementwise", "quantization", "copies") or not (small.copy or "at::native" in small.name):
                 break
             if name == "elementwise":
-                result[before] = PlacedWork("quantization", result[before].facts, eager=True)
+                result[before] = WorkClass("quantization", result[before].facts, eager=True)
     return result
 
 
-def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> PlacedWork:
+def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> WorkClass:
     facts, done = classify(work.name), work_in_step(work.name)
     if work.collective or done.kernel_class == "communication":
-        return PlacedWork("communication", facts)
+        return WorkClass("communication", facts)
     kind: str = "memory" if work.copy else done.kernel_class
     if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
         kind = "elementwise"
     if scope.phase == "optimizer" and kind not in ("attention", "linear attention", "memory"):
-        return PlacedWork("optimizer", facts)
+        return WorkClass("optimizer", facts)
     launcher = trace.operator_names.get(work.external, "")
     if kind == "gemm":
         if _class_of_operators((*(opened.name for opened in scope.operators[-2:]), launcher)) == "convolution":
-            return PlacedWork("convolution", facts)
+            return WorkClass("convolution", facts)
         precision = _precision(work.name, facts, operator)
-        return PlacedWork(f"GEMM {precision}", facts, precision)
+        return WorkClass(f"GEMM {precision}", facts, precision)
     eager = False
     if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
         by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
@@ -127,7 +127,7 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
         kind = "attention"
     eager = eager or (kind == "quantize" and "at::native" in work.name)
-    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
+    return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:

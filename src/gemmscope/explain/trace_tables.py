@@ -1,15 +1,20 @@
-"""How the CPU feeds the GPU: the longest kernels, launches and their queue, what the CPU did in idle time, the allocator."""
+"""All tables of one diagnosis; and those of how the CPU feeds the GPU: the longest kernels, launches and their queue, what the
+CPU did in idle time, the allocator."""
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from gemmscope.explain.cause import StepEvidence
+from gemmscope.explain.attention_speed import attention_totals
+from gemmscope.explain.collectives import collective_totals, collectives_of
+from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.gemm_speed import gemm_shapes
+from gemmscope.explain.recorded_trace import Call, Operator, RecordedTrace
+from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace import Call, Operator, RecordedTrace
-from gemmscope.explain.view import TraceView, add_up
-from gemmscope.results.explain_tables import AllocatorCall, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+from gemmscope.explain.trace_view import TraceView, add_up
+from gemmscope.results.explain_tables import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
 MOST_FRAMES = 15
@@ -149,4 +154,19 @@ def memory_points(view: TraceView) -> tuple[MemoryPoint, ...]:
     return tuple(
         MemoryPoint(time_ms=(moment - begin) / 1000, allocated=allocated, reserved=reserved)
         for moment, allocated, reserved in highest.values()
+    )
+
+
+def explain_tables(diagnosis: TraceDiagnosis, waits_us: Mapping[int, float]) -> ExplainTables:
+    """`waits_us`: how long this rank waits in each collective, by the identity of its work, if other ranks show it."""
+    step, view = diagnosis.evidence, diagnosis.view
+    return ExplainTables(
+        gemm_shapes=gemm_shapes(step),
+        attention=attention_totals(step),
+        collectives=collective_totals(collectives_of(view), view.count, view.trace.world_size, waits_us),
+        kernels=top_kernels(step),
+        launches=launch_statistics(step),
+        idle_frames=idle_frames(step),
+        allocator=allocator_calls(view),
+        memory=memory_points(view),
     )

@@ -22,10 +22,10 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
+from gemmscope.explain.recorded_trace import Call
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace import Call
-from gemmscope.explain.view import TimedWork, TraceView
+from gemmscope.explain.trace_view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
 RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work
@@ -87,7 +87,7 @@ class StepChange:
         """Take a share off the time of the work; of communication and copies, off the part that nothing hides. `removed`: so much
         of the work does not run at all, and is not launched either."""
         chosen = list(items)
-        saved = {item.index: share * (item.share if item.placed.rank else item.work.time) for item in chosen}
+        saved = {item.index: share * (item.share if item.work_class.rank else item.work.time) for item in chosen}
         return StepChange(saved, unlaunched={item.index: share for item in chosen} if removed else {})
 
 

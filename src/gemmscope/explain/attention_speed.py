@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any, Literal
 
 from gemmscope.engine.kernels import MATH, attention_backend
-from gemmscope.explain.cause import StepEvidence, main_kernels, spans_of
 from gemmscope.explain.gemms import is_shape
-from gemmscope.explain.trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
-from gemmscope.explain.view import TimedWork, add_up
+from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
+from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
+from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.results.explain import Cause
