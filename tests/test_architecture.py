@@ -13,11 +13,10 @@ from support.sources import PACKAGE, TREES
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "transformer_engine", "torchao", "ray"}
-IMPORTS_AT_THE_TOP = ("cli", "app", "document", "results", "compare", "writers")
-LAZY = {"app/progress.py": {"rich"}}  # only where progress is shown
+IMPORTS_AT_THE_TOP = ("cli", "app", "job", "sweep", "document", "results", "compare", "writers")
 BY_NAME = {  # modules that load others when they are used
-    *("cli/commands.py", "app/__init__.py", "app/units.py", "document/build.py", "writers/__init__.py", "writers/frame.py"),
-    *("results/base.py", "results/keep.py"),
+    *("cli/commands.py", "app/__init__.py", "document/build.py", "writers/__init__.py"),
+    *("writers/frame.py", "results/base.py", "results/keep.py"),
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 700
@@ -111,7 +110,7 @@ def test_the_parent_never_imports_torch() -> None:
 
 def test_only_the_bridge_and_its_actors_import_ray() -> None:
     users = {name_of(path) for path in TREES if "ray" in {name.split(".")[0] for name in imported(path)}}
-    assert users == {"engine/pool/ray_bridge.py", "engine/pool/relay.py"}
+    assert users == {"pool/ray_bridge.py", "pool/relay.py"}
 
 
 def test_imports_are_at_the_top() -> None:
@@ -124,7 +123,7 @@ def test_imports_are_at_the_top() -> None:
             inside[name_of(path)] = names
         if "importlib.import_module" in imported(path):
             by_name.add(name_of(path))
-    assert inside == LAZY
+    assert inside == {}
     assert by_name == BY_NAME
 
 

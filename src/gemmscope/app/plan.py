@@ -7,13 +7,11 @@ from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.app.bench import DEFAULT_CHOICES
-from gemmscope.app.choose import Choices
-from gemmscope.app.forecast_gpus import choose_recipes, common_fields, known_state, one_chip
-from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
@@ -25,6 +23,7 @@ from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.paste.emit import layout_to_paste
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
