@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from inspect import get_annotations
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from gemmscope.options.values import number, size
 
@@ -138,11 +138,10 @@ def options_of(*groups: type[Options]) -> dict[str, Declared]:
     options: dict[str, Declared] = {}
     for owner in (owner for group in groups for owner in _owners(group)):
         for name, hint in get_annotations(owner).items():
-            if get_origin(hint) is Annotated:
-                kind, option = get_args(hint)
+            for option in getattr(hint, "__metadata__", ()):
                 default = owner.__dict__.get(name, MISSING)
                 group = option.group or (options[name].group if name in options else owner.GROUP)
-                options[name] = Declared(name, kind, default, option, group)
+                options[name] = Declared(name, hint.__origin__, default, option, group)
     followers: dict[str, list[str]] = {}
     for name, declared in options.items():
         followers.setdefault(declared.option.after if declared.option.after in options else "", []).append(name)

@@ -180,8 +180,8 @@ class LayoutOptions(Options):
         list[int] | None,
         _part(
             "zero",
-            "Only these kinds of sharding across data parallel ranks: 1 shards the optimizer states, 2 also the gradients, 3 also "
-            "the weights (FSDP).",
+            "Only these kinds of sharding across data parallel ranks: 1 shards the optimizer states, 2 also the gradients, 3 "
+            "also the weights (FSDP).",
             "searched: 1, 3",
         ),
     ] = None
@@ -223,8 +223,8 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, NetworkOptions):
     vary: Annotated[
         Axes | None,
         Option(
-            "Compare variants of the model: hidden, layers, intermediate, heads, experts or sequence with these values. Dependent "
-            "sizes are scaled too. Repeat the option for several sizes.",
+            "Compare variants of the model: hidden, layers, intermediate, heads, experts or sequence with these values. "
+            "Dependent sizes are scaled too. Repeat the option for several sizes.",
             metavar="NAME=N,N,...",
             parse=variants,
             repeated=True,
