@@ -1,1 +1,1 @@
-"""Every option, declared once: the command line, the functions of `commands/`, the Python API and the reference follow."""
+"""Values as people type them."""
