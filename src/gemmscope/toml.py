@@ -32,7 +32,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def load_data(package: str, name: str) -> dict[str, Any]:
     """A TOML file of facts that ships inside `package`.
 
-    >>> sorted(load_data("gemmscope.model", "torchtitan_flavors.toml"))[:2]
-    ['deepseek_v3', 'gpt_oss']
+    >>> sorted(load_data("gemmscope.model", "config_keys.toml"))
+    ['aliases', 'language', 'resembles']
     """
     return parse_toml(files(package).joinpath(name).read_text(encoding="utf-8"))
