@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
 from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels, gated_backward_is_wrong  # noqa: E402
-from gemmscope.step.mixers import mixer_of  # noqa: E402
+from gemmscope.step.mixer_modules import mixer_of  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
 

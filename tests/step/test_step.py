@@ -24,9 +24,9 @@ from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, Lin
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.plan import StackPlan, plan_step, share_weights
+from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
 from support.small_steps import NOT_RUN, two_layers
@@ -355,11 +355,11 @@ def test_memory_that_does_not_suffice_makes_it_shallower(tmp_path: Path, monkeyp
         return campaign, asked
 
     asked: list[int] = []
-    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 4)
+    monkeypatch.setattr("gemmscope.step.step_campaign.LEAST_DEPTH", 4)
     with pytest.raises(DoesNotFitError, match="does not fit in this GPU's memory even with 4 of its layers"):
         run()
     assert asked == [6, 4]
-    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 1)
+    monkeypatch.setattr("gemmscope.step.step_campaign.LEAST_DEPTH", 1)
     again, _ = run()
     assert asked[2:] == [6, 3, 1]
     real, _ = run(real=True)

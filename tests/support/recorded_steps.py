@@ -11,7 +11,7 @@ from gemmscope.engine.messages import Message, parse
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.results.step import StepTimes, Variant
 from gemmscope.step.answer import step_times
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemmscope.app import shapes as app
-from gemmscope.app.model import ModelRun
+from gemmscope.job.load import ModelRun
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.check import differences

@@ -12,7 +12,7 @@ from gemmscope.gpu.specs import gpu
 from gemmscope.model import presets
 from gemmscope.model.layer_spec import CompressedSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear

@@ -10,7 +10,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan
 
 PROJECTIONS = ("QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "Q Up Proj", "KV Down Proj", "KV Up Proj")
 PARTS = {

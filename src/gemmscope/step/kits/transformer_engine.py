@@ -23,7 +23,7 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan, activation_kind
+from gemmscope.step.stack_plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
 ACTIVATIONS: dict[tuple[str | None, bool], str] = {
