@@ -108,6 +108,26 @@ def test_the_parent_never_imports_torch() -> None:
     assert heavy == in_functions_of_workers
 
 
+def test_the_rooms_of_numerics_do_not_import_each_other() -> None:
+    """What runs in the user's training, and what both rooms share, must not load what evaluates; nor the other way round."""
+    inside, evaluating = (f"gemmscope.numerics.{room}" for room in ("in_training", "evaluation"))
+    shared = [name for name in MODULES if name.startswith("gemmscope.numerics.") and not name.startswith((inside, evaluating))]
+    for room, other in ((inside, evaluating), (evaluating, inside)):
+        modules = [name for name in MODULES if name.startswith(room)]
+        assert modules
+        assert [name for name in reached([*modules, *shared]) if name.startswith(other)] == []
+
+
+def test_what_runs_in_the_training_starts_no_process() -> None:
+    """It needs no engine, no command and no forecast, and its entry loads torch only when the first step is recorded."""
+    modules = reached(name for name in MODULES if name.startswith("gemmscope.numerics.in_training"))
+    processes = {"gemmscope.process", "gemmscope.child", "gemmscope.signals"}
+    assert [name for name in modules if name in processes or stage(MODULES[name]) in ("engine", "app", "forecast")] == []
+    entry = TREES[MODULES["gemmscope.numerics.in_training.record_tensors"]]
+    at_the_top = [name for node in entry.body for name in imports(node) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not any(name.startswith(("torch", "gemmscope.numerics")) for name in at_the_top)
+
+
 def test_only_the_bridge_and_its_actors_import_ray() -> None:
     users = {name_of(path) for path in TREES if "ray" in {name.split(".")[0] for name in imported(path)}}
     assert users == {"pool/ray_bridge.py", "pool/relay.py"}

@@ -14,7 +14,7 @@ from gemmscope.errors import UserError, in_shell
 from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
-from gemmscope.numerics.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.numerics import Mix, MixedPrecision, NumericsResult
 from gemmscope.results.read import read_result

@@ -11,19 +11,23 @@ from gemmscope.bench.findings import linear_findings
 from gemmscope.bench.timing import Shape, check_shape, check_te_benchmark
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.eager import eager_finding, layers_finding
+from gemmscope.forecast.communication import Network, network_of
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common_fields, known_state, mixes_on
-from gemmscope.forecast.graphs import graphs_finding
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
-from gemmscope.forecast.network import Network, network_of
-from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.step_findings import (
+    accumulation_finding,
+    bubble_findings,
+    cheapest_finding,
+    eager_finding,
+    graphs_finding,
+    layers_finding,
+)
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
@@ -31,7 +35,7 @@ from gemmscope.job.load import SIZES, ModelRun, as_frameworks_run
 from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
-from gemmscope.numerics.requested_mix import Mixes, MixRequest, requested_mix
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, requested_mix
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary, Result

@@ -18,11 +18,10 @@ from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
-from gemmscope.numerics.known import known_linears
+from gemmscope.numerics.evaluation.mixes import weigh
+from gemmscope.numerics.evaluation.requests import ComputedErrors, compute_errors, known_linears
+from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
-from gemmscope.numerics.speeds import SpeedResult
-from gemmscope.numerics.stream import ComputedErrors, compute_errors
-from gemmscope.numerics.weigh import weigh
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported

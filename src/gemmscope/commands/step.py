@@ -16,7 +16,7 @@ from gemmscope.gpu.environment import environment
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
-from gemmscope.numerics.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result

@@ -10,7 +10,7 @@ from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.training import only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
-from gemmscope.numerics.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import RankMemory, blended, memory_bytes, rank_memory
+from gemmscope.forecast.memory import RankMemory, blended, rank_memory
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.traced_memory import traced_memory
+from gemmscope.forecast.traced import traced_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.model.spec import RunSpec
@@ -31,7 +31,7 @@ def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> Recipe
         total_bytes=memory.total,
         least_bytes=memory.least,
         most_bytes=memory.most,
-        available_bytes=memory_bytes(chip),
+        available_bytes=chip.memory_bytes,
         fit=memory.fit(chip),
     )
 

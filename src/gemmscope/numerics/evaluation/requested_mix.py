@@ -14,8 +14,8 @@ from pathlib import Path
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.numerics.evaluation.mixes import mismatch
 from gemmscope.numerics.names import name_linears
-from gemmscope.numerics.weigh import mismatch
 from gemmscope.recipe.kept import KeptHigher, mixed_name
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary, Result, command_of

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemmscope.errors import UserError, in_a_line, option
-from gemmscope.numerics.emulate import Emulation, Keep, emulate
+from gemmscope.numerics.evaluation.emulate import Emulation, Keep, emulate
 from gemmscope.process import free_memory_bytes
 from gemmscope.results.numerics import DepthError
 from gemmscope.units import parameters as parameters_text

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from gemmscope.errors import UserError, shown
-from gemmscope.numerics.experts import few_experts
-from gemmscope.numerics.known import KnownLinears
+from gemmscope.numerics.evaluation.requests import KnownLinears
 from gemmscope.numerics.names import HIGH_PRECISION_OPS, LinearName, name_linears
 from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
-from gemmscope.numerics.sample import random_for, sample_linear
+from gemmscope.numerics.sample import few_experts, random_for, sample_linear
 from gemmscope.reading import called, parse_json, read_text
 from gemmscope.units import counted
 

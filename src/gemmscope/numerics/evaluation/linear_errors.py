@@ -7,12 +7,27 @@ from dataclasses import replace
 from math import sqrt
 
 from gemmscope import units
-from gemmscope.numerics.errors import GemmNoise, SampledGemm, octaves, operand_error, relative_error, sampled_error
-from gemmscope.numerics.operands import GemmOperand, operands
-from gemmscope.numerics.recording import OPERANDS, ZERO_OUTPUT, LinearStep, RecordedLinear, nonfinite_values, scale_maxima
+from gemmscope.numerics.evaluation.gemm_errors import (
+    GemmNoise,
+    SampledGemm,
+    octaves,
+    operand_error,
+    relative_error,
+    sampled_error,
+)
+from gemmscope.numerics.quantizers import GemmOperand, operands
+from gemmscope.numerics.recording import (
+    OPERANDS,
+    ZERO_OUTPUT,
+    LinearStep,
+    RecordedLinear,
+    earlier_maxima,
+    nonfinite_values,
+    scale_maxima,
+)
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, Pass, PassError
+from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, Pass, PassError, StaleScale, TensorName
 
 
 class LinearErrors:
@@ -141,3 +156,29 @@ def averaged(errors: Sequence[OperandError]) -> OperandError:
 
 def _on_device(step: LinearStep, device: str) -> LinearStep:
     return step if device == "cpu" else replace(step, load=lambda name: step.load(name).to(device))
+
+
+PLACES: tuple[tuple[Pass, int, TensorName], ...] = (("fprop", 1, "X"), ("fprop", 0, "W"), ("dgrad", 1, "dY"))
+
+
+def stale_scales(linear: RecordedLinear, seed: int = 0) -> Iterator[StaleScale]:
+    """Every tensor of the last sampled step that has earlier steps: its error with their scale and with its own."""
+    if linear.facts.failure or not linear.sampled_steps:
+        return
+    step = linear.sampled_steps[-1]
+    history = earlier_maxima(linear.facts.steps, step.facts.step)
+    for pass_name, place, tensor in PLACES:
+        if tensor not in history or pass_name not in step.passes or step.facts.tensors[tensor].nonfinite:
+            continue
+        sample = step.sample(pass_name)
+        side = (sample.first, sample.second)[place]
+        if side is None or not side.amax:
+            continue
+        operand = operands("FP8Delayed", pass_name)[place]
+        stale, fresh = (
+            sampled_error(step, side, operand, sample.column_weights, seed, amax) for amax in (history[tensor], side.amax)
+        )
+        yield StaleScale(
+            name=linear.name, tensor=tensor, growth=side.amax / history[tensor], saturated=stale.saturated,
+            relative=stale.relative, fresh_relative=fresh.relative,
+        )  # fmt: skip

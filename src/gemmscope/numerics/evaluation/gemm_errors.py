@@ -31,10 +31,8 @@ from torch.nn.functional import pad
 
 from gemmscope.engine.stats import student
 from gemmscope.interval import Interval
-from gemmscope.numerics.hadamard import SIZE
-from gemmscope.numerics.operands import GemmOperand
 from gemmscope.numerics.probes import Probes, pair_key, probe_key, recorded_key, reference_quantizers
-from gemmscope.numerics.quantizers import Quantizer
+from gemmscope.numerics.quantizers import HADAMARD_SIZE, GemmOperand, Quantizer
 from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample, PassSample
 from gemmscope.results.numerics import OperandError, TensorName
 
@@ -66,7 +64,7 @@ def quantize_sample(sample: OperandSample, quantizer: Quantizer, amax: float, ge
     if quantizer.block == 0 and quantizer.block_rows == 1:  # a scale per row: its maximum may lie outside of the sample
         rows = torch.cat([exact, sample.row_amax.float()[:, None]], 1)
     else:
-        rows = pad(exact, (0, -exact.shape[1] % SIZE))
+        rows = pad(exact, (0, -exact.shape[1] % HADAMARD_SIZE))
     blocks = sample.block_amax.get(quantizer.block_rows) if quantizer.block_rows > 1 else None
     result = quantizer(rows, amax=torch.tensor(amax, device=exact.device), block_amax=blocks, generator=generator)
     values, rounded, saturated = (part[:, : exact.shape[1]] for part in (result.values, result.rounded, result.saturated))

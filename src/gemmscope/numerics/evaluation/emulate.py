@@ -30,11 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gemmscope.errors import UserError, closest, shown
-from gemmscope.numerics.formats import FORMATS
-from gemmscope.numerics.hadamard import SIZE
-from gemmscope.numerics.operands import GemmOperand, operands
-from gemmscope.numerics.quantizers import HIGH_PRECISION, Quantizer
-from gemmscope.numerics.scaling import AmaxHistory
+from gemmscope.numerics.formats import FORMATS, AmaxHistory
+from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
 
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -256,8 +253,8 @@ def quantized_factors(
     """
     if quantizer.format in HIGH_PRECISION:
         return rows.to(HIGH_PRECISION[quantizer.format]), None
-    if quantizer.signs and rows.shape[1] % SIZE:
-        rows = functional.pad(rows, (0, -rows.shape[1] % SIZE))
+    if quantizer.signs and rows.shape[1] % HADAMARD_SIZE:
+        rows = functional.pad(rows, (0, -rows.shape[1] % HADAMARD_SIZE))
     quantized = quantizer(rows, amax=amax, generator=generator)
     if quantizer.two_levels:  # E4M3 scales of blocks
         values = quantized.rounded * quantized.scales.float().repeat_interleave(quantizer.block, 1)[:, : rows.shape[1]]

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gemmscope.errors import in_a_line
-from gemmscope.numerics.measure import measure_linear
+from gemmscope.numerics.probes import measure_linear
 from gemmscope.numerics.recording import OPERANDS, StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
 from gemmscope.results.numerics import Pass, TensorName
@@ -284,3 +286,102 @@ def _numbers(maxima: Sequence[Tensor]) -> list[float]:
 def first_tensor(*groups: Any) -> Tensor | None:
     """The first tensor among arguments or outputs."""
     return next(iter(tensors_in(groups)), None)
+
+
+PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear", "Conv1D"}
+NORM_LINEAR, NORM_MLP, GROUPED = "LayerNormLinear", "LayerNormMLP", "GroupedLinear"
+OURS = {*PLAIN, NORM_LINEAR, NORM_MLP, GROUPED}
+PACKAGES = ("transformer_engine", "megatron", "transformers")
+
+
+def kind_of(module: nn.Module) -> str:
+    """The linear that a module is, by the first of its classes that is known; empty if it is not one."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention, which does not call it
+        return ""
+    for base in type(module).__mro__:
+        if base is nn.Linear:
+            return "Linear"
+        if base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES:
+            return base.__name__
+    return ""
+
+
+def module_weights(module: nn.Module) -> list[Tensor]:
+    """One weight, or several that one GEMM reads, as Q, K and V in Transformer Engine."""
+    names = getattr(module, "weight_names", None) or ["weight"]
+    return [weight for name in names if isinstance(weight := getattr(module, name, None), Tensor)]
+
+
+class LinearHooks:
+    """The hooks on one linear module in one recorded step."""
+
+    def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
+        self._module, self._places, self._capture = module, places, capture
+        self._kind = kind_of(module)
+        self._handles = [
+            module.register_forward_pre_hook(capture.guarded(self._before), with_kwargs=True),
+            module.register_forward_hook(capture.guarded(self._after), with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place in self._places:
+            taken = self._capture.linears.get(place.key)
+            if taken is not None and taken.waits:
+                for one, x, _ in self._inputs(args, kwargs):
+                    if one is place:
+                        self._capture.entered(place, x)
+
+    def _after(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        result = first_tensor(output)
+        if result is None or all(map(self._capture.is_done, self._places)):
+            return
+        needs_dgrad = self._kind == NORM_LINEAR or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))[:1])
+        for place, x, rows in self._inputs(args, kwargs):
+            passes = running_passes(dgrad=needs_dgrad, wgrad=any(one.requires_grad for one in self._weights(place)))
+            self._capture.left(place, x, result, partial(self._weight, place), rows, passes=passes)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[LinearPlace, Tensor, slice | None]]:
+        """X of every place, and the rows of the call that it has."""
+        given = first_tensor(args, kwargs)
+        if given is None:
+            return
+        x = local(given.detach())
+        x = x.reshape(-1, x.shape[-1])
+        if self._kind == NORM_LINEAR:
+            x = normalized(self._module, x)
+        if self._kind != GROUPED:
+            yield self._places[0], x, None
+            return
+        splits = args[1] if len(args) > 1 else kwargs["m_splits"]
+        ends = torch.as_tensor(splits).cumsum(0).tolist()
+        for place in self._places:
+            number = place.expert or 0
+            rows = slice(ends[number - 1] if number else 0, ends[number])
+            yield place, x[rows], rows
+
+    def _weights(self, place: LinearPlace) -> list[Tensor]:
+        return module_weights(self._module) if place.expert is None else [getattr(self._module, f"weight{place.expert}")]
+
+    def _weight(self, place: LinearPlace) -> Tensor:
+        weights = self._weights(place)
+        weight = weights[0] if len(weights) == 1 else torch.cat([local(one.detach()) for one in weights])
+        return weight.detach().T if self._kind == "Conv1D" else weight
+
+
+def normalized(module: Any, x: Tensor) -> Tensor:
+    """The input of Transformer Engine's LayerNormLinear and LayerNormMLP after their norm, in the type of x."""
+    values, weight = x.float(), local(module.layer_norm_weight.detach()).float()
+    if getattr(module, "zero_centered_gamma", False):
+        weight = weight + 1
+    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps)
+    else:
+        values = values - values.mean(-1, keepdim=True)
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps)
+    values = values * weight
+    bias = getattr(module, "layer_norm_bias", None)
+    return (values if bias is None else values + local(bias.detach()).float()).to(x.dtype)

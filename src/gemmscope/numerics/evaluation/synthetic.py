@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemmscope.errors import UserError, closest, option, shown
-from gemmscope.numerics.measure import measure_linear
+from gemmscope.numerics.probes import measure_linear
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
 from gemmscope.numerics.sample import random_for
 from gemmscope.workload.derive import HEAD, Workload

@@ -30,7 +30,7 @@ from gemmscope.units import counted
 if TYPE_CHECKING:
     from torch import nn
 
-    from gemmscope.numerics.recorder import ModelRecorder
+    from gemmscope.numerics.in_training.model_recorder import ModelRecorder
 
 MOST_STEPS = 10_000
 SMALLEST_MEGABYTES = 1
@@ -120,7 +120,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
                 "the recording was not begun: write `with gemmscope.record_tensors(...) as recording:` around the loop"
             )
         if self._recorder is None:
-            from gemmscope.numerics.recorder import ModelRecorder
+            from gemmscope.numerics.in_training.model_recorder import ModelRecorder
 
             self._recorder = ModelRecorder(self._model, self._settings, self._guarded)
         else:

@@ -18,7 +18,7 @@ import numpy as np
 
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
-from gemmscope.numerics.cells import Cells, Values
+from gemmscope.numerics.evaluation.error_table import Cells, Values
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin
 from gemmscope.results.bench import BenchResult

@@ -12,14 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gemmscope.numerics.capture import Guard, LinearPlace, StepCapture
-from gemmscope.numerics.experts import EXPERTS, few_experts
-from gemmscope.numerics.linears import NORM_MLP, LinearHooks, expert_count, kind_of, places_of
+from gemmscope.numerics.in_training.capture import (
+    GROUPED,
+    NORM_MLP,
+    Guard,
+    LinearHooks,
+    LinearPlace,
+    StepCapture,
+    kind_of,
+    module_weights,
+)
+from gemmscope.numerics.in_training.replay import ACTIVATIONS, GATED, ExpertWeights, ReplayedRegion, is_compiled, is_wrapper
 from gemmscope.numerics.names import CHUNK, HIGH_PRECISION_OPS, LinearName, name_linears, unwrapped
-from gemmscope.numerics.norm_mlp import norm_mlp_places
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
-from gemmscope.numerics.replay import ExpertWeights, ReplayedRegion, is_compiled, is_wrapper
-from gemmscope.numerics.sample import random_for
+from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
 from gemmscope.units import counted
 
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
@@ -297,3 +303,56 @@ def _fitting(names: dict[str, LinearName], settings: Mapping[str, Any]) -> tuple
     if len(few) == len(names):
         return names, ()
     return few, (f"{len(few)} of {len(names)} linears are recorded: the file is too small for more",)
+
+
+def places_of(path: str, module: nn.Module, experts: tuple[int, ...] | None = None) -> list[LinearPlace]:
+    """The linears of one module: one, or those of some experts."""
+    kind, tp = kind_of(module), _tensor_parallel(module)
+    if kind == GROUPED:
+        if not hasattr(module, "weight0"):  # all weights as one
+            return []
+        numbers = experts if experts is not None else range(int(module.num_gemms))
+        sizes = _size(module.weight0)
+        return [LinearPlace(f"{path}.{number}", sizes[1], sizes[0], number, tp) for number in numbers]
+    if not kind or kind == NORM_MLP:
+        return []
+    if not (weights := module_weights(module)):  # given in the call, as with tied embeddings in Megatron
+        return []
+    if weights[0].dim() == 2:
+        outputs, inputs = sum(_size(weight)[0] for weight in weights), _size(weights[0])[1]
+    else:  # a shard of FSDP1, which is flat
+        outputs, inputs = int(module.out_features), int(module.in_features)
+    return [LinearPlace(path, *((outputs, inputs) if kind == "Conv1D" else (inputs, outputs)), None, tp)]
+
+
+def expert_count(module: nn.Module) -> int:
+    """How many experts a grouped linear has; 0 if it is not one."""
+    return int(module.num_gemms) if kind_of(module) == GROUPED else 0
+
+
+def _size(weight: Any) -> tuple[int, int]:
+    """Rows and columns on this rank. FSDP keeps shards of whole weights: the size is that of the whole."""
+    placements = getattr(weight, "placements", ())
+    mesh = getattr(weight, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    shape = list(weight.shape)
+    for dimension, placement in enumerate(placements):
+        if len(names) > dimension and "tp" in str(names[dimension]) and placement.is_shard():
+            shape[placement.dim] //= mesh.size(dimension)  # type: ignore[union-attr]
+    return shape[0], shape[1]
+
+
+def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
+    group = getattr(module, "tp_group", None)
+    try:
+        return (group.rank(), group.size()) if group is not None else (0, 1)
+    except Exception:  # a group that is not initialized
+        return (0, 1)
+
+
+def norm_mlp_places(path: str, module: Any) -> list[LinearPlace]:
+    """The two linears of a LayerNormMLP; none if `NormMlp` does not support it."""
+    if module.activation not in {*ACTIVATIONS, *GATED} or getattr(module, "tp_size", 1) > 1:
+        return []
+    names = (("fc1", module.fc1_weight.shape), ("fc2", module.fc2_weight.shape))
+    return [LinearPlace(f"{path}.{name}", shape[1], shape[0]) for name, shape in names]

@@ -1,7 +1,7 @@
 """The process that computes errors: reads a request, then sends one line of JSON per linear, so that finished linears are not
 lost.
 
-`python -m gemmscope.numerics.worker REQUEST DESCRIPTOR`: the request is a JSON file, messages go to the descriptor.
+`python -m gemmscope.numerics.evaluation.worker REQUEST DESCRIPTOR`: the request is a JSON file, messages go to the descriptor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, in_a_line
-from gemmscope.numerics.checkpoint import read_checkpoint
-from gemmscope.numerics.known import KnownLinears
-from gemmscope.numerics.linear_errors import LinearErrors
+from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
+from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales
+from gemmscope.numerics.evaluation.requests import KnownLinears
+from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
-from gemmscope.numerics.stale import stale_scales
-from gemmscope.numerics.synthetic import synthetic_recording
 from gemmscope.results.numerics import LinearError, StaleScale
 from gemmscope.signals import leave_to_parent
 from gemmscope.workload.derive import Workload
@@ -63,7 +62,7 @@ def compute(request: Mapping[str, Any], out: IO[str]) -> None:
             stale=[one.model_dump(mode="json") for one in stale],
         )
     if request.get("depth"):
-        from gemmscope.numerics.depth import depth_message  # imports more than the errors need
+        from gemmscope.numerics.evaluation.depth import depth_message  # imports more than the errors need
 
         torch.set_num_threads(threads)
         send(out, **depth_message(request))

@@ -18,13 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gemmscope.numerics.capture import LinearPlace, StepCapture, captures_graph, running_passes, unchanged
-from gemmscope.numerics.linears import NORM_MLP, LinearHooks, kind_of
-from gemmscope.numerics.norm_mlp import NormMlp
+from gemmscope.numerics.in_training.capture import (
+    NORM_MLP,
+    LinearHooks,
+    LinearPlace,
+    StepCapture,
+    captures_graph,
+    kind_of,
+    local,
+    normalized,
+    running_passes,
+    unchanged,
+)
 from gemmscope.results.numerics import Pass
 from gemmscope.workload.nested import tensors_in
 
@@ -364,3 +374,43 @@ def _is_part(weight: Any, parameter: Tensor) -> bool:
         return False
     start, size = parameter.data_ptr(), parameter.numel() * parameter.element_size()
     return bool(start <= weight.data_ptr() < start + size and weight.dtype == parameter.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "srelu": lambda x: functional.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+}
+GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu", "glu": "sigmoid"}
+
+
+class NormMlp(nn.Module):  # type: ignore[misc]
+    """The computation of a LayerNormMLP, in the type of its input, with each linear as a module of its own."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._source = [module]  # in a list, so that it is not a submodule
+        self.fc1, self.fc2 = (_linear(module, name) for name in ("fc1", "fc2"))
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        module = self._source[0]
+        hidden = self.fc1(normalized(module, x))
+        if module.activation in GATED:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = ACTIVATIONS[GATED[module.activation]](gate) * up
+        else:
+            hidden = ACTIVATIONS[module.activation](hidden)
+        output: Tensor = self.fc2(hidden)
+        return output
+
+
+def _linear(module: Any, name: str) -> nn.Linear:
+    weight, bias = local(getattr(module, f"{name}_weight").detach()), getattr(module, f"{name}_bias", None)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None and bias.numel():
+        linear.bias = nn.Parameter(bias.detach())
+    return linear

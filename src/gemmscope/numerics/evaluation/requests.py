@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,11 +17,14 @@ from typing import Any
 from gemmscope.engine.pipes import last_line
 from gemmscope.errors import UserError
 from gemmscope.folders import temporary_folder
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import worker_command, worker_environment
 from gemmscope.results.numerics import DepthError, LinearError, StaleScale
 from gemmscope.signals import DeferredSignals, blocked, defer_signals
+from gemmscope.workload.derive import HEAD, derive
+from gemmscope.workload.ops import Linear
 
-WORKER = "gemmscope.numerics.worker"
+WORKER = "gemmscope.numerics.evaluation.worker"
 POLL_S = 0.5
 
 
@@ -121,3 +125,24 @@ def _reason(code: int, errors: Any) -> str:
     if code == -signal.SIGKILL:
         return "was killed, perhaps because memory ran out"
     return f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last_line(errors)}"
+
+
+USUAL_SEQUENCE = 512
+
+
+@dataclass(frozen=True)
+class KnownLinears:
+    """The number of layers, and by op the sizes that its linears may have: (inputs, outputs). The head is left out: vocabularies
+    may be padded."""
+
+    layers: int
+    sizes: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+
+def known_linears(model: ModelSpec) -> KnownLinears:
+    """What a checkpoint of this model contains."""
+    sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
+        if isinstance(op, Linear) and op.section != HEAD:
+            sizes[op.name].add((op.inputs, op.outputs))
+    return KnownLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})
