@@ -86,7 +86,7 @@ def run_traced(case: tuple[list[str], list[str], ModuleTrace], folder: Path) -> 
     command, output, trace = case
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": "unheard-of"}))
-    with mock.patch("gemmscope.app.model.trace_huggingface", mock.Mock(return_value=trace)):
+    with mock.patch("gemmscope.job.rank_workload.trace_huggingface", mock.Mock(return_value=trace)):
         return command_line([*command, "--config", str(path), "--micro-batch-size", "1", "--sequence-length", "64", *output])
 
 
