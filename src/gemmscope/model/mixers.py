@@ -11,6 +11,7 @@ from typing import Literal
 
 from gemmscope.errors import UserError
 from gemmscope.model.limits import check_size, divisors_text
+from gemmscope.roles import name_of
 
 MixerKind = Literal["ssd", "selective scan", "gated delta rule", "kda", "lightning attention", "short convolution"]
 MIXER_NAMES: dict[MixerKind, str] = {
@@ -25,18 +26,17 @@ MIXER_NAMES: dict[MixerKind, str] = {
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear beside attention, mixer and MLP, on every token."""
+    """A linear beside attention, mixer and MLP, on every token. `role`: a key of `roles.toml`."""
 
-    name: str
+    role: str
     inputs: int
     outputs: int
     bias: bool = False
     count: int = 1
-    quantized: bool = True  # False: frameworks leave it in BF16
 
     def __post_init__(self) -> None:
-        check_size(f"the input features of {self.name}", self.inputs, "intermediate_size")
-        check_size(f"the output features of {self.name}", self.outputs, "intermediate_size")
+        check_size(f"the input features of {name_of(self.role)}", self.inputs, "intermediate_size")
+        check_size(f"the output features of {name_of(self.role)}", self.outputs, "intermediate_size")
 
 
 @dataclass(frozen=True)

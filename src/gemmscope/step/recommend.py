@@ -16,6 +16,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.numerics import Mix
 from gemmscope.results.step import Recommendation, StepTimes
 from gemmscope.results.winner import find_winner
+from gemmscope.roles import name_of
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.waterfall import LINEARS, place
 
@@ -99,7 +100,7 @@ def _to_paste(plan: Plan, layers: int) -> dict[str, str]:
         higher=kept.recipe,
         first_layers=kept.first_layers,
         last_layers=kept.last_layers,
-        linears=kept.ops,
+        linears=tuple(map(name_of, kept.ops)),
         error=0.0,
     )
-    return mix_to_paste(mix, kept.ops, layers)
+    return mix_to_paste(mix, mix.linears, layers)
