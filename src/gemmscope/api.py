@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope import app, writers
-from gemmscope.app.bench import BenchTiming, Shape
 from gemmscope.app.calibrate import Calibrated
-from gemmscope.app.choose import Choices
 from gemmscope.app.doctor import Diagnosis
-from gemmscope.app.model import ModelRun, load_model, model_run, with_prediction_layers
+from gemmscope.bench.choose import Choices
+from gemmscope.bench.timing import BenchTiming, Shape
 from gemmscope.errors import UserError, in_a_line, shown
 from gemmscope.files import write_text
+from gemmscope.job.load import ModelRun, load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
-from gemmscope.model.read import read_text
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec
+from gemmscope.model.readers import read_text
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, ModelSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -231,7 +230,7 @@ class Job(ModelRun):
         points so far every few seconds.
         """
         axes, options = _axes(axes_and_options)
-        groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.sweep.HERE}
+        groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.HERE}
         arguments = _arguments(app.sweep.bench_sweep, {"recipes": recipes, **options}, **groups)
         command = self._command("bench_sweep", recipes=recipes, **axes_and_options)
         model = self.model_arguments, self.arguments
@@ -241,7 +240,7 @@ class Job(ModelRun):
         """Measure the training step at several values of one or two sizes: `job.step_sweep(sequence_length=["2k", "8k"])`.
         Options as in `bench_sweep`, and hugging_face, compile, optimizer as in `step`."""
         axes, options = _axes(axes_and_options)
-        groups = {"choices": Choices(), "places": app.sweep.HERE, "step": app.sweep.PLAIN_STEP}
+        groups = {"choices": Choices(), "places": app.HERE, "step": app.sweep.PLAIN_STEP}
         arguments = _arguments(app.sweep.step_sweep, {"recipes": recipes, **options}, **groups)
         command = self._command("step_sweep", recipes=recipes, **axes_and_options)
         model = self.model_arguments, self.arguments
@@ -266,7 +265,7 @@ def bench_gemm_sweep(shape: Shape, *, recipes: Sequence[str] | None = None, **ax
     """Time one bare GEMM of (M, K, N) with one or two of its sizes varied: `bench_gemm_sweep((8192, 4096, 14336), m=[1024])`.
     Options as in `Job.bench_sweep`."""
     axes, options = _axes(axes_and_options)
-    groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.sweep.HERE}
+    groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.HERE}
     arguments = _arguments(app.sweep.gemm_sweep, {"recipes": recipes, **options}, **groups)
     command = _call("gemmscope.bench_gemm_sweep", repr(shape), recipes=recipes, **axes_and_options)
     return app.sweep.gemm_sweep(shape, axes, command=command, reporter=_console(), **arguments)
@@ -433,5 +432,5 @@ def _call(name: str, *arguments: str, **options: Any) -> str:
     return f"{name}({', '.join([*arguments, *given])})"
 
 
-def _console() -> app.progress.Console:
-    return app.progress.Console()
+def _console() -> app.Console:
+    return app.Console()

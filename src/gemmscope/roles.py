@@ -6,12 +6,12 @@ run files store is read back. The keys of linears contain a hyphen, so that none
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from gemmscope.parts import StepPart
-from gemmscope.toml import load_data
+from gemmscope.toml import FactTable, complete, load_data
 
 Block = Literal["", "attention", "mixer", "MLP", "experts", "shared expert"]
 KitPart = Literal[
@@ -36,6 +36,8 @@ class Role:
     distinguishes such a linear in the names of modules.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+
     name: str
     part: StepPart
     block: Block = ""
@@ -54,8 +56,9 @@ class Role:
 
 
 @cache
-def _roles() -> dict[str, Role]:
-    return TypeAdapter(dict[str, Role]).validate_python(load_data("gemmscope", "roles.toml"))
+def _roles() -> FactTable:
+    adapter, table = TypeAdapter(Role), load_data("gemmscope", "roles.toml")
+    return FactTable({key: adapter.validate_python(complete(Role, facts)) for key, facts in table.items()}, table.file)
 
 
 @cache
@@ -69,9 +72,7 @@ def role(key: str) -> Role:
     >>> role("qkv-proj").consists_of, role("rotary").part
     (('q-proj', 'k-proj', 'v-proj'), 'attention')
     """
-    known = _roles().get(key)
-    if known is None:
-        raise LookupError(f"gemmscope/roles.toml has no role {key!r}: add it there")
+    known: Role = _roles()[key]
     return known
 
 
@@ -99,12 +100,12 @@ def name_of(key: str) -> str:
     >>> name_of("mlp-down"), name_of("blocks.*.proj")
     ('MLP Down', 'blocks.*.proj')
     """
-    return _roles()[key].name if key in _roles() else key
+    return role(key).name if key in _roles() else key
 
 
 def kit_part(key: str) -> KitPart:
     """The part of a layer that an op belongs to; empty if a kit cannot run it in a precision of its own."""
-    return _roles()[key].kit_part if key in _roles() else ""
+    return role(key).kit_part if key in _roles() else ""
 
 
 def pieces(key: str) -> tuple[str, ...]:
@@ -113,4 +114,4 @@ def pieces(key: str) -> tuple[str, ...]:
     >>> pieces("qkv-proj"), pieces("mlp-down")
     (('q-proj', 'k-proj', 'v-proj'), ('mlp-down',))
     """
-    return (_roles()[key].consists_of if key in _roles() else ()) or (key,)
+    return (role(key).consists_of if key in _roles() else ()) or (key,)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.bench import BenchTiming, run_bench
-from gemmscope.app.choose import Choices, choose
-from gemmscope.app.model import load_model, model_run
+from gemmscope.app.bench import run_bench
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.choose import Choices, choose
 from gemmscope.bench.measurements import Measurements
+from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import UserError
+from gemmscope.job.load import load_model, model_run
 from support.bench_results import record
 from support.campaigns import interrupt
 from support.fake_gpu import Pretend, own_state, pretend

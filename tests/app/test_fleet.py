@@ -14,17 +14,17 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.app import fleet as app_fleet
-from gemmscope.app.bench import BenchTiming
-from gemmscope.app.choose import Choices
 from gemmscope.app.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
-from gemmscope.app.launched import Launched
-from gemmscope.app.spread import read_fleet, with_spread
-from gemmscope.app.units import MeasureUnit
+from gemmscope.bench.choose import Choices
+from gemmscope.bench.timing import BenchTiming
 from gemmscope.cli.fleet import FleetOptions
 from gemmscope.engine.journal import open_journal
-from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError, option
+from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.fleet.summaries import RunSummary
+from gemmscope.pool.launched import Launched
+from gemmscope.pool.measure_unit import MeasureUnit
+from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.results.fleet import FleetResult
 from support.fleets import run_of
 from support.run_files import recorded_bench

@@ -13,11 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemmscope.app.model import ModelRun, load_model  # noqa: E402
 from gemmscope.app.numerics import chosen_recipes, dropped_passes, padded_tokens, run_numerics  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
+from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
-from gemmscope.numerics import stream  # noqa: E402
+from gemmscope.numerics.evaluation import requests  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
@@ -143,15 +143,15 @@ COUNT = 400
 def test_ctrl_c_keeps_what_was_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linears = {f"l.{index}.a": (64, 1.0) for index in range(COUNT)}  # more than the buffer of a pipe
     path = write(tmp_path / "many.safetensors", linears)
-    taken = stream.take_message
+    taken = requests.take_message
 
-    def take(message: object, result: stream.ComputedErrors) -> None:
+    def take(message: object, result: requests.ComputedErrors) -> None:
         taken(message, result)  # type: ignore[arg-type]
         if result.done == 3:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 
-    monkeypatch.setattr(stream, "take_message", take)
+    monkeypatch.setattr(requests, "take_message", take)
     result = run_numerics(path, recipes=["MXFP8"])
     assert result.has("numerics-interrupted")
     assert 3 <= len(result.linears) < COUNT
@@ -164,7 +164,7 @@ def test_ctrl_c_keeps_what_was_computed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_worker_that_dies_is_reported(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WORKER", "gemmscope.no_such_worker")
+    monkeypatch.setattr(requests, "WORKER", "gemmscope.no_such_worker")
     with pytest.raises(UserError, match="the process that computes errors ended with exit code 1"):
         run_numerics(recording, recipes=["MXFP8"])
 

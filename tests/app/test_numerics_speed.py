@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.model import load_model, model_run
-from gemmscope.app.numerics_speed import speed_result
+from gemmscope.app.numerics import speed_result
 from gemmscope.errors import UserError
-from gemmscope.numerics.weigh import weigh
+from gemmscope.job.load import load_model, model_run
+from gemmscope.numerics.evaluation.mixes import weigh
 from support.forecast_files import several_gpus, sweep
 from support.numerics_files import linear_errors, numerics_result
 from support.run_files import recorded_bench, squares

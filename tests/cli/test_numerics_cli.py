@@ -11,7 +11,7 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.app import numerics
-from gemmscope.numerics.stream import ComputedErrors
+from gemmscope.numerics.evaluation.requests import ComputedErrors
 from support.command import Run, run
 from support.forecast_files import several_gpus
 from support.numerics_files import linear_errors, numerics_result

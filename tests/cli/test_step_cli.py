@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.app.live import layers_that_fit
 from gemmscope.engine.messages import Failed, Noticed, Sampled
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.answer import PartialRecipe
+from gemmscope.step.live import layers_that_fit
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.recommend import Plan
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.step_measurements import StepMeasurements
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
@@ -119,15 +119,15 @@ def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.Monke
     config = {**LLAMA, "num_hidden_layers": 40}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = "--micro-batch-size 1 --sequence-length 16 --device cpu"
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 1000)
     outcome = run(f"step --config {tmp_path}/config.json {options} --hugging-face")
     assert outcome.code == 2
     assert "the model is too large for a step on this CPU: 2 of its layers need about" in outcome.err
     assert "use a smaller model, or run it on a GPU" in outcome.err
     plan = ModulePlan(module=None, config=config, depth=40, micro_batch_size=1, sequence_length=16)
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 400_000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 400_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) == 12
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 4_000_000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 4_000_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) is None
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
             stop(self)
 
     monkeypatch.setattr(StepCampaign, "run", half)
-    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
     assert "\nUse FP32: 2.000x [" in outcome.out
@@ -229,7 +229,7 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepCampaign, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant))
     )
-    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
     best = written(tmp_path / "step.json").recommendation

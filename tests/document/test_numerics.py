@@ -15,7 +15,7 @@ from gemmscope.document.model import Document, decisive
 from gemmscope.document.numerics_tables import kept_names
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.numerics.weigh import weigh
+from gemmscope.numerics.evaluation.mixes import weigh
 from gemmscope.results.numerics import LinearError, Mix, NumericsResult
 from gemmscope.writers import csv, figure, html, markdown, terminal
 from support.numerics_files import linear_errors, numerics_result

@@ -10,8 +10,8 @@ import pytest
 
 from gemmscope.app.explain import explain
 from gemmscope.document.build import document
-from gemmscope.explain.slim import slim_file
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.record_trace import slim_file
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain_tables import ExplainTables
 from support.traces import BF16, FP8, Builder, recorded, shared_trace
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.app import calibrate as calibrating
-from gemmscope.app.bench import DEFAULT_TIMING
-from gemmscope.app.choose import Choice
-from gemmscope.app.progress import QUIET
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.choose import Choice
+from gemmscope.bench.timing import DEFAULT_TIMING
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Health, Hello
@@ -30,9 +29,9 @@ from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
+from gemmscope.progress import QUIET
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES, Case
@@ -72,7 +71,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
     def call(machine_facts: Environment) -> list[LinearCampaign]:
         monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: machine_facts)
-        monkeypatch.setattr("gemmscope.app.choose._missing", lambda _: "")
+        monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "")
         monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
 

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.errors import UserError  # noqa: E402
-from gemmscope.model.flags import from_hyperparameters  # noqa: E402
-from gemmscope.numerics.checkpoint import read_checkpoint  # noqa: E402
-from gemmscope.numerics.known import known_linears  # noqa: E402
+from gemmscope.model.spec import from_hyperparameters  # noqa: E402
+from gemmscope.numerics.evaluation.checkpoint import read_checkpoint  # noqa: E402
+from gemmscope.numerics.evaluation.requests import known_linears  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 

@@ -7,14 +7,14 @@ import pytest
 
 from gemmscope.app.numerics import run_numerics
 from gemmscope.errors import UserError
-from gemmscope.numerics.stream import ComputedErrors, take_message
+from gemmscope.numerics.evaluation.requests import ComputedErrors, take_message
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from gemmscope.numerics.depth import depth_errors, depth_message, depth_of_config, depth_of_factory  # noqa: E402
+from gemmscope.numerics.evaluation.depth import depth_errors, depth_message, depth_of_config, depth_of_factory  # noqa: E402
 
 COARSER = ["BF16", "FP8Current", "NVFP4"]
 WIDTH, DEPTH = 128, 4

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.interval import Interval
-from gemmscope.numerics import mixes
-from gemmscope.numerics.cells import Cells, cells_of, recipe_errors
-from gemmscope.numerics.mixes import PART_COST, recommend_mix
-from gemmscope.numerics.speeds import Savings, Speeds, nominal_speeds, speeds_of
-from gemmscope.numerics.weigh import weigh
+from gemmscope.numerics.evaluation import mixes
+from gemmscope.numerics.evaluation.error_table import Cells, cells_of, recipe_errors
+from gemmscope.numerics.evaluation.mixes import PART_COST, recommend_mix, weigh
+from gemmscope.numerics.evaluation.speeds import Savings, Speeds, nominal_speeds, speeds_of
 from gemmscope.results.numerics import DroppedPass, LinearError, Mix, OperandError, PassError
 from support.forecast_files import several_gpus
 from support.numerics_files import linear_errors

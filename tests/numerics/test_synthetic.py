@@ -7,9 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.errors import UserError  # noqa: E402
-from gemmscope.model.flags import from_hyperparameters  # noqa: E402
-from gemmscope.model.spec import RunSpec  # noqa: E402
-from gemmscope.numerics.synthetic import KINDS, synthetic_recording  # noqa: E402
+from gemmscope.model.spec import RunSpec, from_hyperparameters  # noqa: E402
+from gemmscope.numerics.evaluation.synthetic import KINDS, synthetic_recording  # noqa: E402
 from gemmscope.workload.derive import Workload, derive  # noqa: E402
 
 
@@ -20,7 +19,7 @@ def workload(hidden: int = 128) -> Workload:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
+    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
 
 
 @pytest.mark.parametrize("kind", KINDS)

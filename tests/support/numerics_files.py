@@ -7,7 +7,7 @@ from functools import cache
 from math import hypot
 
 from gemmscope.interval import Interval
-from gemmscope.numerics.weigh import weigh
+from gemmscope.numerics.evaluation.mixes import weigh
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import (
     DepthError,

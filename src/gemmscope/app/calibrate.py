@@ -4,11 +4,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gemmscope.app.bench import DEFAULT_CHOICES, DEFAULT_TIMING, BenchTiming
-from gemmscope.app.choose import Choice, Choices, choose, visible_gpu
-from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
 from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
 from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.engine.journal import RecordedRun, fingerprint, open_journal
 from gemmscope.engine.link import LocalWorkers
@@ -23,15 +22,17 @@ from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.environment import environment
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.gpu.visible import visible_gpu
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
 from gemmscope.signals import defer_signals
 from gemmscope.step.answer import profiled_step
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.workload.cases import tasks_of
 from gemmscope.workload.derive import derive
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from gemmscope.compare.fleets import compare_fleets
-from gemmscope.compare.rows import MeasuredResult, compare_runs, verdict_findings
-from gemmscope.compare.sweeps import compare_sweeps
+from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps, verdict_findings
 from gemmscope.errors import UserError, option
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.compare import CompareResult

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemmscope.app.better_gemms import with_better_recipe
-from gemmscope.app.model import ModelRun, rank_workload
-from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.compare.recorded import check_model_flops, with_prediction, with_twin
+from gemmscope.compare.traces import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
-from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.ranks import RankComparison, compare_ranks
-from gemmscope.explain.stream import A_TRACE
-from gemmscope.explain.tables import explain_tables
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.perfetto import write_annotated
+from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.trace_file import A_TRACE
+from gemmscope.explain.trace_tables import explain_tables
 from gemmscope.files import same_file
+from gemmscope.forecast.better_gemms import with_better_recipe
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import rank_workload
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.reading import InputFile, enough_memory
 from gemmscope.results.base import damage_reported
 from gemmscope.results.bench import BenchResult

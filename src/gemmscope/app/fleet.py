@@ -9,17 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gemmscope.app.bench import DEFAULT_CHOICES, DEFAULT_TIMING, BenchTiming, Shape, check_shape, not_resumed, run_bench
-from gemmscope.app.choose import Choices
-from gemmscope.app.launched import Launched
-from gemmscope.app.model import ModelRun
-from gemmscope.app.pools import gpu_of_rank, open_pool
-from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.app.bench import run_bench
 from gemmscope.app.step import run_step
-from gemmscope.app.units import MeasureUnit
-from gemmscope.engine.journal import fingerprint, open_journal
-from gemmscope.engine.pool.schedule import Outcomes, Schedule, UnitFailure
-from gemmscope.engine.pool.units import Place, PlaceRefused, Unit
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
+from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape
+from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
 from gemmscope.errors import UserError, in_shell, option, shown
 from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
@@ -28,6 +22,13 @@ from gemmscope.fleet.gather import Run, fleet_result
 from gemmscope.fleet.rule import rule_data
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import environment
+from gemmscope.job.load import ModelRun
+from gemmscope.pool.launched import Launched
+from gemmscope.pool.measure_unit import MeasureUnit
+from gemmscope.pool.open import gpu_of_rank, open_pool
+from gemmscope.pool.schedule import Outcomes, Schedule, UnitFailure
+from gemmscope.pool.units import Place, PlaceRefused, Unit
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetGpu, FleetResult
 from gemmscope.results.read import read_result

@@ -6,44 +6,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gemmscope import signals
-from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
-from gemmscope.app.choose import Choices
-from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
-from gemmscope.app.forecast_mixes import memory_of_recipe, mixes_on
-from gemmscope.app.mixing import Mixes, MixRequest, requested_mix
-from gemmscope.app.model import (
-    SIZES,
-    LinearCases,
-    ModelRun,
-    RankWorkload,
-    as_forward_calls,
-    as_frameworks_run,
-    linear_cases,
-    rank_workload,
-)
-from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.app.sweep_axes import MEASURED_SIZES, by_reason, check_axes, configurations
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
 from gemmscope.bench.findings import linear_findings
+from gemmscope.bench.timing import Shape, check_shape, check_te_benchmark
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.eager import eager_finding, layers_finding
+from gemmscope.forecast.communication import Network, network_of
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.graphs import graphs_finding
+from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common_fields, known_state, mixes_on
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory_results import memory_findings
-from gemmscope.forecast.network import Network, network_of
-from gemmscope.forecast.pipeline import bubble_findings
+from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
 from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.step_findings import (
+    accumulation_finding,
+    bubble_findings,
+    cheapest_finding,
+    eager_finding,
+    graphs_finding,
+    layers_finding,
+)
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.job.load import SIZES, ModelRun, as_frameworks_run
+from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
 from gemmscope.model.limits import check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, requested_mix
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
@@ -51,8 +44,9 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.results.sweep import GpuSweep, SweepPoint
 from gemmscope.step.cost import Budget
-from gemmscope.step.findings import step_findings
-from gemmscope.step.plan import not_run
+from gemmscope.step.stack_plan import not_run
+from gemmscope.step.waterfall import step_findings
+from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations
 from gemmscope.workload.cases import Mode, bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
@@ -102,7 +96,7 @@ def forecast(
         _check_schedule(subject.source, subject.run)
     linears = _cases(subject, shapes)
     if as_te_benchmark:
-        check_te_benchmark(job, cache_weights=cache_weights)
+        check_te_benchmark(model=job is not None, cache_weights=cache_weights)
         linears = as_forward_calls(linears)
     task = _ForecastTask(subject, linears, choices.chosen_modes(), clocks, asked, cache_weights, as_te_benchmark)
     _check_step(task, tokens, asks_for_cost=bool(budgets) or gpu_count is not None)

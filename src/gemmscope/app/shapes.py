@@ -1,11 +1,15 @@
 """`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
 
-from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
-from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.spec import MoeSpec
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import RankWorkload, rank_workload
+from gemmscope.model import presets
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
+from gemmscope.units import parameters
 from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
 from gemmscope.workload.sparse import IndexScores
@@ -95,3 +99,13 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     if any(attention.top_k is not None for attention in model.attentions):
         notes.append(finding("check-of-sparse-attention"))
     return check, (outcome, *notes)
+
+
+def preset_table() -> Table:
+    """All presets with their size."""
+    rows = []
+    for preset in map(presets.describe, presets.names()):
+        size = number(preset.parameters, parameters(preset.parameters)) if preset.parameters else Cell("")
+        rows.append((Cell(preset.name), size, Cell(preset.description)))
+    heads = (*columns(("Name",), ("Parameters",)), *columns(("Description",), ()))
+    return Table("Presets", heads, tuple(rows))

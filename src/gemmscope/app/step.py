@@ -4,33 +4,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from gemmscope.app.bench import not_resumed
-from gemmscope.app.choose import Choice, Choices, choose, supported
-from gemmscope.app.live import for_live, layers_that_fit, live_plan, step_settings
-from gemmscope.app.mixing import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
-from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
-from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.app.spread import read_fleet, with_spread
-from gemmscope.app.step_session import MeasuredStep, StepSession
+from gemmscope.bench.choose import Choice, Choices, choose, supported
 from gemmscope.bench.findings import state_findings
-from gemmscope.engine.journal import open_journal
+from gemmscope.engine.journal import not_resumed, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import environment
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
+from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
 from gemmscope.signals import defer_signals
-from gemmscope.step.breakeven import break_even_finding
-from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.kept import check_kept, keeps_half_an_mlp
+from gemmscope.step.live import for_live, layers_that_fit, live_plan, step_settings
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import plan_step
+from gemmscope.step.session import MeasuredStep, StepSession
+from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.step_campaign import StepCampaign, fingerprint_of
+from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 

@@ -79,9 +79,9 @@ def command(
         "choices": choice_options.choices(),
         "timing": timing,
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": app.Console(),
     }
-    with app.pools.one_gpu(sweep_options.gpus, on_cpu=arguments["choices"].on_cpu):
+    with app.one_gpu(sweep_options.gpus, on_cpu=arguments["choices"].on_cpu):
         if profile:
             if outputs.targets():
                 say(f"note: --profile times nothing, so {', '.join(f'--{name}' for name in outputs.targets())} is not written")
@@ -119,7 +119,7 @@ def _sweep(
         "places": sweep_options.places(),
         "resume": timing_options.resume,
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": app.Console(),
         "deliver": lambda result: deliver(result, outputs),
         "stream": files.write,
     }

@@ -14,8 +14,6 @@ from gemmscope.errors import UserError, in_shell, option, shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gemmscope.app.bench import BenchTiming
-    from gemmscope.app.choose import Choices
     from gemmscope.workload.cases import Mode
 
 Shape = tuple[int, int, int]
@@ -105,15 +103,15 @@ class RecipeOptions:
         others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
         if not self.no_fp8 or not others or self.recipes is not None:
             return
-        able = app.choose.supported("MXFP8", gpus)
+        able = app.supported("MXFP8", gpus)
         if able is False or (able and len(others) == OTHER_FP8):
             why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
             flags = in_shell(" ".join(map(option, others)))
             say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")
 
-    def choices(self) -> Choices:
+    def choices(self) -> app.Choices:
         """The choices, as `app` takes them."""
-        return app.choose.Choices(self._recipes(), tuple(self.left_out()), self._modes())
+        return app.Choices(self._recipes(), tuple(self.left_out()), self._modes())
 
     def _recipes(self) -> list[str] | None:
         if self.recipes is None:
@@ -145,7 +143,7 @@ class ChoiceOptions(RecipeOptions):
         if "cpu" not in (self.device, self.backend):
             super().explain_no_fp8(gpus)
 
-    def choices(self) -> Choices:
+    def choices(self) -> app.Choices:
         """The choices, as `app` takes them."""
         return replace(super().choices(), device=self.device, backend=self.backend, share_gpu=self.share_gpu)
 
@@ -164,14 +162,14 @@ class TimingOptions:
     torchao_filter: bool = True
     resume: bool = False
 
-    def bench_timing(self, usual: BenchTiming | None = None) -> BenchTiming:
+    def bench_timing(self, usual: app.BenchTiming | None = None) -> app.BenchTiming:
         """The timing, as `app` takes it; the defaults are `usual`. Raises a `UserError` for options that exclude each other."""
         given = {name: value for name, value in vars(self).items() if name != "resume" and value is not None}
         fixed = [option(name) for name in ("num_iters", "num_warmup", "gpu_warmup") if name in given]
         until = [option(name) for name in ("precision", "time_limit") if name in given]
         if fixed and until:
             raise UserError(f"{fixed[0]} measures a fixed number of times, so {until[0]} has no effect", "use only one of them")
-        return replace(usual or app.bench.DEFAULT_TIMING, **given)
+        return replace(usual or app.DEFAULT_TIMING, **given)
 
 
 @dataclass(frozen=True)

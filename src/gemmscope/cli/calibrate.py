@@ -17,7 +17,7 @@ def command(choice_options: ChoiceOptions, timing_options: TimingOptions) -> Non
         timing=timing_options.bench_timing(),
         resume=timing_options.resume,
         command=typed_command(),
-        reporter=app.progress.Console(),
+        reporter=app.Console(),
     )
     if result is None:
         say("nothing could be measured, so nothing was written")

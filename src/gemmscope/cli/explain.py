@@ -35,5 +35,5 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
         )
     choices = {**asdict(options), "traces": files}
     job = run_options.of(model_options.load()) if model_options.given() else None
-    result = app.explain.explain(**choices, job=job, command=typed_command(), reporter=app.progress.Console())
+    result = app.explain.explain(**choices, job=job, command=typed_command(), reporter=app.Console())
     deliver(result, outputs)

@@ -89,10 +89,10 @@ def command(
         "step_options": options.step_options(),
         "command": typed_command(),
         "resume": timing_options.resume,
-        "reporter": app.progress.Console(),
+        "reporter": app.Console(),
     }
     job = run_options.of(model_options.load()) if named else None
-    rank = app.launched.launched() if options.gpus is None and options.ray is None else None  # else one process drives them all
+    rank = app.launched() if options.gpus is None and options.ray is None else None  # else one process drives them all
     if rank is not None:
         _own_gpu(rank, job, options, outputs, measured)
         return
@@ -118,8 +118,8 @@ def _given(options: FleetOptions | TimingOptions) -> list[str]:
 
 
 def _own_gpu(
-    rank: app.launched.Launched,
-    job: app.model.ModelRun | None,
+    rank: app.Launched,
+    job: app.ModelRun | None,
     options: FleetOptions,
     outputs: PageOptions,
     measured: dict[str, Any],

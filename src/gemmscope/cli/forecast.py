@@ -59,7 +59,7 @@ def command(
             )
         model, run, axes = model_options.given(), run_options.given() | given_gpus, options.axes()
         with signals.defer_signals():  # also while the points that were computed are written
-            result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
+            result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.Console(), **common)
             deliver(result, outputs)
         return
     parsed = None
@@ -76,7 +76,7 @@ def command(
         price=options.prices(),
         mix=options.mix,
         keep_higher=options.keep_higher,
-        reporter=app.progress.Console(),
+        reporter=app.Console(),
         **common,
     )
     deliver(result, outputs)

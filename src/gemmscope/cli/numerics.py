@@ -58,7 +58,7 @@ def command(options: NumericsOptions, model_options: ModelOptions, run_options: 
         device=options.device or "cpu",
         job=run_options.of(model_options.load()) if model_options.given() else None,
         command=typed_command(),
-        reporter=app.progress.Console(),
+        reporter=app.Console(),
         deliver=lambda result: deliver(result, outputs),
     )
     if not result.recipes:

@@ -20,8 +20,7 @@ from gemmscope.cli.describe import metavar_of, settings_of
 from gemmscope.errors import UserError, option, shown
 
 if TYPE_CHECKING:
-    from gemmscope.app.model import ModelRun
-    from gemmscope.model.source import ModelSource
+    from gemmscope.model.spec import ModelSource
 
 Result = TypeVar("Result")
 
@@ -131,7 +130,7 @@ class ModelOptions:
 
     def load(self) -> ModelSource:
         """The model that was named."""
-        return app.model.load_model(**self.given())
+        return app.load_model(**self.given())
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,9 @@ class RunOptions:
         values = {name: value for name, value in vars(self).items() if value is not None}
         return values | ({"pp_layers": _numbers(values["pp_layers"])} if "pp_layers" in values else {})
 
-    def of(self, source: ModelSource, **more: Any) -> ModelRun:
+    def of(self, source: ModelSource, **more: Any) -> app.ModelRun:
         """How this model is run: these options first, then what the model's file says."""
-        return app.model.model_run(source, **self.given(), **more)
+        return app.model_run(source, **self.given(), **more)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,6 @@ def command(model_options: ModelOptions, options: PlanOptions, recipe_options: R
             tokens=options.tokens,
             price=options.price,
             command=typed_command(),
-            reporter=app.progress.Console(),
+            reporter=app.Console(),
         )
         deliver(result, outputs)

@@ -14,12 +14,10 @@ def command(
 ) -> None:
     """List the GEMMs of one training step."""
     if list_presets:
-        writers.terminal.show_table(app.model.preset_table())
+        writers.terminal.show_table(app.shapes.preset_table())
         return
     check_targets(outputs.targets(), model_options.files())
-    result = app.shapes.shapes(
-        run_options.of(model_options.load()), check=check, command=typed_command(), reporter=app.progress.Console()
-    )
+    result = app.shapes.shapes(run_options.of(model_options.load()), check=check, command=typed_command(), reporter=app.Console())
     deliver(result, outputs)
     if result.check is not None and not result.check.equal:
         raise typer.Exit(CHECK_FAILED)

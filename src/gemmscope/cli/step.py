@@ -65,7 +65,7 @@ def command(
     asked |= {
         **options.limits(),
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": app.Console(),
         "choices": choice_options.choices(),
         "budget": budget,
     }
@@ -100,7 +100,7 @@ def _sweep(
         places=sweep_options.places(),
         resume=options.resume,
         command=typed_command(),
-        reporter=app.progress.Console(),
+        reporter=app.Console(),
         deliver=lambda result: deliver(result, outputs),
         stream=files.write,
     )

@@ -31,7 +31,7 @@ from gemmscope.recipe.kept import split_name
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.step import StepTime, StepTimes
-from gemmscope.step.findings import named_verdict
+from gemmscope.step.waterfall import named_verdict
 
 
 def _title(times: StepTimes, text: str, prefix: str = "") -> str:

@@ -26,8 +26,7 @@ from gemmscope.forecast.gemm import FORMATS
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.reading import called, read_text
 from gemmscope.recipe.recipes import recipe, recipes

@@ -23,9 +23,9 @@ from gemmscope.model.families import (
 )
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
+from gemmscope.model.layer_spec import LayerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, NormSpec
 from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four

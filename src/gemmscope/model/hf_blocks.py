@@ -5,9 +5,8 @@ from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.flags import head_size
-from gemmscope.model.limits import check_size, divisors_text
-from gemmscope.model.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+from gemmscope.model.limits import check_size, divisors_text, head_size
 
 
 def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:

@@ -51,3 +51,17 @@ def divisors_text(number: int, most: int = 12) -> str:
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     known = sorted({*small, *(number // divisor for divisor in small)})
     return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")
+
+
+def head_size(hidden: int, heads: int) -> int:
+    """The default size of a head: hidden / heads, which must be a whole number.
+
+    >>> head_size(4096, 32)
+    128
+    """
+    if hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and head_dim is not given",
+            f"numbers of heads that divide {hidden}: {divisors_text(hidden, most=16)}; or set head_dim",
+        )
+    return hidden // heads

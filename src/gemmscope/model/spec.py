@@ -1,4 +1,4 @@
-"""What a model is and how it is run: two frozen descriptions that all other stages start from.
+"""What a model is and how it is run: two frozen descriptions that all other stages start from, and what a reader makes of a file.
 
 `ModelSpec` has the sizes that decide which GEMMs run, layer by layer, because real models are not uniform: the first layers of an
 MoE may be dense, every sixth layer of Gemma sees the whole sequence. `RunSpec` has the batch and how the work is split over GPUs.
@@ -8,96 +8,17 @@ Every size is checked when a spec is made, so that later stages can rely on it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from math import gcd
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model.attention import AttentionSpec as AttentionSpec
-from gemmscope.model.attention import IndexerSpec as IndexerSpec
-from gemmscope.model.attention import LatentSpec as LatentSpec
-from gemmscope.model.attention import QkNorm as QkNorm
-from gemmscope.model.limits import check_flag, check_optional, check_size
-from gemmscope.model.mixers import LinearSpec, MixerSpec
-from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and multiplication, down)."""
-
-    intermediate_size: int
-    gated: bool
-    activation: str = "gelu"
-    up_bias: bool = False
-    down_bias: bool = False
-    stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
-    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
-
-    def __post_init__(self) -> None:
-        check_size("intermediate_size", self.intermediate_size, "intermediate_size")
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """A mixture of experts: a router sends each token to `top_k` of `experts`; a shared expert sees every token."""
-
-    experts: int
-    top_k: int
-    expert: MlpSpec
-    shared: MlpSpec | None = None
-    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
-    router_bias: bool = False
-    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
-    latent_bias: bool = False
-    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
-
-    def __post_init__(self) -> None:
-        check_size("the number of experts", self.experts, "experts")
-        check_size("num_experts_per_tok", self.top_k, "experts")
-        check_optional("moe_latent_size", self.latent, "hidden_size")
-        if self.top_k > self.experts:
-            raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
-
-    `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
-    Layers with the same `shared_block` use one set of weights for attention and feed-forward block, each with a norm before it
-    (Zamba); mixer and `extra` are their own.
-    """
-
-    attention: AttentionSpec | None
-    mlp: MlpSpec | MoeSpec | None
-    norms: int = 2
-    mixer: MixerSpec | None = None
-    extra: tuple[LinearSpec, ...] = ()
-    extra_parameters: int = 0
-    shared_block: int | None = None
-    streams: StreamsSpec | None = None
-    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
-
-    @property
-    def is_moe(self) -> bool:
-        return isinstance(self.mlp, MoeSpec)
-
-    @property
-    def is_plain(self) -> bool:
-        """Attention and a feed-forward block, nothing else."""
-        return self.attention is not None and self.mlp is not None and self.mixer is None
-
-    @property
-    def kind(self) -> str:
-        """What it consists of: `attention + MoE`, `Mamba-2`."""
-        mixers = [self.mixer.name] if self.mixer is not None else []
-        attention = ["attention"] if self.attention is not None else []
-        mlp = [] if self.mlp is None else ["MoE" if self.is_moe else "MLP"]
-        return " + ".join([*attention, *mixers, *mlp])
+from gemmscope.findings import Finding
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
+from gemmscope.model.limits import check_flag, check_optional, check_size, head_size
 
 
 @dataclass(frozen=True)
@@ -107,6 +28,18 @@ class NormSpec:
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     weight: bool = True
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInputsSpec:
+    """A second embedding table that has, for every token, an input of `width` for each layer (Gemma 3n and 4)."""
+
+    vocab_size: int
+    width: int
+
+    def __post_init__(self) -> None:
+        check_size("vocab_size_per_layer_input", self.vocab_size, "vocab_size")
+        check_size("hidden_size_per_layer_input", self.width, "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -218,6 +151,42 @@ class ModelSpec:
         if self.prediction_layers:
             parts.append(f"{self.prediction_layers} prediction layer{'s' if self.prediction_layers > 1 else ''}")
         return ", ".join(parts)
+
+
+def from_hyperparameters(
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_hidden_layers: int,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    gated: bool = False,
+    name: str = "",
+    source: str = "",
+) -> ModelSpec:
+    """A uniform decoder with these sizes: multi-head attention, plain MLPs, no biases, no rotary positions.
+
+    Without a vocabulary there is no embedding and no head.
+
+    >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
+    '3 dense'
+    """
+    hidden = check_size(option("hidden_size"), hidden_size, "hidden_size")
+    heads = check_size(option("num_attention_heads"), num_attention_heads, "heads")
+    if head_dim is None:
+        head_dim = head_size(hidden, heads)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim, rotary=False
+        ),
+        mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
+    )
+    layers = check_size(option("num_hidden_layers"), num_hidden_layers, "layers")
+    return ModelSpec(
+        name=name or "transformer", hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocab_size, source=source
+    )
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -346,3 +315,22 @@ class RunSpec:
 
 
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec) if field.name != "inputs")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model, and where it came from.
+
+    `run_settings` are the `RunSpec` fields that the file gives (batch, sequence, parallel sizes); the user's own arguments
+    override them. `findings` say what was assumed, ignored or not included. `model` is None where only a trace shows the shapes:
+    the user's own `module`, or a `config` whose model type has no closed form.
+    """
+
+    origin: str
+    model: ModelSpec | None
+    run_settings: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    config: Mapping[str, Any] | None = None  # the Hugging Face config, for tracing the same model
+    module: str | None = None  # file.py:factory
+    global_batch: int | None = None  # sequences per step on all GPUs, where the file says
+    framework: str = ""  # whose file it is, where that decides which recipes can be used

@@ -24,7 +24,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import parse_toml
 

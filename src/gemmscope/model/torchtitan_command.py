@@ -11,10 +11,9 @@ import re
 from gemmscope.errors import UserError, closest
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
-from gemmscope.model.megatron_branches import Branches
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, shell_words
-from gemmscope.model.megatron_values import Unknown
-from gemmscope.model.source import ModelSource
+from gemmscope.model.megatron_settings import Unknown
+from gemmscope.model.shell import ASSIGNMENT, Branches, Shell, shell_words
+from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import families
 
 SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")

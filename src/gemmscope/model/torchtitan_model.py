@@ -13,8 +13,8 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec
 from gemmscope.toml import load_data
 
 OTHER_WAYS = f"for any other model give its Hugging Face config.json with {option('config')}, or trace it with " + option(

@@ -3,11 +3,12 @@
 Rows, and blocks of the reduced dimension, are drawn without replacement, with probabilities that follow their share of the
 output's squared norm (three quarters) and are equal (one quarter), so that no weight exceeds 4 times that of an equal draw. Each
 item is kept with exactly its probability, so that sums weighted with 1 / probability are unbiased. The random numbers come from
-a generator of its own: that of the training is never used.
+a generator of its own: that of the training is never used. Of many experts, a few stand for all: `few_experts`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gemmscope.numerics.names import LinearName
 from gemmscope.numerics.recording import (
     BLOCK,
     COLUMNWISE,
@@ -307,3 +309,34 @@ def _block_sums(values: Tensor) -> Tensor:
 def _host(values: Tensor) -> np.ndarray:
     array: np.ndarray = values.double().cpu().numpy()
     return array
+
+
+EXPERTS = 2  # of each layer
+
+
+def few_experts(names: Mapping[str, LinearName], seed: int) -> dict[str, int]:
+    """The linears to sample: path → the number of experts that it stands for, 1 where it is not an expert.
+
+    >>> from gemmscope.numerics.names import name_linears
+    >>> paths = [f"layers.0.experts.{number}.up_proj" for number in range(8)] + ["layers.0.o_proj"]
+    >>> names = name_linears(dict.fromkeys(paths, (64, 64)))
+    >>> sorted(few_experts(names, seed=0).values())
+    [1, 8, 8]
+    """
+    groups: dict[tuple[int | None, str], set[int]] = defaultdict(set)
+    for name in names.values():
+        if name.expert is not None:
+            groups[_group(name)].add(name.expert)
+    chosen = {}
+    for group, numbers in groups.items():
+        drawn = random_for(seed, group[0] or 0, group[1]).choice(sorted(numbers), min(EXPERTS, len(numbers)), replace=False)
+        chosen[group] = set(drawn.tolist())
+    return {
+        path: 1 if name.expert is None else len(groups[_group(name)])
+        for path, name in names.items()
+        if name.expert is None or name.expert in chosen[_group(name)]
+    }
+
+
+def _group(name: LinearName) -> tuple[int | None, str]:
+    return name.layer, name.linear.rpartition(".")[0]

@@ -11,7 +11,7 @@ from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import recipe
 from gemmscope.roles import kit_part, name_of
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan
 
 WHOLE_MLP = "mlp"  # all of the feed-forward block
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gemmscope.model.spec import LayerSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import LayerSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, Gemm, Op
 from gemmscope.workload.scans import CausalConv, Scan

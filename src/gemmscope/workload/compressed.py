@@ -7,8 +7,8 @@ the output projection; the one head of keys, the compressor and the indexer are 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
-from gemmscope.model.streams import CompressedSpec
+from gemmscope.model.layer_spec import AttentionSpec, CompressedSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import PASSES, Attention, Direction, Elementwise, GroupedLinear, Linear, Norm, Op, Pass
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, visible_pairs
 from gemmscope.workload.sparse import IndexScores, TopK

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gemmscope.findings import Finding, finding
-from gemmscope.model.mixers import LinearSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.compressed import compressed_attention
 from gemmscope.workload.mixers import mixer_ops
@@ -59,7 +59,7 @@ class Workload:
 def derive(model: ModelSpec, run: RunSpec) -> Workload:
     """The operations one rank runs for one micro-batch, forward and backward, and the optimizer's for one step.
 
-    >>> from gemmscope.model.flags import from_hyperparameters
+    >>> from gemmscope.model.spec import from_hyperparameters
     >>> model = from_hyperparameters(hidden_size=4096, intermediate_size=16384, num_attention_heads=32, num_hidden_layers=24)
     >>> workload = derive(model, RunSpec(micro_batch_size=31, sequence_length=512))
     >>> [gemm.shape for gemm in workload.gemms()][:3]

@@ -11,7 +11,7 @@ linear of the checkpoint's code whose sides are multiples of 16: the bottlenecks
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import Activation, Elementwise, Linear, Norm, Op
 from gemmscope.workload.scans import CausalConv, Scan, scan_role

@@ -7,6 +7,7 @@ from typing import Literal
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
 
+KINDS = ("norm", "activation", "softmax", "embedding", "loss")  # of work between GEMMs, and its roles; all else is elementwise
 Unfused = tuple[Literal["sizes", "query", "key", "value", "mask"], ...]
 
 
@@ -93,7 +94,7 @@ class Between(Op):
     @property
     def kind(self) -> str:  # type: ignore[override]
         """What its operators are: a norm, an activation, a softmax, an embedding, the loss, or elementwise."""
-        return self.moved.kind
+        return self.moved.kind if self.moved.kind in KINDS else "elementwise"
 
     def forward(self) -> Work:
         return self._per_run(self.moved.forward)
@@ -120,11 +121,8 @@ class Between(Op):
         return self.moved.forward.launches + self.moved.backward.launches
 
 
-BETWEEN_ROLES = ("norm", "activation", "softmax", "embedding", "loss")  # kinds of work that are roles; others are elementwise
-
-
 def between(work: OtherWork, *, head: bool = False) -> Between:
     """The op for the recorded work. Its count is how often its operators ran forward, or backward if they ran only there."""
     count = work.forward.launches or work.backward.launches or 1
-    role = "head-elementwise" if head else work.kind if work.kind in BETWEEN_ROLES else "elementwise"
+    role = "head-elementwise" if head else work.kind if work.kind in KINDS else "elementwise"
     return Between(role=role, label=work.path, section=HEAD if head else "", moved=work, count=count)

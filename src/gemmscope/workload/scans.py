@@ -20,7 +20,7 @@ chunk is left out, except in Mamba's selective scan, which has no products. Sour
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemmscope.model.mixers import MixerKind
+from gemmscope.model.layer_spec import MixerKind
 from gemmscope.workload import delta_rules, ssd
 from gemmscope.workload.delta_rules import DELTA_RULES, DeltaSizes
 from gemmscope.workload.ops import ELEMENT_BYTES, Op, Work

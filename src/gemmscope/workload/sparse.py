@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Attention, Direction, Linear, Norm, Op, Pass, Work
 
 FP32_BYTES = 4

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gemmscope.model.spec import LayerSpec, ModelSpec, RunSpec
-from gemmscope.model.streams import StreamsSpec
+from gemmscope.model.layer_spec import LayerSpec, StreamsSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Direction, Elementwise, Linear, Norm, Op, Work, gemm_size
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, shard_rows
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
 from gemmscope.workload.scans import Scan

@@ -7,9 +7,8 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.mixers import LinearSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
-from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, StreamsSpec
+from gemmscope.model.spec import LayerInputsSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_size
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 LINEAR, FULL, CONVOLUTION = "linear_attention", "full_attention", "conv"
 

@@ -9,9 +9,8 @@ from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hybrids.linear import FULL, LINEAR
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MixerKind, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_size
-from gemmscope.model.mixers import LinearSpec, MixerKind, MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 
 def mamba(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.model import hf
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource, from_hyperparameters
 from gemmscope.toml import load_data
 
 
