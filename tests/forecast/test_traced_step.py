@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.app.forecast import forecast
 from gemmscope.bench.choose import Choices
+from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app import shapes as app
+from gemmscope.commands import shapes as command
 from gemmscope.job.load import ModelRun
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
@@ -84,9 +84,11 @@ def test_a_wrong_mixer_is_noticed(change: dict[str, int], what: str) -> None:
 def test_the_check_says_what_it_compared(model_type: str, note: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **TOKENS}
     sizes |= {"num_heads": 8, "head_dim": 16, "num_local_experts": 4, "intermediate_size": 40}
-    monkeypatch.setattr(app, "trace_huggingface", lambda config, batch, sequence: live(dict(config), RunSpec(batch, sequence)))
+    monkeypatch.setattr(
+        command, "trace_huggingface", lambda config, batch, sequence: live(dict(config), RunSpec(batch, sequence))
+    )
     source = hf.from_config({"model_type": model_type, **sizes}, "config.json")
-    result = app.shapes(ModelRun(source, RunSpec(1, 16)), check=True)
+    result = command.shapes(ModelRun(source, RunSpec(1, 16)), check=True)
     assert result.check is not None
     assert result.check.equal
     codes = [finding.code for finding in result.findings]

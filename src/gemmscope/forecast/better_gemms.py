@@ -1,6 +1,6 @@
 """What the GEMMs of a trace would take in a better recipe, from the GEMMs that the forecast was fitted on.
 
-It is in `app/` because `explain` does not import the forecast: it only reads a trace, without numpy.
+`explain/` itself does not import the forecast: it only reads a trace, without numpy.
 """
 
 from collections.abc import Sequence

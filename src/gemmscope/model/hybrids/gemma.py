@@ -7,10 +7,9 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
+from gemmscope.model.hf_blocks import FULL, SLIDING
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, StreamsSpec
 from gemmscope.model.spec import LayerInputsSpec
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def gemma4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
@@ -128,9 +127,7 @@ def _kinds(family: FamilyConfig, count: int) -> list[str]:
     kinds = blocks.per_layer(family, "layer_types", count)
     every = family.facts["full_every"]
     kinds = [SLIDING if (index + 1) % every else FULL for index in range(count)] if kinds is None else list(kinds)
-    if unknown := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
-        known = f"layer_types may contain {SLIDING} and {FULL}"
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
+    blocks.check_kinds(family, kinds, (SLIDING, FULL))
     return kinds
 
 

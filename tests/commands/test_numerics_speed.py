@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.numerics import speed_result
+from gemmscope.commands.numerics import speed_result
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
 from gemmscope.numerics.evaluation.mixes import weigh

@@ -10,8 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from gemmscope.app.forecast import forecast
 from gemmscope.bench.choose import Choices
+from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gpus_and_recipes import forecastable

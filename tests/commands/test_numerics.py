@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemmscope.app.numerics import chosen_recipes, dropped_passes, padded_tokens, run_numerics  # noqa: E402
+from gemmscope.commands.numerics import chosen_recipes, dropped_passes, padded_tokens, run_numerics  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
