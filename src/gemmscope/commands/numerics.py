@@ -21,7 +21,7 @@ from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.mixes import weigh
 from gemmscope.numerics.evaluation.requests import ComputedErrors, compute_errors, known_linears
 from gemmscope.numerics.evaluation.speeds import SpeedResult
-from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
+from gemmscope.numerics.recording import HISTORY, read_recording
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported
@@ -33,6 +33,7 @@ from gemmscope.results.step import StepResult
 from gemmscope.signals import defer_signals
 from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
+from gemmscope.workload.ops import OPERANDS
 
 PathLike = str | Path
 BACKENDS = ("transformer_engine", "torchao")
