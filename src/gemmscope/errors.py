@@ -26,6 +26,14 @@ class DoesNotFitError(UserError):
     """What was asked for needs more memory than the GPU has."""
 
 
+class MissingFactError(UserError):
+    """A table of facts that ships with the package lacks one, such as a GPU's links: `file` is what to add `key` to."""
+
+    def __init__(self, file: str, key: str) -> None:
+        self.file, self.key = file, key
+        super().__init__(f"a fact is missing: {file} has no {key}", f"add {key} to src/gemmscope/{file} (see CONTRIBUTING.md)")
+
+
 def option(name: str, value: object = None) -> str:
     """An argument inside a message, spelled later for the command line or for Python.
 

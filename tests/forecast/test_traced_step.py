@@ -14,8 +14,7 @@ from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.traced import launches, traced_ms
-from gemmscope.forecast.traced_memory import traced_memory
+from gemmscope.forecast.traced import launches, traced_memory, traced_ms
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec

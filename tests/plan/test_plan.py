@@ -18,9 +18,9 @@ from gemmscope.app.progress import Console, Reporter
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
+from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.network import network_of
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.spec import RunSpec
@@ -249,7 +249,7 @@ def test_memory_that_is_tight_is_said() -> None:
         assert model is not None
         chip, run = gpu(result.gpu), replace(result.run) if result.run is not None else None
         assert run is not None
-        assert best.tight == (rank_memory(model, run, best.recipe, chip).most > memory_bytes(chip))
+        assert best.tight == (rank_memory(model, run, best.recipe, chip).most > chip.memory_bytes)
         assert result.has("plan-memory-tight") == best.tight
 
 

@@ -26,18 +26,22 @@ from gemmscope.app.sweep_axes import MEASURED_SIZES, by_reason, check_axes, conf
 from gemmscope.bench.findings import linear_findings
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.eager import eager_finding, layers_finding
+from gemmscope.forecast.communication import Network, network_of
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.graphs import graphs_finding
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings
-from gemmscope.forecast.network import Network, network_of
-from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.step_findings import (
+    accumulation_finding,
+    bubble_findings,
+    cheapest_finding,
+    eager_finding,
+    graphs_finding,
+    layers_finding,
+)
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu

@@ -9,7 +9,7 @@ from gemmscope.findings import finding
 from gemmscope.forecast.memory import RankMemory, blended, rank_memory
 from gemmscope.forecast.memory_results import memory_result
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.traced_memory import traced_memory
+from gemmscope.forecast.traced import traced_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import RecipeMemory

@@ -14,10 +14,10 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.network import network_of
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
@@ -127,7 +127,7 @@ def plan(
         gpu=chip.name,
         title=chip.title,
         gpus=count,
-        memory_gb=memory_bytes(chip) / 1e9,
+        memory_gb=chip.memory_bytes / 1e9,
         network_gbps=links.gbps,
         network=links.name,
         nvlink_domain=links.domain,
@@ -294,7 +294,7 @@ def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names
 
 def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | None:
     """The smallest number of GPUs with which some layout fits: doubled again and again, with as large a batch as they need."""
-    task, available = search.task, memory_bytes(chip)
+    task, available = search.task, chip.memory_bytes
     gpus = task.gpus
     for _ in range(MOST_DOUBLINGS):
         gpus *= 2
@@ -315,7 +315,7 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
         return UserError(f"no layout of {point.model.name} can be forecast on {gpus} {chip.name}", "try other sizes")
     model = "any of these models" if sizes else point.model.name
     message = (
-        f"no layout of {model} fits on {gpus} {chip.name} with {memory_bytes(chip) / 1e9:.0f} GB each: the smallest needs "
+        f"no layout of {model} fits on {gpus} {chip.name} with {chip.memory_bytes / 1e9:.0f} GB each: the smallest needs "
         f"{smallest.memory_gb:.0f} GB per GPU ({smallest.recipe}, {smallest.layout})"
     )
     needed = smallest.gpus_needed
@@ -340,7 +340,7 @@ def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -
     findings = []
     best = points[0].best
     if best is not None and best.tight:
-        findings.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=memory_bytes(chip) / 1e9))
+        findings.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=chip.memory_bytes / 1e9))
     if best is not None and best.host_bound:
         findings.append(finding("plan-host-bound"))
     settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}

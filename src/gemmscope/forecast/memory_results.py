@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import RankMemory, memory_bytes
+from gemmscope.forecast.memory import RankMemory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.forecast import RecipeMemory
@@ -27,7 +27,7 @@ def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> Recipe
         total_bytes=memory.total,
         least_bytes=memory.least,
         most_bytes=memory.most,
-        available_bytes=memory_bytes(chip),
+        available_bytes=chip.memory_bytes,
         fit=memory.fit(chip),
     )
 

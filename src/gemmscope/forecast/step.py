@@ -10,9 +10,18 @@ from functools import cached_property
 from math import hypot, inf, log2
 
 from gemmscope.forecast import traced
-from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
+from gemmscope.forecast.communication import (
+    Exchange,
+    MicroBatch,
+    Network,
+    RankShare,
+    cluster,
+    exchanges,
+    exposed,
+    network_of,
+    offload,
+)
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_that_fits
-from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
@@ -25,9 +34,7 @@ from gemmscope.forecast.mixed import (
     kept_share,
     without_misaligned,
 )
-from gemmscope.forecast.network import Network, network_of
-from gemmscope.forecast.overlap import MicroBatch, cluster, exposed
-from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, speedup
+from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, at_least, launch_ms, speedup
 from gemmscope.forecast.step_ops import linear_case, part_of, part_of_linear
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
 from gemmscope.model.layer_spec import MoeSpec

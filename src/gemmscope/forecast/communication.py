@@ -1,40 +1,126 @@
-"""Collectives: their time from message size and link, and which ones a split model runs.
+"""What GPUs exchange: their links, how long a collective takes, which ones a split model runs, and how much of them is hidden.
 
 Inside an NVLink domain times were measured and fitted (`coefficients/collectives.toml`); between domains they follow from the
-network's bandwidth. How much of them is hidden behind computation is decided in `overlap`.
+network's bandwidth (`network.toml`).
 
 Ranks are placed as Megatron-LM places them: those of tensor parallelism are neighbours, then come context, data and pipeline
 parallelism; experts are spread over the same GPUs, those of one expert next to each other.
+
+Each exchange hides behind something else: tensor parallelism behind the GEMMs it feeds, context parallelism behind attention,
+gradients behind the backward pass of the last micro-batch, weights behind the forward pass. A share of what overlaps stays
+exposed (`cluster.toml`), and so does the part that is longer than the computation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
-from math import sqrt
+from math import hypot, sqrt
 from typing import Any, Literal, NamedTuple
 
-from gemmscope.forecast.network import Network, facts
+from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
 
+FASTEST_GBPS = 10_000
+FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
+BOTH = FORWARD + BACKWARD
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
-NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """`gbps`: GB/s that the network gives one GPU in one direction. `domain`: GPUs that NVLink joins. `host_gbps`: GB/s between
+    one GPU and the memory of its CPU."""
+
+    gbps: float
+    domain: int
+    name: str = ""
+    host_gbps: float = 64.0
+
+    @property
+    def reached_gbps(self) -> float:
+        """The bandwidth that collectives of large messages reach, in GB/s."""
+        return self.gbps * float(network_facts()["reached"])
+
+    def inside(self, ranks: int, apart: int = 1) -> int:
+        """How many of a group's ranks are in one NVLink domain, where `apart` GPUs lie from one rank to the next.
+
+        >>> network = Network(50, 72)
+        >>> network.inside(64), network.inside(128), network.inside(8, apart=16)
+        (64, 64, 4)
+        """
+        most = max(self.domain // apart, 1)
+        if ranks <= most:
+            return ranks
+        return max(size for size in range(1, most + 1) if ranks % size == 0)
+
+    def describe(self) -> str:
+        """The network in words: `400 Gb/s per GPU between NVLink domains of 8 GPUs (infiniband-ndr)`."""
+        name = f" ({self.name})" if self.name else ""
+        return f"{self.gbps * 8:g} Gb/s per GPU between NVLink domains of {self.domain} GPUs{name}"
 
 
 @cache
-def _table() -> dict[str, Any]:
+def network_facts() -> dict[str, Any]:
+    """The table of networks."""
+    return load_data("gemmscope.forecast", "coefficients/network.toml")
+
+
+def network_names() -> list[str]:
+    """The names of the known networks."""
+    return list(network_facts()["networks"])
+
+
+def network_of(chip: GpuSpec, network: str | float | None = None, domain: int | None = None) -> Network:
+    """The network of the GPU's usual system, or the one named: by its name, or by its GB/s per GPU.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> network_of(gpu("gb200")).domain, network_of(gpu("h100"), "25", domain=16)
+    (72, Network(gbps=25.0, domain=16, name='', host_gbps=64.0))
+    """
+    domain = chip.nvlink_domain if domain is None else check_size(option("nvlink_domain"), domain, "parallel")
+    name, gbps = (chip.network, float(network_facts()["networks"][chip.network])) if network is None else _named(network)
+    return Network(gbps, domain, name, chip.host_gbps)
+
+
+def _named(network: str | float) -> tuple[str, float]:
+    known = network_facts()["networks"]
+    if isinstance(network, str) and network.strip().lower() in known:
+        return network.strip().lower(), float(known[network.strip().lower()])
+    try:
+        gbps = float(network)
+    except ValueError:
+        similar = closest(str(network), network_names(), 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
+        raise UserError(
+            f"{option('network')} {shown(network)} is not a known network",
+            f"{hint}give one of {', '.join(known)}, or the GB/s of one GPU, such as {option('network', 50)}",
+        ) from None
+    if not 0 < gbps <= FASTEST_GBPS:
+        raise UserError(
+            f"{option('network')} must be more than 0 and at most {FASTEST_GBPS} GB/s per GPU, not {shown(network)}",
+            f"for example {option('network', 50)}: 50 GB/s, which is 400 Gb/s",
+        )
+    return "", gbps
+
+
+@cache
+def _collectives() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/collectives.toml")
 
 
 @cache
 def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
     """Launch ms, ms per square root of bytes, and ms per byte, for a collective among `inside` GPUs of one domain."""
-    known = _table()[NEAREST.get(chip, chip)][operation]
+    known = _collectives()[chip][operation]
     nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
     launch, root, per_byte = known[str(nearest)]
     scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that crosses links
@@ -50,7 +136,6 @@ def collective_ms(
     that tensor parallelism of 4 shares, two ranks are left for each group.
 
     >>> from gemmscope.gpu.specs import gpu
-    >>> from gemmscope.forecast.network import network_of
     >>> h200 = gpu("h200"), network_of(gpu("h200"))
     >>> 0.2 < collective_ms(*h200, "all_gather", 8, 128e6) < 0.5
     True
@@ -61,7 +146,7 @@ def collective_ms(
         return 0.0
     inside, within = network.inside(ranks, apart), 0.0
     if inside > 1:
-        launch, root, per_byte = _known(chip.name, operation, inside)
+        launch, root, per_byte = _known(chip.collectives_of, operation, inside)
         share = inside / ranks if operation == "alltoall" else 1.0
         within = launch + root * sqrt(message_bytes * share) + per_byte * message_bytes * share
     if inside == ranks:
@@ -69,7 +154,7 @@ def collective_ms(
     travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
     if operation != "alltoall":
         travels /= inside  # the GPUs of one domain split this traffic across their ports
-    return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
+    return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(network_facts()["latency_ms"])
 
 
 class Exchange(NamedTuple):
@@ -177,11 +262,11 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     )  # all tokens of one rank, once
     near, once = token * _distinct(inside, moe.top_k / domains), 0.0
     if inside > 1:
-        launch, root, per_byte = _known(chip.name, "alltoall", inside)
+        launch, root, per_byte = _known(chip.collectives_of, "alltoall", inside)
         once = launch + root * sqrt(near) + per_byte * near
     if domains > 1:
         far = token * _distinct(domains, moe.top_k) * (domains - 1) / domains
-        once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
+        once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(network_facts()["latency_ms"])
     return Exchange("experts", share.moe_layers * 2 * (runs + 1) * once, domains > 1)
 
 
@@ -202,11 +287,11 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
     message = run.tokens * model.streams * model.hidden_size * ELEMENT_BYTES / shard
     apart = run.tp * run.cp * run.data_parallel
     near = network.domain >= 2 * apart
-    launch, root, per_byte = _known(chip.name, "alltoall", 2)
+    launch, root, per_byte = _known(chip.collectives_of, "alltoall", 2)
     # An all-to-all of two ranks sends half of its message: twice the message here.
     once = launch + root * sqrt(2 * message) + per_byte * 2 * message
     if not near:
-        once = message / (network.reached_gbps * 1e6) + float(facts()["latency_ms"])
+        once = message / (network.reached_gbps * 1e6) + float(network_facts()["latency_ms"])
     return Exchange("stages", 2 * run.vp * once, crosses=not near)
 
 
@@ -240,4 +325,70 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
 
 def offload(network: Network, kept_bytes: float) -> Exchange:
     """Offloading: `kept_bytes` of activations per micro-batch to CPU memory in forward, and back in backward."""
-    return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(facts()["reached"]) * 1e6), crosses=False)
+    return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(network_facts()["reached"]) * 1e6), crosses=False)
+
+
+@cache
+def cluster() -> dict[str, Any]:
+    """The table of what several GPUs and experts add."""
+    return load_data("gemmscope.forecast", "coefficients/cluster.toml")
+
+
+class MicroBatch(NamedTuple):
+    """Milliseconds of computation of one micro-batch that exchanges can hide behind."""
+
+    gemms_ms: float
+    attention_ms: float
+    all_ms: float
+
+
+class Exposed(NamedTuple):
+    """One exchange in one step: its full time, the time that the step waits, and its uncertainty. `crosses`: as in `Exchange`."""
+
+    kind: ExchangeKind
+    time_ms: float
+    exposed_ms: float
+    unsure_ms: float
+    crosses: bool
+    basis: str
+
+
+def exposed(exchanges: Iterable[Exchange], run: RunSpec, computed: MicroBatch) -> list[Exposed]:
+    """How long one step waits for each exchange."""
+    return [_exposed(exchange, run, computed) for exchange in exchanges]
+
+
+def _exposed(exchange: Exchange, run: RunSpec, computed: MicroBatch) -> Exposed:
+    table, times = cluster()["exposed"], 1 if exchange.per_step else run.gradient_accumulation
+    known = table[exchange.kind]
+    if _overlaps(exchange.kind, run):
+        waited = max(known["least"] * exchange.time_ms, exchange.time_ms - known["behind"] * _hides_behind(exchange, computed))
+        unsure = known["unsure"] * exchange.time_ms
+    else:
+        waited, unsure = exchange.time_ms, table["not_overlapped"]["unsure"] * exchange.time_ms
+    if exchange.crosses:
+        unsure = hypot(unsure, network_facts()["uncertainty"] * waited)
+    return Exposed(exchange.kind, times * exchange.time_ms, times * waited, times * unsure, exchange.crosses, known["basis"])
+
+
+def _overlaps(kind: ExchangeKind, run: RunSpec) -> bool:
+    if kind == "tensor":
+        return run.tp_overlap and run.sequence_parallel
+    if kind == "experts":
+        return run.ep_overlap
+    if kind == "stages":
+        return run.vp > 1
+    return kind in ("context", "offload") or run.dp_overlap
+
+
+def _hides_behind(exchange: Exchange, computed: MicroBatch) -> float:
+    """Milliseconds of the computation that an exchange overlaps with."""
+    if exchange.kind == "tensor":
+        return computed.gemms_ms
+    if exchange.kind == "context":
+        return computed.attention_ms
+    if exchange.kind == "gradients":
+        return BACKWARD * computed.all_ms
+    if exchange.kind == "weights":  # of ZeRO-3 before every forward and every backward pass, else before the first forward pass
+        return (FORWARD if exchange.per_step else BOTH) * computed.all_ms
+    return computed.all_ms
