@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemmscope as gs
-from gemmscope.app import numerics
+from gemmscope.commands import numerics
 from gemmscope.numerics.evaluation.requests import (
     REQUEST,
     CheckpointSource,

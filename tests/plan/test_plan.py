@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.app.model import load_model
-from gemmscope.app.plan import plan
-from gemmscope.app.progress import Console, Reporter
+from gemmscope.commands.plan import plan
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
@@ -23,7 +21,9 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
+from gemmscope.job.load import load_model
 from gemmscope.model.spec import RunSpec
+from gemmscope.progress import Console, Reporter
 from gemmscope.results.plan import PlanLayout, PlanResult
 from gemmscope.workload.derive import derive
 from support.plan_files import plan_of_experts, plan_result, planned

@@ -46,6 +46,9 @@ class Campaign(ABC, Generic[Results]):
     worker: ClassVar[str]  # the module that the measuring process runs
     ends_itself: ClassVar[bool] = False  # the worker has something left to do after the last sample
 
+    recipes: Sequence[str] = field(init=False)
+    rounds: int | None = field(init=False, default=None)
+    """The number of rounds, if it is fixed."""
     rule: StoppingRule
     recording: RecordedRun
     workers: Workers = field(repr=False)

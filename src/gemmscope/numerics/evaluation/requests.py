@@ -38,7 +38,7 @@ SyntheticKind = Literal["normal", "heavy", "outliers"]
 
 @dataclass(frozen=True)
 class ModelLinears:
-    """The linears of a model in closed form, to compare a checkpoint with: the number of layers, and by op the sizes that its
+    """The linears of a model in closed form, to compare a checkpoint with: the number of layers, and by role the sizes that its
     linears may have: (inputs, outputs). The head is left out: vocabularies may be padded."""
 
     layers: int
@@ -282,5 +282,5 @@ def model_linears(model: ModelSpec) -> ModelLinears:
     sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
         if isinstance(op, Linear) and op.section != HEAD:
-            sizes[op.name].add((op.inputs, op.outputs))
+            sizes[op.role].add((op.inputs, op.outputs))
     return ModelLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})
