@@ -6,12 +6,11 @@ from itertools import count
 from gemmscope import units
 from gemmscope.document.sweep_words import time_name, wording
 from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell, without_empty
-from gemmscope.recipe.recipes import BASELINE
+from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
 
 MOST_ROWS = 14
 MOST_ACROSS = 10
-SHORT = {"FP8Current": "C", "FP8Delayed": "D", "FP8Block": "B", "MXFP8": "M", "NVFP4": "N", BASELINE: "-"}
 
 
 def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
@@ -106,7 +105,8 @@ def _plane(sweep: GpuSweep) -> Table:
 def _letters(sweep: GpuSweep) -> dict[str, str]:
     """A letter or number for each recipe."""
     numbers = count(1)
-    return {name: SHORT.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
+    letters = {name: known.letter for name, known in recipes().items()}
+    return {name: letters.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
 
 
 def _bound(point: SweepPoint) -> bool:

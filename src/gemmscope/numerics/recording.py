@@ -32,7 +32,7 @@ from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensor
 from gemmscope.reading import called, parse_json
 from gemmscope.results.base import Part
 from gemmscope.results.numerics import Source
-from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 if TYPE_CHECKING:
     from torch import Tensor
