@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from gemmscope.child import Ended
 from gemmscope.errors import UserError
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
-from gemmscope.process import worker_command
+from gemmscope.process import Answer, Ending, worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.recorded import TracedLinear
@@ -154,9 +153,9 @@ def test_an_answer_that_is_cut_short_is_one_message(tmp_path: Path, monkeypatch:
     """As on a full disk."""
     pytest.importorskip("torch", reason="tracing needs torch")
 
-    def cut(module: str, request: str, answer: str, **_: Any) -> Ended:
+    def cut(module: str, request: str, answer: str, **_: Any) -> Answer:
         Path(answer).write_text('{"class_name": "Lin')
-        return Ended(1, "", "OSError: No space left on device")
+        return Answer("", Ending(1, "OSError: No space left on device"))
 
     (tmp_path / "mine.py").touch()
     monkeypatch.setattr("gemmscope.workload.trace.run_worker", cut)

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemmscope.engine.pipes import last_line
 from gemmscope.errors import UserError
-from gemmscope.folders import temporary_folder
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.process import worker_command, worker_environment
+from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
 from gemmscope.results.numerics import DepthError, LinearError, StaleScale
-from gemmscope.signals import DeferredSignals, blocked, defer_signals
+from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
-POLL_S = 0.5
 
 
 @dataclass
@@ -54,10 +45,8 @@ def compute_errors(request: Mapping[str, Any], progress: Callable[[int, int], No
     An interruption, or a worker that dies, ends it early: the result then holds what was computed, if anything was.
     """
     result = ComputedErrors()
-    with temporary_folder() as folder, defer_signals() as signals:
-        path = folder / "request.json"
-        path.write_text(json.dumps(request), encoding="utf-8")
-        for message in _messages(str(path), signals, result):
+    with defer_signals() as signals:
+        for message in _messages(request, signals, result):
             take_message(message, result)
             progress(result.done, result.count)
         if not result.complete and signals.first is not None and result.linears:
@@ -86,45 +75,17 @@ def take_message(message: Mapping[str, Any], result: ComputedErrors) -> None:
     result.complete |= "done" in message
 
 
-def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) -> Iterator[dict[str, Any]]:
+def _messages(request: Mapping[str, Any], signals: DeferredSignals, result: ComputedErrors) -> Iterator[dict[str, Any]]:
     """The worker's messages until it ends, or a signal arrives."""
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as errors:
-        with blocked():
-            worker = subprocess.Popen(
-                worker_command(WORKER, request, str(writing)),
-                pass_fds=(writing,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=worker_environment(),
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the worker
-            )
-        os.close(writing)
+    with WorkerProcess(WORKER) as worker:
+        worker.send(json.dumps(request).encode() + b"\n")
         try:
-            pending = b""
             while signals.first is None:
-                ready, _, _ = select.select([reading, signals.fileno()], [], [], POLL_S)
-                if reading not in ready:
-                    continue
-                piece = os.read(reading, 1 << 20)
-                if not piece:
-                    worker.wait()
-                    result.ended = _reason(worker.returncode, errors)
-                    return
-                *lines, pending = (pending + piece).split(b"\n")
-                yield from map(json.loads, lines)
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
-            os.close(reading)
-
-
-def _reason(code: int, errors: Any) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed, perhaps because memory ran out"
-    return f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last_line(errors)}"
+                worker.wait(POLL_S, signals)
+                yield from map(json.loads, worker.lines())
+        except ProcessEndedError as end:
+            killed, ending = "was killed, perhaps because memory ran out", end.ending
+            result.ended = killed if ending.killed else f"ended with {ending.how}{ending.detail}"
 
 
 USUAL_SEQUENCE = 512

@@ -1,16 +1,12 @@
 """The process that computes errors: reads a request, then sends one line of JSON per linear, so that finished linears are not
 lost.
-
-`python -m gemmscope.numerics.evaluation.worker REQUEST DESCRIPTOR`: the request is a JSON file, messages go to the descriptor.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -22,17 +18,16 @@ from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scal
 from gemmscope.numerics.evaluation.requests import KnownLinears
 from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
+from gemmscope.process import messages_to_parent
 from gemmscope.results.numerics import LinearError, StaleScale
-from gemmscope.signals import leave_to_parent
 from gemmscope.workload.derive import Workload
 from gemmscope.workload.ops import Linear
 
 
 def main() -> None:
     """Compute what the request asks for."""
-    leave_to_parent()
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as out:
+    request = json.loads(sys.stdin.readline())
+    with messages_to_parent() as out:
         try:
             compute(request, out)
         except UserError as error:
