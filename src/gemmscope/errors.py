@@ -69,6 +69,16 @@ def closest(given: str, known: Iterable[str], how_many: int = 3, *, cutoff: floa
     return difflib.get_close_matches(given[:LONGEST_COMPARED], names, n=how_many, cutoff=cutoff)
 
 
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The start of a hint: the known names that are most similar to `given`; empty where none is.
+
+    >>> did_you_mean("lama", ["llama", "gpt2"]), did_you_mean("xyz", ["llama"])
+    ('did you mean llama? ', '')
+    """
+    similar = closest(given, known)
+    return f"did you mean {' or '.join(similar)}? " if similar else ""
+
+
 LONGEST_SHOWN = 60
 """The most characters of a value that a message quotes."""
 

@@ -63,8 +63,8 @@ def _dotted(place: str, key: str) -> str:
 def load_data(package: str, name: str) -> FactTable:
     """A TOML file of facts that ships inside `package`.
 
-    >>> sorted(load_data("gemmscope.model", "torchtitan_flavors.toml"))[:2]
-    ['deepseek_v3', 'gpt_oss']
+    >>> sorted(load_data("gemmscope.model", "config_keys.toml"))
+    ['aliases', 'language', 'resembles']
     """
     text = files(package).joinpath(name).read_text(encoding="utf-8")
     return FactTable(parse_toml(text), f"{package.replace('.', '/')}/{name}".removeprefix("gemmscope/"))
