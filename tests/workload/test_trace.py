@@ -44,7 +44,7 @@ def shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_working_directory_is_not_on_the_workers_path(shadowed: Path) -> None:
-    child = subprocess.run(worker_command("gemmscope", "--version"), capture_output=True, text=True, check=False)
+    child = subprocess.run(worker_command("gemmscope", 2, "--version"), capture_output=True, text=True, check=False)
     assert child.stderr == ""
     assert child.stdout.startswith("gemmscope 0.")
 
@@ -52,7 +52,7 @@ def test_the_working_directory_is_not_on_the_workers_path(shadowed: Path) -> Non
 def test_the_worker_finds_the_package_of_its_parent(tmp_path: Path) -> None:
     """Also where nothing but the parent's own import path led to it."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = worker_command("gemmscope", "--version")
+    command = worker_command("gemmscope", 2, "--version")
     root = Path(command[3])
     assert (root / "gemmscope" / "process.py").is_file()
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
