@@ -70,6 +70,12 @@ class StepEvidence:
             spans=tuple(spans[:MOST_SPANS]),
         )
 
+    def idle_cause(
+        self, code: str, cost_ms: float, evidence: Iterable[Finding], gaps: Sequence[Gap], label: str, where: str = ""
+    ) -> Cause:
+        """A cause whose cost is idle time. `label`: of these gaps in a trace viewer."""
+        return self.cause(code, cost_ms, evidence, (), where, [(gap.begin, gap.end, label) for gap in gaps], gaps=gaps)
+
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
             return self._replay.speedup(StepChange(gaps=gaps))
