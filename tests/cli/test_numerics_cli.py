@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemmscope as gs
-from gemmscope.app import numerics
+from gemmscope.commands import numerics
 from gemmscope.numerics.evaluation.requests import ComputedErrors
 from support.command import Run, run
 from support.forecast_files import several_gpus

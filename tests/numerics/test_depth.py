@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.numerics import run_numerics
+from gemmscope.commands.numerics import run_numerics
 from gemmscope.errors import UserError
 from gemmscope.numerics.evaluation.requests import ComputedErrors, take_message
 

@@ -43,13 +43,11 @@ def gpu_rates(name: str) -> GpuRates | None:
     >>> gpu_rates("NVIDIA H200").peak("BF16"), gpu_rates("Tesla V100-SXM2-16GB").peak("FP16"), gpu_rates("NVIDIA Something")
     (989.0, 125, None)
     """
-    facts = load_data("gemmscope.explain", "gpu_rates.toml")
     spec = spec_of(name)
     if spec is not None:
-        peaks = {**facts["more"].get(spec.name, {}), **spec.tflops}
-        return GpuRates(peaks, facts["usual"].get(spec.name, facts["usual"]["other"]), spec.bandwidth_tbps)
-    rules = (rule for rule in facts["gpu"] if re.search(rule["device"], name))
-    return next((GpuRates(rule["tflops"], rule["usual"], rule["bandwidth_tbps"], rule["source"]) for rule in rules), None)
+        return GpuRates(dict(spec.tflops), spec.usual_share, spec.bandwidth_tbps)
+    rules = (rule for rule in load_data("gemmscope.gpu", "other_gpus.toml")["gpu"] if re.search(rule["device"], name))
+    return next((GpuRates(rule["tflops"], rule["usual_share"], rule["bandwidth_tbps"], rule["source"]) for rule in rules), None)
 
 
 def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
@@ -61,7 +59,7 @@ def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
     >>> has_fp8("", {"computeMajor": 7, "computeMinor": 5, "warpSize": 32}), has_fp8("", {}), has_fp8("AMD Something", {})
     (False, None, None)
     """
-    rates, facts = gpu_rates(name), load_data("gemmscope.explain", "gpu_rates.toml")["no_fp8"]
+    rates, facts = gpu_rates(name), load_data("gemmscope.gpu", "other_gpus.toml")["no_fp8"]
     if rates is not None:
         return "fp8" in rates.peaks
     if re.search(facts["names"], name):

@@ -153,7 +153,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
     if isinstance(op, IndexScores):
         return op.count * sum(index_ms(work, chip) for work in [op.forward()] * op.forward_runs + [op.backward()] if work.flops)
     table = facts()["bandwidth"]
-    kind = "rotary" if op.name == "Rotary" else op.kind if op.kind in table else "elementwise"
+    kind = op.facts.bandwidth or (op.kind if op.kind in table else "elementwise")
     reached = chip.bandwidth_tbps * 1e9 * table[kind]
     launches = 2 if op.backward().bytes_moved else 1
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])

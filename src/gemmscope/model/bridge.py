@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, did_you_mean, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
@@ -119,8 +119,7 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Ma
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if not missing:
         return
-    known = closest(provider[:80], provider_classes())
-    suggestion = f"did you mean {' or '.join(known)}? " if known and not own else ""
+    suggestion = "" if own else did_you_mean(provider, provider_classes())
     raise UserError(
         f"model._target_ is {provider[:80]}, a class with default sizes that are not known here; missing: {', '.join(missing)}"
         if not own

@@ -4,44 +4,37 @@ Every size is checked when a description is made, so that later stages can rely 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from gemmscope.errors import UserError
-from gemmscope.model.limits import check_optional, check_size, divisors_text
+from gemmscope.model.limits import Checked, Size, check_size, divisors_text
+from gemmscope.roles import role
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
 
 
 @dataclass(frozen=True)
-class LatentSpec:
+class LatentSpec(Checked):
     """Multi-head latent attention (DeepSeek): queries and keys/values pass through a low-rank bottleneck."""
 
-    q_rank: int | None  # None: queries are projected directly
-    kv_rank: int
-    rope_dim: int  # the part of a head that carries positions; its key is shared by all heads
+    q_rank: Annotated[int | None, Size("q_lora_rank", "hidden_size")]  # None: queries are projected directly
+    kv_rank: Annotated[int, Size("kv_lora_rank", "hidden_size")]
+    # the part of a head that carries positions; its key is shared by all heads
+    rope_dim: Annotated[int, Size("qk_rope_head_dim", "head_dim")]
     down_bias: bool = False
 
-    def __post_init__(self) -> None:
-        check_optional("q_lora_rank", self.q_rank, "hidden_size")
-        check_size("kv_lora_rank", self.kv_rank, "hidden_size")
-        check_size("qk_rope_head_dim", self.rope_dim, "head_dim")
-
 
 @dataclass(frozen=True)
-class IndexerSpec:
+class IndexerSpec(Checked):
     """The lightning indexer of sparse attention (DeepSeek): small heads that share one key and score every visible position."""
 
-    heads: int
-    dim: int
-
-    def __post_init__(self) -> None:
-        check_size("index_n_heads", self.heads, "heads")
-        check_size("index_head_dim", self.dim, "head_dim")
+    heads: Annotated[int, Size("index_n_heads", "heads")]
+    dim: Annotated[int, Size("index_head_dim", "head_dim")]
 
 
 @dataclass(frozen=True)
-class CompressedSpec:
+class CompressedSpec(Checked):
     """DeepSeek-V4's attention: one head of keys, which are the values too, in a window of positions; and beside them entries that
     each stand for `rate` positions (0: none).
 
@@ -50,17 +43,15 @@ class CompressedSpec:
     and one more to the hidden size.
     """
 
-    q_rank: int
+    q_rank: Annotated[int, Size("q_lora_rank", "hidden_size")]
     rope_dim: int
-    out_groups: int
-    out_rank: int
+    out_groups: Annotated[int, Size("o_groups", "heads")]
+    out_rank: Annotated[int, Size("o_lora_rank", "hidden_size")]
     rate: int = 0
     overlaps: bool = False  # an entry also covers the positions of the entry before, by a second value of each position
 
     def __post_init__(self) -> None:
-        check_size("q_lora_rank", self.q_rank, "hidden_size")
-        check_size("o_groups", self.out_groups, "heads")
-        check_size("o_lora_rank", self.out_rank, "hidden_size")
+        super().__post_init__()
         if self.rate:
             check_size("compress_rates", self.rate, "sequence_length")
 
@@ -89,21 +80,24 @@ class CompressedSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Checked):
     """Self-attention of one layer. `kv_heads` < `heads` is grouped-query attention; 1 is multi-query."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int | None = None  # a value head's size where it differs (latent attention)
+    heads: Annotated[int, Size("num_attention_heads", "heads")]
+    kv_heads: Annotated[int, Size("num_key_value_heads", "heads")]
+    head_dim: Annotated[int, Size("head_dim", "head_dim")]
+    # a value head's size where it differs (latent attention)
+    value_dim: Annotated[int | None, Size("v_head_dim", "head_dim")] = None
     input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
     out_bias: bool = False
     causal: bool = True
-    window: int | None = None  # how many positions back a query sees; None: all
-    chunk: int | None = None  # a query sees only its own chunk of this many positions; None: no chunks
+    # how many positions back a query sees; None: all
+    window: Annotated[int | None, Size("sliding_window", "sequence_length")] = None
+    # a query sees only its own chunk of this many positions; None: no chunks
+    chunk: Annotated[int | None, Size("attention_chunk_size", "sequence_length")] = None
     qk_norm: QkNorm | None = None
     qk_norm_bias: bool = False
     qk_norm_weight: bool = True
@@ -115,20 +109,15 @@ class AttentionSpec:
     gated: bool = False  # the output is multiplied by a gate, which makes the query projection twice as wide
     stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
     latent: LatentSpec | None = None
-    top_k: int | None = None  # sparse: how many of the visible positions a query attends to
+    # sparse: how many of the visible positions a query attends to
+    top_k: Annotated[int | None, Size("index_topk", "sequence_length")] = None
     indexer: IndexerSpec | None = None  # chooses them; None with `top_k`: the choice of an earlier layer is used again
     values_are_keys: bool = False  # one projection makes both
     shares_kv: bool = False  # keys and values are those of an earlier layer
     compressed: CompressedSpec | None = None
 
     def __post_init__(self) -> None:
-        check_size("num_attention_heads", self.heads, "heads")
-        check_size("num_key_value_heads", self.kv_heads, "heads")
-        check_size("head_dim", self.head_dim, "head_dim")
-        check_optional("v_head_dim", self.value_dim, "head_dim")
-        check_optional("sliding_window", self.window, "sequence_length")
-        check_optional("index_topk", self.top_k, "sequence_length")
-        check_optional("attention_chunk_size", self.chunk, "sequence_length")
+        super().__post_init__()
         if self.compressed is not None:
             self.compressed.check_heads(self.out_width)
         if self.heads % self.kv_heads:
@@ -183,22 +172,22 @@ MIXER_NAMES: dict[MixerKind, str] = {
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear beside attention, mixer and MLP, on every token."""
+    """A linear beside attention, mixer and MLP, on every token. `role`: a key of `roles.toml`."""
 
-    name: str
+    role: str
     inputs: int
     outputs: int
     bias: bool = False
     count: int = 1
-    quantized: bool = True  # False: frameworks leave it in BF16
 
     def __post_init__(self) -> None:
-        check_size(f"the input features of {self.name}", self.inputs, "intermediate_size")
-        check_size(f"the output features of {self.name}", self.outputs, "intermediate_size")
+        name = role(self.role).name
+        check_size(f"the input features of {name}", self.inputs, "intermediate_size")
+        check_size(f"the output features of {name}", self.outputs, "intermediate_size")
 
 
 @dataclass(frozen=True)
-class MixerSpec:
+class MixerSpec(Checked):
     """A layer that mixes positions in linear time: a state-space scan, a delta rule, lightning attention, a short convolution.
 
     One description serves all of them, because they share a structure: projections of the hidden state, a short causal
@@ -212,15 +201,15 @@ class MixerSpec:
     """
 
     kind: MixerKind
-    heads: int
-    value_dim: int
-    groups: int = 1
-    key_dim: int = 1
+    heads: Annotated[int, Size("the mixer's number of heads", "intermediate_size")]
+    value_dim: Annotated[int, Size("the mixer's head size", "intermediate_size")]
+    groups: Annotated[int, Size("the mixer's number of groups (key heads)", "intermediate_size")] = 1
+    key_dim: Annotated[int, Size("the mixer's state size (key head size)", "intermediate_size")] = 1
     conv_kernel: int = 0
     conv_bias: bool = False
     in_bias: bool = False
     out_bias: bool = False
-    chunk: int = 64  # positions that the recurrence takes at once
+    chunk: Annotated[int, Size("the mixer's chunk size", "sequence_length")] = 64  # positions that the recurrence takes at once
     rank: int = 0
     gated: bool = True  # the output is multiplied by a gate, which the input projection makes too
     norm: Literal["", "full", "group", "head"] = "full"  # before the output projection: one weight over all heads, or one for all
@@ -228,11 +217,7 @@ class MixerSpec:
     state_norm: Literal["", "plain", "weighted"] = ""  # of Mamba's time step, B and C: without or with weights
 
     def __post_init__(self) -> None:
-        check_size("the mixer's number of heads", self.heads, "intermediate_size")
-        check_size("the mixer's head size", self.value_dim, "intermediate_size")
-        check_size("the mixer's number of groups (key heads)", self.groups, "intermediate_size")
-        check_size("the mixer's state size (key head size)", self.key_dim, "intermediate_size")
-        check_size("the mixer's chunk size", self.chunk, "sequence_length")
+        super().__post_init__()
         if self.heads % self.groups:
             raise UserError(
                 f"the mixer's {self.heads} heads are not a multiple of its {self.groups} groups (key heads)",
@@ -258,7 +243,7 @@ StreamKind = Literal["hyper-connections", "alternating updates"]
 
 
 @dataclass(frozen=True)
-class StreamsSpec:
+class StreamsSpec(Checked):
     """Several residual streams of the hidden size instead of one.
 
     Hyper-connections (DeepSeek-V4, arXiv 2512.24880): before each of the two blocks of a layer the streams are collapsed into its
@@ -267,17 +252,14 @@ class StreamsSpec:
     """
 
     kind: StreamKind
-    count: int
-
-    def __post_init__(self) -> None:
-        check_size("the number of residual streams", self.count, "streams")
+    count: Annotated[int, Size("the number of residual streams", "streams")]
 
 
 @dataclass(frozen=True)
-class MlpSpec:
+class MlpSpec(Checked):
     """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and multiplication, down)."""
 
-    intermediate_size: int
+    intermediate_size: Annotated[int, Size("intermediate_size", "intermediate_size")]
     gated: bool
     activation: str = "gelu"
     up_bias: bool = False
@@ -285,28 +267,24 @@ class MlpSpec:
     stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
     sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
 
-    def __post_init__(self) -> None:
-        check_size("intermediate_size", self.intermediate_size, "intermediate_size")
-
 
 @dataclass(frozen=True)
-class MoeSpec:
+class MoeSpec(Checked):
     """A mixture of experts: a router sends each token to `top_k` of `experts`; a shared expert sees every token."""
 
-    experts: int
-    top_k: int
+    experts: Annotated[int, Size("the number of experts", "experts")]
+    top_k: Annotated[int, Size("num_experts_per_tok", "experts")]
     expert: MlpSpec
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
-    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
+    # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
+    latent: Annotated[int | None, Size("moe_latent_size", "hidden_size")] = None
     latent_bias: bool = False
     stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
-        check_size("the number of experts", self.experts, "experts")
-        check_size("num_experts_per_tok", self.top_k, "experts")
-        check_optional("moe_latent_size", self.latent, "hidden_size")
+        super().__post_init__()
         if self.top_k > self.experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from math import gcd
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
-from gemmscope.model.limits import check_flag, check_optional, check_size, head_size
+from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,25 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
-class LayerInputsSpec:
+class LayerInputsSpec(Checked):
     """A second embedding table that has, for every token, an input of `width` for each layer (Gemma 3n and 4)."""
 
-    vocab_size: int
-    width: int
-
-    def __post_init__(self) -> None:
-        check_size("vocab_size_per_layer_input", self.vocab_size, "vocab_size")
-        check_size("hidden_size_per_layer_input", self.width, "hidden_size")
+    vocab_size: Annotated[int, Size("vocab_size_per_layer_input", "vocab_size")]
+    width: Annotated[int, Size("hidden_size_per_layer_input", "hidden_size")]
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Checked):
     """A whole model. `vocab_size` None: only the layers are known (six plain hyperparameters), no embedding and no head."""
 
     name: str
-    hidden_size: int
+    hidden_size: Annotated[int, Size("hidden_size", "hidden_size")]
     layers: tuple[LayerSpec, ...]
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Size("vocab_size", "vocab_size")] = None
     norm: NormSpec = NormSpec()
     tied_embeddings: bool = False
-    embedding_size: int | None = None  # where it differs from the hidden size, projections stand between
+    # where it differs from the hidden size, projections stand between
+    embedding_size: Annotated[int | None, Size("embedding_size", "hidden_size")] = None
     embedding_projection_bias: bool = False
     positions: int = 0  # learned position embeddings
     positions_on_hidden: bool = False  # as wide as the hidden size, where the embedding is narrower
@@ -74,10 +71,8 @@ class ModelSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_size("hidden_size", self.hidden_size, "hidden_size")
+        super().__post_init__()
         check_size("num_hidden_layers", len(self.layers), "layers")
-        check_optional("vocab_size", self.vocab_size, "vocab_size")
-        check_optional("embedding_size", self.embedding_size, "hidden_size")
         if self.prediction_layers:
             check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
@@ -197,7 +192,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Checked):
     """One micro-batch on one rank, and how the model, the optimizer and the batch are split over GPUs.
 
     `dp` counts as frameworks do: all GPUs over tp x cp x pp. Expert parallelism is folded over the others: ep x etp ranks among
@@ -206,28 +201,31 @@ class RunSpec:
     consists of (virtual stages).
     """
 
-    micro_batch_size: int
-    sequence_length: int
-    tp: int = 1
+    micro_batch_size: Annotated[int, Size(option("micro_batch_size"), "micro_batch_size")]
+    sequence_length: Annotated[int, Size(option("sequence_length"), "sequence_length")]
+    tp: Annotated[int, Size(option("tp"), "parallel")] = 1
     sequence_parallel: bool = False
     # Tokens of linears that tp does not split (router, latent down-projections) are sharded with the sequence, as in Megatron;
     # torchtitan gathers them first. Only with sequence_parallel.
     sequence_parallel_linears: bool = True
-    cp: int = 1
-    pp: int = 1
+    cp: Annotated[int, Size(option("cp"), "parallel")] = 1
+    pp: Annotated[int, Size(option("pp"), "parallel")] = 1
     pp_stage: int | None = None  # None: the stage with most FLOPs
     pp_layers: tuple[int, ...] | None = None
-    ep: int = 1
-    etp: int | None = None  # tensor parallelism inside the experts; None: as everywhere else
+    ep: Annotated[int, Size(option("ep"), "parallel")] = 1
+    # tensor parallelism inside the experts; None: as everywhere else
+    etp: Annotated[int | None, Size(option("etp"), "parallel")] = None
     imbalance: float = 1.0
-    gradient_accumulation: int = 1
+    gradient_accumulation: Annotated[int, Size(option("gradient_accumulation"), "parallel")] = 1
     recompute: Recompute = "none"
-    vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this times tp
+    # the vocabulary is padded to a multiple of this times tp
+    vocab_multiple: Annotated[int, Size("vocab_multiple", "parallel")] = 1
     separate_projections: bool = False
-    vp: int = 1
-    dp: int | None = None  # None: as few as can share the experts
+    vp: Annotated[int, Size(option("vp"), "parallel")] = 1
+    dp: Annotated[int | None, Size(option("dp"), "parallel")] = None  # None: as few as can share the experts
     zero: int | None = None  # what data-parallel ranks share: 1 optimizer, 2 and gradients, 3 and weights; None: 1 with dp > 1
-    zero_ranks: int | None = None  # how many share it (hybrid sharding); None: all that hold the same weights
+    # how many share it (hybrid sharding); None: all that hold the same weights
+    zero_ranks: Annotated[int | None, Size(option("zero_ranks"), "parallel")] = None
     optimizer_state: OptimizerState | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
     tp_overlap: bool = True  # collectives of tensor parallelism are split and overlap with the GEMMs; needs sequence_parallel
     dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
@@ -244,13 +242,7 @@ class RunSpec:
     inputs: str | None = None
 
     def __post_init__(self) -> None:
-        check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")
-        check_size(option("sequence_length"), self.sequence_length, "sequence_length")
-        for name in ("tp", "cp", "pp", "ep", "vp", "gradient_accumulation"):
-            check_size(option(name), getattr(self, name), "parallel")
-        check_size("vocab_multiple", self.vocab_multiple, "parallel")
-        for name in ("etp", "dp", "zero_ranks"):
-            check_optional(option(name), getattr(self, name), "parallel")
+        super().__post_init__()
         if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
             raise UserError(
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",

@@ -40,7 +40,6 @@ class StepCampaign(Campaign[StepMeasurements]):
     mixed: Sequence[PartialRecipe] = ()  # plans that leave parts in BF16, measured beside the recipes
     most_layers: int | None = None  # of a live model that fit into memory; None: all, as far as is known
     seconds: float = field(init=False, default=0.0)  # of the whole run
-    rounds: None = field(init=False, default=None)  # their number is not fixed
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
+from gemmscope.model.hf_blocks import FULL, SLIDING
 from gemmscope.model.layer_spec import (
     AttentionSpec,
     CompressedSpec,
@@ -30,12 +31,10 @@ def indexed_attention(family: FamilyConfig, hidden: int, count: int) -> list[Lay
             f"index_head_dim = {indexer.dim} is smaller than qk_rope_head_dim = {family.size('qk_rope_head_dim')}",
             "the indexer rotates as many dimensions of a head as attention does",
         )
-    sparse = blocks.moe_layers(family, count)
-    dense = blocks.mlp(family, hidden) if not all(sparse) else None
-    moe = blocks.moe(family) if any(sparse) else None
+    mlps = blocks.feed_forwards(family, hidden, count)
     return [
-        LayerSpec(replace(attention, indexer=indexer if own else None), cast("MlpSpec | MoeSpec", moe if experts else dense))
-        for own, experts in zip(_own_indexers(family, count), sparse, strict=True)
+        LayerSpec(replace(attention, indexer=indexer if own else None), mlp)
+        for own, mlp in zip(_own_indexers(family, count), mlps, strict=True)
     ]
 
 
@@ -62,19 +61,15 @@ def _own_indexers(family: FamilyConfig, count: int) -> list[bool]:
     return own
 
 
-CHUNKED, FULL = "chunked_attention", "full_attention"
+CHUNKED = "chunked_attention"
 
 
 def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     """Layers with rotary positions see chunks and norm queries and keys; the others see all and scale queries by position."""
     rotary = _rotary(family, count)
     kinds = blocks.per_layer(family, "layer_types", count) or [CHUNKED if rotated else FULL for rotated in rotary]
-    if unknown := [kind for kind in kinds if kind not in (CHUNKED, FULL)]:
-        known = f"layer_types may contain {CHUNKED} and {FULL}"
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
-    chunk = (
-        check_size("attention_chunk_size", family.size("attention_chunk_size"), "sequence_length") if CHUNKED in kinds else None
-    )
+    blocks.check_kinds(family, kinds, (CHUNKED, FULL))
+    chunk = family.size("attention_chunk_size", "sequence_length") if CHUNKED in kinds else None
     plain = blocks.attention(family, hidden)
     tuned = family.flag("temperature")
     sparse = _moe_layers(family, count)
@@ -112,7 +107,7 @@ def _rotary(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers rotate queries and keys: where `no_rope_layers` is not 0; without it all but the last of every n."""
     listed = family.value("no_rope_layers")
     if not listed:
-        step = check_size("no_rope_layer_interval", family.size("no_rope_layer_interval"), "layers")
+        step = family.size("no_rope_layer_interval", "layers")
         return [(index + 1) % step != 0 for index in range(count)]
     longest = count if family.value("layer_types") is None else LARGEST["layers"]  # without that list, its length is compared
     if not isinstance(listed, list) or not count <= len(listed) <= longest:
@@ -125,16 +120,14 @@ def _rotary(family: FamilyConfig, count: int) -> list[bool]:
 
 def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts: those that `moe_layers` numbers; without it the last of every n."""
-    listed = family.value("moe_layers")
+    listed = blocks.layer_numbers(family, "moe_layers")
     if listed is None:
-        step = check_size("interleave_moe_layer_step", family.size("interleave_moe_layer_step"), "layers")
+        step = family.size("interleave_moe_layer_step", "layers")
         return [(index + 1) % step == 0 for index in range(count)]
-    if not isinstance(listed, list):
-        raise UserError(f"moe_layers must be a list of layer numbers, not {shown(listed)}", "for example [1, 3, 5]")
     return [index in listed for index in range(count)]
 
 
-SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 """By the entries of `compress_ratios`, which published configs have instead of layer_types."""
 ROUTERS = ("hash_moe", "moe")
@@ -154,7 +147,7 @@ def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
 def deepseek_v4_ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     """After the last layer the streams are collapsed into one. `compress_ratios` goes on with the prediction layers."""
     streams, ratios = family.size("hc_mult"), family.value("compress_ratios")
-    collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
+    collapse = LinearSpec("stream-weights", streams * hidden, streams, bias=True)
     after = ratios[count] if isinstance(ratios, list) and len(ratios) > count else None
     predicting = _layer(family, KINDS[after]) if isinstance(after, int) and after in KINDS else None
     return {"last_linears": (collapse,), "prediction_layer": predicting, "unused_parameters": 1}  # the scale of the weights
@@ -182,14 +175,12 @@ def _kinds(family: FamilyConfig, count: int) -> list[str]:
         listed = [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
     if not isinstance(listed, list) or len(listed) < count:
         raise UserError(f"layer_types must be a list with {count} entries, not {shown(listed)}", "one for each layer")
-    if unknown := [kind for kind in listed[:count] if kind not in KINDS.values()]:
-        known = ", ".join(KINDS.values())
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", f"layer_types may contain {known}")
+    blocks.check_kinds(family, listed[:count], KINDS.values())
     return [str(kind) for kind in listed[:count]]
 
 
 def _attention(family: FamilyConfig, kind: str) -> AttentionSpec:
-    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    heads = family.size("num_attention_heads", "heads")
     head_dim = family.size("head_dim")
     indexer = IndexerSpec(family.size("index_n_heads"), family.size("index_head_dim")) if kind == SPARSE else None
     rope = _rope_dim(family, head_dim)
@@ -200,7 +191,7 @@ def _attention(family: FamilyConfig, kind: str) -> AttentionSpec:
         heads=heads,
         kv_heads=1,
         head_dim=head_dim,
-        window=check_size("sliding_window", family.size("sliding_window"), "sequence_length"),
+        window=family.size("sliding_window", "sequence_length"),
         sinks=True,
         compressed=CompressedSpec(
             q_rank=family.size("q_lora_rank"),
@@ -220,9 +211,7 @@ def _rope_dim(family: FamilyConfig, head_dim: int) -> int:
     if share is None:
         given = family.optional_size("qk_rope_head_dim")
         return given if given is not None else head_dim // 8
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise UserError(f"partial_rotary_factor must be above 0 and at most 1, not {shown(share)}", "correct it in the config")
-    return int(head_dim * share)
+    return blocks.rotated_part(share, head_dim)
 
 
 def _rate(family: FamilyConfig, kind: str) -> int:

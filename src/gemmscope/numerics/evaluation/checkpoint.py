@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.evaluation.requests import KnownLinears
-from gemmscope.numerics.names import HIGH_PRECISION_OPS, LinearName, name_linears
+from gemmscope.numerics.names import LinearName, name_linears
 from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import few_experts, random_for, sample_linear
@@ -165,7 +165,7 @@ def find_weights(files: Sequence[TensorFile]) -> tuple[dict[str, StoredWeight], 
             weights.update(_weights_of(file, key, stored, conv1d=conv1d))
     weights = _oriented(weights)
     names = name_linears({key: weight.sizes for key, weight in weights.items()})
-    names = {key: name for key, name in names.items() if name.op not in HIGH_PRECISION_OPS}
+    names = {key: name for key, name in names.items() if name.is_recorded}
     return {key: weights[key] for key in names}, names
 
 
@@ -224,7 +224,8 @@ def check_model(
         raise UserError(f"{other}: it has {len(layers)} layers, the model {model.layers}", hint)
     for key, name in names.items():
         inputs, outputs = weights[key].sizes
-        known, ends = model.sizes.get(name.op, ()), name.op.endswith((" Out", " Down"))  # others may be stored in parts
+        known = model.sizes.get(name.role, ())
+        ends = name.facts is not None and name.facts.ends_block  # others may be stored in parts
         if known and not any(inputs == wanted[0] and (outputs == wanted[1] or not ends) for wanted in known):
             here, there = (f"is {inputs} x {outputs}", "{} x {}") if ends else (f"has {inputs} inputs", "{}")
             raise UserError(f"{other}: {name.op} {here}, in the model {there.format(*min(known))}", hint)

@@ -34,6 +34,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
 from gemmscope.results.base import ModelSummary, Origin
 from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, RecipeError
+from gemmscope.roles import role_named
 
 MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
 MOST_LISTED = 12  # linears whose sets are all listed: 4096 of them
@@ -295,6 +296,7 @@ def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
         return f"with hidden size {model.hidden_size}, but none of the linears with errors has that size"
     if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
         return f"with {units.counted(model.num_hidden_layers, 'layer')}, but the errors are those of {layers} layers"
-    if model.layers == f"{model.num_hidden_layers} dense" and any(linear.op.startswith("Expert") for linear in linears):
+    of_experts = any((known := role_named(linear.op)) is not None and known.block == "experts" for linear in linears)
+    if model.layers == f"{model.num_hidden_layers} dense" and of_experts:
         return "which has no experts, but some errors are those of experts"
     return ""

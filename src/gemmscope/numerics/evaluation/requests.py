@@ -132,8 +132,8 @@ USUAL_SEQUENCE = 512
 
 @dataclass(frozen=True)
 class KnownLinears:
-    """The number of layers, and by op the sizes that its linears may have: (inputs, outputs). The head is left out: vocabularies
-    may be padded."""
+    """The number of layers, and by role the sizes that its linears may have: (inputs, outputs). The head is left out:
+    vocabularies may be padded."""
 
     layers: int
     sizes: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -144,5 +144,5 @@ def known_linears(model: ModelSpec) -> KnownLinears:
     sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
         if isinstance(op, Linear) and op.section != HEAD:
-            sizes[op.name].add((op.inputs, op.outputs))
+            sizes[op.role].add((op.inputs, op.outputs))
     return KnownLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})

@@ -77,7 +77,9 @@ def opened(request: Mapping[str, Any]) -> TensorRecording:
         model = TypeAdapter(KnownLinears).validate_python(request["known"]) if request.get("known") else None
         return read_checkpoint(request["checkpoint"], seed=request["seed"], model=model)
     sizes = ("tokens", "inputs", "outputs", "count")
-    ops = tuple(Linear(name=case["op"], **{size: case[size] for size in sizes}) for case in request["cases"])
+    ops = tuple(
+        Linear(role="traced-linear", label=case["op"], **{size: case[size] for size in sizes}) for case in request["cases"]
+    )
     return synthetic_recording(request["synthetic"], Workload(ops, stage=0), seed=request["seed"], model=request["model"])
 
 
