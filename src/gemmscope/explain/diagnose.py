@@ -8,8 +8,8 @@ from statistics import fmean, median
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.attention_speed import attention_causes
-from gemmscope.explain.gemm_speed import implausible_times, slow_gemm_causes
-from gemmscope.explain.low_precision_causes import low_causes
+from gemmscope.explain.gemm_speed import gemm_causes, implausible_times
+from gemmscope.explain.low_precision_causes import low_precision_causes
 from gemmscope.explain.recorded_trace import RecordedTrace
 from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
@@ -51,7 +51,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account_of(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    searches = (low_causes, slow_gemm_causes, step_causes, attention_causes)
+    searches = (low_precision_causes, gemm_causes, step_causes, attention_causes)
     every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
