@@ -151,11 +151,12 @@ def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
     fast = _usual_times([step.time for step in view.steps.chosen])
     typical = median(fast) / 1000
     alike = [profile for profile, step in zip(profiles[averaged:], view.steps.chosen, strict=True) if step.time <= fast[-1]]
+    usual = {name: median(own.get(name, 0.0) for own in alike) for name in {name for own in alike for name in own}}
     rows = []
     for number, (step, profile) in enumerate(zip(view.steps.every, profiles, strict=True)):
         time = step.time / 1000
         slow = time > SIMILAR * typical
-        beyond = largest_sums((name, own - median(other.get(name, 0.0) for other in alike)) for name, own in profile.items())
+        beyond = largest_sums((name, own - usual.get(name, 0.0)) for name, own in profile.items())
         extra, extra_ms = next(iter(beyond.items()), ("", 0.0))
         if not slow or extra_ms < MAIN_REASON * (time - typical):
             extra, extra_ms = "", 0.0

@@ -139,7 +139,7 @@ def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDi
         if last_of(match) != rank:
             continue
         late = lanes[rank][id(match[rank].work)]
-        usual = _median_interval([lanes[member][id(each.work)] for member, each in match.items() if member != rank])
+        usual = _median_interval([lanes[member][id(one.work)] for member, one in match.items() if member != rank])
         waited = _waited_us(match, rank)
         delay += waited
         own, others = own.plus(late), others.plus(usual)
