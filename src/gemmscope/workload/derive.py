@@ -292,9 +292,9 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
     parts = [
-        ("Q Proj", spec.q_proj_width // run.tp, spec.q_bias),
-        ("K Proj", spec.k_width // run.tp, spec.k_bias),
-        ("V Proj", spec.v_width // run.tp, spec.v_bias),
+        ("Q Proj", spec.q_proj_width // run.tp, spec.qkv_bias),
+        ("K Proj", spec.k_width // run.tp, spec.qkv_bias),
+        ("V Proj", spec.v_width // run.tp, spec.qkv_bias),
     ]
     parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
     inputs = spec.input_size or model.hidden_size
@@ -314,16 +314,16 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
-        yield linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.qkv_bias)
     else:
         yield on_sequence_shard(linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
         yield norm(model, narrow, "Q Latent Norm", latent.q_rank)
-        yield linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.qkv_bias)
     down = linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
     yield on_sequence_shard(down, run)
     yield norm(model, narrow, "KV Latent Norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+    yield linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.qkv_bias)
 
 
 def _feed_forward(
@@ -378,7 +378,7 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(_beside(extra, run), section=HEAD)
     if model.final_norm:
         yield norm(model, run, "Final Norm", model.hidden_size, HEAD)
-    if model.vocab_size is None or not model.head_output:
+    if model.vocab_size is None:
         return
     width = model.hidden_size
     if model.head_transform:
