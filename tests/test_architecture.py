@@ -13,9 +13,9 @@ from support.sources import PACKAGE, TREES
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "transformer_engine", "torchao", "ray"}
-IMPORTS_AT_THE_TOP = ("cli", "app", "job", "sweep", "document", "results", "compare", "writers")
+IMPORTS_AT_THE_TOP = ("cli", "commands", "job", "sweep", "document", "results", "compare", "writers")
 BY_NAME = {  # modules that load others when they are used
-    *("cli/commands.py", "app/__init__.py", "document/build.py", "writers/__init__.py"),
+    *("cli/commands.py", "commands/__init__.py", "document/build.py", "writers/__init__.py"),
     *("writers/frame.py", "results/base.py", "results/keep.py"),
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
@@ -76,7 +76,7 @@ def test_every_folder_has_a_rule_without_what_it_does_not_need() -> None:
     for path in TREES:
         used.setdefault(stage(path), set()).update(folders(path))
     assert used.keys() - OUTSIDE == rules().keys()
-    assert {folder: unused for folder, may in rules().items() if folder != "app" and (unused := may - used[folder])} == {}
+    assert {folder: unused for folder, may in rules().items() if folder != "commands" and (unused := may - used[folder])} == {}
 
 
 @cache
@@ -102,7 +102,7 @@ def reached(start: Iterable[str]) -> set[str]:
 
 def test_the_parent_never_imports_torch() -> None:
     """Neither commands nor the Python API import torch; only worker processes and the user's own training do."""
-    parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "app", "api", "show", "__main__"))
+    parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "commands", "api", "show", "__main__"))
     heavy = {name: used for name in parent if (used := {part.split(".")[0] for part in loads(name)} & HEAVY)}
     in_functions_of_workers = {"gemmscope.model.hub": {"transformers"}, "gemmscope.numerics.safetensors": {"torch"}}
     assert heavy == in_functions_of_workers

@@ -101,7 +101,7 @@ def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.Mo
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 8
     hybrid = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": kinds, "sliding_window": 8}
     (tmp_path / "config.json").write_text(json.dumps({**hybrid, "head_dim": 16}))
-    monkeypatch.setattr("gemmscope.app.step.layers_that_fit", lambda *_, **__: 7)
+    monkeypatch.setattr("gemmscope.commands.step.layers_that_fit", lambda *_, **__: 7)
     monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: 10.0 + variant.depth))
     sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
     outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --json {tmp_path}/step.json")
@@ -252,7 +252,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     requests: list[dict[str, bool]] = []
     fails = False
     monkeypatch.setattr(StepCampaign, "run", whole)
-    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    monkeypatch.setattr("gemmscope.commands.step.CANNOT_CAPTURE", ())
     outcome = run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json")
     assert outcome.code == 0
     line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms (launched: BF16 2.0, FP32 1.0 ms). Speedup over BF16:"
@@ -275,7 +275,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
 
 def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self) if self.captured_depth is None else stop(self))
-    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    monkeypatch.setattr("gemmscope.commands.step.CANNOT_CAPTURE", ())
     assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json").code == 130
     result = written(tmp_path / "step.json")
     assert result.step.not_captured == {}
@@ -366,7 +366,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
     ],
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.app.step.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.commands.step.environment", lambda: NOTHING)
     outcome = run(f"step {options}")
     assert outcome.code == 2
     assert message in outcome.err

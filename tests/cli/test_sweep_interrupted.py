@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.app import forecast
+from gemmscope.commands import forecast
 from gemmscope.forecast import sweep
 from gemmscope.progress import Console, Reporter
 from gemmscope.results.forecast import ForecastResult

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.explain import explain, trace_files
+from gemmscope.commands.explain import explain, trace_files
 from gemmscope.errors import UserError
 from gemmscope.explain import recorded_trace, timeline, trace_file
 from gemmscope.explain.diagnose import diagnose
@@ -196,7 +196,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhaust(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("gemmscope.app.explain.diagnose", exhaust)
+    monkeypatch.setattr("gemmscope.commands.explain.diagnose", exhaust)
     with pytest.raises(UserError, match="not enough memory to read"):
         explain([recorded("syncs")])
 

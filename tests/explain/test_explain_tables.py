@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.explain import explain
+from gemmscope.commands.explain import explain
 from gemmscope.document.build import document
 from gemmscope.explain.record_trace import slim_file
 from gemmscope.explain.recorded_trace import read_trace

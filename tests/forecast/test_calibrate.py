@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.app import calibrate as calibrating
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choice
 from gemmscope.bench.timing import DEFAULT_TIMING
+from gemmscope.commands import calibrate as calibrating
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Health, Hello
@@ -70,7 +70,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         campaign.results.take(Health({"corrected_errors": 3}))
 
     def call(machine_facts: Environment) -> list[LinearCampaign]:
-        monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: machine_facts)
+        monkeypatch.setattr("gemmscope.commands.calibrate.environment", lambda: machine_facts)
         monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "")
         monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
@@ -172,7 +172,7 @@ def own_findings(run: Run, line: str) -> dict[str, Any]:
 
 def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"attention": 2.2, "GEMMs": 9.0}, {"attention": 2.0, "GEMMs": 9.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.commands.calibrate._CalibrationRun._step", lambda *_: parts)
     plain = run(f"{LINE} --gpu h200 --json -").out
     pretend(machine())
     outcome = run("calibrate")
@@ -315,7 +315,7 @@ def test_the_shipped_one_is_checked_alike(monkeypatch: pytest.MonkeyPatch, run: 
 def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """One implausible part must not make the file unreadable."""
     parts = {"attention": 22.0, "optimizer": 2.2}, {"attention": 2.0, "optimizer": 2.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.commands.calibrate._CalibrationRun._step", lambda *_: parts)
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0

@@ -120,7 +120,7 @@ def test_nodes_that_cannot_measure(cluster: RayCluster, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="none of the 3 nodes has a GPU that Ray knows of") as error, RayPool(cluster.address):
         pass
     assert "cpu" in error.value.hint
-    with RayPool(cluster.address, cpu=True, site="gemmscope.app.no_such_site") as pool:
+    with RayPool(cluster.address, cpu=True, site="gemmscope.commands.no_such_site") as pool:
         events = events_until(pool, lambda seen: len(of(PlaceRefused, seen)) == 2)
         assert pool.expected() == 0
     for event in of(PlaceRefused, events):

@@ -104,7 +104,7 @@ def test_a_measuring_process_that_does_not_start_is_the_fault_of_the_machine(
     def fail(*_: Any, **__: Any) -> None:
         raise NotStartedError("the measuring process did not start", "gemmscope doctor")
 
-    monkeypatch.setattr("gemmscope.app.bench.run_bench", fail)
+    monkeypatch.setattr("gemmscope.commands.bench.run_bench", fail)
     _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=SiteSetup(cpu=True))
     assert refused == PlaceRefused("node GPU 0", "the measuring process did not start", "gemmscope doctor", "a")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gemmscope.app import forecast as forecasting
+from gemmscope.commands import forecast as forecasting
 from gemmscope.job.load import load_model, model_run
 from gemmscope.results.forecast import ForecastResult
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.app import sweep as sweeping
-from gemmscope.app.read import continues
 from gemmscope.bench.choose import Choices
 from gemmscope.bench.timing import BenchTiming
+from gemmscope.commands import sweep as sweeping
+from gemmscope.commands.read import continues
 from gemmscope.document.build import document
 from gemmscope.document.sweep import _begins
 from gemmscope.document.sweep_summary import sweep_summary

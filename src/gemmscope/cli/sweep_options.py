@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemmscope import app, sizes
+from gemmscope import commands
 from gemmscope.errors import UserError, option, shown
+from gemmscope.options import values as sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +29,9 @@ class SweepOptions:
         """The sizes to vary, with their values."""
         return axes_of(self.sweep or ())
 
-    def places(self) -> app.Places:
+    def places(self) -> commands.Places:
         """Where the points are measured, as the application takes it."""
-        return app.Places(self.gpus, self.ray)
+        return commands.Places(self.gpus, self.ray)
 
     def check_alone(self) -> None:
         """Raise a `UserError` for options that only a sweep supports."""

@@ -12,7 +12,7 @@ from gemmscope.job.load import ModelRun
 from gemmscope.job.module_files import module_files, with_files
 from gemmscope.progress import QUIET, Reporter
 
-MEASURE = {"bench": "gemmscope.app.bench:run_bench", "step": "gemmscope.app.step:run_step"}
+MEASURE = {"bench": "gemmscope.commands.bench:run_bench", "step": "gemmscope.commands.step:run_step"}
 """The functions that measure, imported where the unit runs: the pool itself knows no command."""
 
 

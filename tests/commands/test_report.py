@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import escape
 
-from gemmscope.app.report import report
+from gemmscope.commands.report import report
 from gemmscope.document.build import document
 from gemmscope.document.combine import common_baselines, letter
 from gemmscope.errors import UserError

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gemmscope.app.bench import run_bench
-from gemmscope.app.step import run_step
 from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
 from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape
+from gemmscope.commands.bench import run_bench
+from gemmscope.commands.step import run_step
 from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
 from gemmscope.errors import UserError, in_shell, option, shown
 from gemmscope.files import write_text

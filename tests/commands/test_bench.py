@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.bench import run_bench
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choices, choose
 from gemmscope.bench.measurements import Measurements
 from gemmscope.bench.timing import BenchTiming
+from gemmscope.commands.bench import run_bench
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
 from support.bench_results import record

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import gemmscope as gs
-from gemmscope.app import fleet as app_fleet
-from gemmscope.app.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
 from gemmscope.bench.choose import Choices
 from gemmscope.bench.timing import BenchTiming
 from gemmscope.cli.fleet import FleetOptions
+from gemmscope.commands import fleet as fleet_command
+from gemmscope.commands.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.quote import read_fleet, with_spread
@@ -95,7 +95,7 @@ class InstantPool:
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, pool: InstantPool, **options: Any) -> FleetResult:
-    monkeypatch.setattr(app_fleet, "open_pool", lambda **_: pool)
+    monkeypatch.setattr(fleet_command, "open_pool", lambda **_: pool)
     return run_fleet(shapes=SHAPES, **options)
 
 
@@ -296,7 +296,7 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
         arguments["deliver"](recorded_bench("first"))
         return recorded_bench("first")
 
-    monkeypatch.setattr(app_fleet, "run_bench", run_bench)
+    monkeypatch.setattr(fleet_command, "run_bench", run_bench)
     rank, before = Launched("srun", 3, 8, 1, 2), os.environ["XDG_STATE_HOME"]
     choices = Choices(device="cpu")
     result, file = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices)
@@ -331,8 +331,8 @@ def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: 
             recording.deliver(lambda: arguments["deliver"](recorded_bench("first")), complete=True)
         return recorded_bench("first")
 
-    monkeypatch.setattr(app_fleet, "run_bench", run_bench)
-    monkeypatch.setattr(app_fleet, "write_text", full)
+    monkeypatch.setattr(fleet_command, "run_bench", run_bench)
+    monkeypatch.setattr(fleet_command, "write_text", full)
     with pytest.raises(UserError, match="No space left") as error:
         run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, choices=Choices(device="cpu"))
     assert error.value.hint == "give another folder"

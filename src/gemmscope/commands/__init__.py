@@ -1,17 +1,17 @@
 """The application layer: one typed function per command, called by `cli/` and by `gemmscope.api`.
 
-Modules are loaded when they are first used (`app.bench.run_bench(...)`), so that `gemmscope --help` answers at once. So are the
-types and functions of other folders that callers need for the arguments of commands (`app.Choices`).
+Modules are loaded when they are first used (`commands.bench.run_bench(...)`), so that `gemmscope --help` answers at once. So are
+the types and functions of other folders that callers need for the arguments of commands (`commands.Choices`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gemmscope.app import bench, calibrate, compare, doctor, explain, fleet, forecast, numerics
+    from gemmscope.commands import bench, calibrate, compare, doctor, explain, fleet, forecast, numerics
 
     # isort: split
-    from gemmscope.app import plan, read, report, result, shapes, step, sweep
+    from gemmscope.commands import plan, read, report, result, shapes, step, sweep
 
     # isort: split
     from gemmscope.bench.choose import Choices, supported
