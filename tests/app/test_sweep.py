@@ -21,9 +21,9 @@ from gemmscope.app.choose import Choices
 from gemmscope.app.read import continues
 from gemmscope.app.sweep_assembly import point_key
 from gemmscope.app.sweep_point import bench_point, step_point
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.sweep import _begins
-from gemmscope.document.sweep_summary import sweep_summary
+from gemmscope.document.sweep_tables import sweep_summary
 from gemmscope.engine.pool.outcomes import Outcomes, UnitOutcome
 from gemmscope.engine.pool.units import Event, Place, PlaceFound, PlaceRefused, PoolEnded, Unit, UnitDone, UnitFailed
 from gemmscope.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.app.model import LinearCases, as_forward_calls
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.gpu.specs import gpu

@@ -10,7 +10,7 @@ import pytest
 
 from gemmscope.app.model import model_run
 from gemmscope.app.shapes import shapes
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
 from gemmscope.model import presets

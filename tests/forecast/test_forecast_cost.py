@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.app.forecast import forecast
 from gemmscope.app.model import load_model, model_run
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.results.forecast import ForecastResult
 from support.command import Run, run
 

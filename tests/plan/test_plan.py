@@ -15,7 +15,7 @@ import gemmscope
 from gemmscope.app.model import load_model
 from gemmscope.app.plan import plan
 from gemmscope.app.progress import Console, Reporter
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
 from gemmscope.forecast.linears import Forecaster

@@ -11,7 +11,7 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF, Layout, Times, model
 from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import GpuSpec, spec_of
-from gemmscope.results.explain_tables import GemmShapeTotal
+from gemmscope.results.explain import GemmShapeTotal
 
 FORMAT_OF = {"BF16": "bf16", "FP16": "bf16", "FP8": "fp8", "FP8 blocks": "fp8-block", "MXFP8": "mxfp8", "FP4": "nvfp4"}
 TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-block": "FP8 blocks", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}

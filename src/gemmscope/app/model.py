@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gemmscope.app.layout import choose_run
-from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.document.table import Cell, Column, Table, table
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.model import presets
@@ -296,9 +296,9 @@ def _layer(linears: Iterable[Linear], counts: Mapping[str, int]) -> tuple[int | 
 
 def preset_table() -> Table:
     """All presets with their size."""
-    rows = []
-    for preset in map(presets.describe, presets.names()):
-        size = number(preset.parameters, parameters(preset.parameters)) if preset.parameters else Cell("")
-        rows.append((Cell(preset.name), size, Cell(preset.description)))
-    heads = (*columns(("Name",), ("Parameters",)), *columns(("Description",), ()))
-    return Table("Presets", heads, tuple(rows))
+    columns: list[Column[presets.Preset]] = [
+        Column("Name", lambda preset: preset.name),
+        Column("Parameters", lambda one: Cell(parameters(one.parameters), one.parameters) if one.parameters else "", "g"),
+        Column("Description", lambda preset: preset.description),
+    ]
+    return table("Presets", columns, map(presets.describe, presets.names()))

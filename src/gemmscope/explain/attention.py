@@ -13,8 +13,7 @@ from gemmscope.explain.trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Opera
 from gemmscope.explain.view import TimedWork, add_up
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
-from gemmscope.results.explain import Cause
-from gemmscope.results.explain_tables import AttentionTotal
+from gemmscope.results.explain import AttentionTotal, Cause
 from gemmscope.toml import load_data
 
 MATH_OPERATOR = "_scaled_dot_product_attention_math"

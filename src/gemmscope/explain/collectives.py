@@ -15,7 +15,7 @@ from typing import Any
 from gemmscope.explain.messages import BUS_FACTORS, NCCL_MARK, CollectiveMessage, kind_of, message_of_mark
 from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.view import TraceView
-from gemmscope.results.explain_tables import CollectiveTotal
+from gemmscope.results.explain import CollectiveTotal
 
 SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
 SAME_END = 0.25  # or by less than this share of its longest time

@@ -6,7 +6,7 @@ from math import gcd
 from gemmscope.explain.cause import StepEvidence, main_kernels
 from gemmscope.explain.gemms import Size
 from gemmscope.explain.view import TimedWork
-from gemmscope.results.explain_tables import GemmShapeTotal
+from gemmscope.results.explain import GemmShapeTotal
 
 MOST_SHAPES = 200
 ALIGNED_BYTES = 16

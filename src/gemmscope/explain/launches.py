@@ -9,7 +9,7 @@ from gemmscope.explain.cause import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
 from gemmscope.explain.trace import Call, Operator, RecordedTrace
 from gemmscope.explain.view import TraceView, add_up
-from gemmscope.results.explain_tables import AllocatorCall, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+from gemmscope.results.explain import AllocatorCall, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
 MOST_FRAMES = 15

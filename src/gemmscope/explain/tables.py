@@ -7,7 +7,7 @@ from gemmscope.explain.collectives import collective_totals, collectives_of
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_table import gemm_shapes
 from gemmscope.explain.launches import allocator_calls, idle_frames, launch_statistics, memory_points, top_kernels
-from gemmscope.results.explain_tables import ExplainTables
+from gemmscope.results.explain import ExplainTables
 
 
 def explain_tables(diagnosis: TraceDiagnosis, waits_us: Mapping[int, float]) -> ExplainTables:
