@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.numerics.emulate import compiled_factors, emulate, quantized_factors
-from gemmscope.numerics.operands import operands
+from gemmscope.numerics.evaluation.emulate import compiled_factors, emulate, quantized_factors
+from gemmscope.numerics.quantizers import operands
 from gemmscope.recipe.recipes import recipe
 from train_recipes import REAL
 

@@ -16,7 +16,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from gemmscope.forecast.overlap import cluster
+from gemmscope.forecast.communication import cluster
 from published_runs import Compared, PublishedRun, Scorer, published_runs, summary
 
 OUT = Path(__file__).resolve().parent.parent / "docs/measured/published_fit.toml"

@@ -20,8 +20,7 @@ from gemmscope.forecast.linears import Adjustment, Forecaster, in_common
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import speedup
 from gemmscope.gpu.specs import gpu
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.workload.derive import derive
 from step_on_gpu import FORECASTS
 

@@ -14,13 +14,12 @@ from importlib import import_module
 import torch
 
 from gemmscope.model import presets
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.kits import KITS
-from gemmscope.step.plan import plan_step
-from gemmscope.step.stack import Step, Weights
+from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights
+from gemmscope.step.stack_plan import plan_step
 
 GATED = MlpSpec(6144, gated=True, activation="silu")
 RELU2 = MlpSpec(1856, gated=False, activation="relu2")

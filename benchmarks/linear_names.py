@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from gemmscope.numerics.in_training.model_recorder import linear_sizes_of
 from gemmscope.numerics.names import name_linears
-from gemmscope.numerics.recorder import linear_sizes_of
 
 MASKED = ["bert", "roberta", "modernbert"]
 CAUSAL = [

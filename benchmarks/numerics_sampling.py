@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from gemmscope.numerics import recording
-from gemmscope.numerics.linear_errors import LinearErrors
-from gemmscope.numerics.operands import operands
+from gemmscope.numerics.evaluation.linear_errors import LinearErrors
 from gemmscope.numerics.probes import measure_probes
+from gemmscope.numerics.quantizers import operands
 from gemmscope.numerics.recording import LinearFacts, LinearStep, RecordedLinear, StepFacts, TensorFacts
 from gemmscope.numerics.sample import random_for, sample_linear
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
 from gemmscope.engine.journal import Journal
-from gemmscope.engine.pool.local import LocalPlace, LocalPool
-from gemmscope.engine.pool.schedule import MOST_TRIES, Limits, Outcomes, Schedule
-from gemmscope.engine.pool.site_process import descendants
-from gemmscope.engine.pool.units import Event
+from gemmscope.pool.local import LocalPlace, LocalPool
+from gemmscope.pool.schedule import MOST_TRIES, Limits, Outcomes, Schedule
+from gemmscope.pool.site_process import descendants
+from gemmscope.pool.units import Event
 from support.pools import tiny_bench
 from support.processes import MARKER, left_running
 

@@ -22,8 +22,8 @@ EXPLAIN = """
 import json, resource, sys, time
 begin = time.perf_counter()
 from gemmscope.explain.diagnose import diagnose
-from gemmscope.explain.tables import explain_tables
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.trace_tables import explain_tables
+from gemmscope.explain.recorded_trace import read_trace
 trace = read_trace(sys.argv[1])
 read = time.perf_counter() - begin
 found = diagnose(trace)

@@ -27,9 +27,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from gemmscope.numerics.formats import E2M1, E4M3, E5M2, NumberFormat, encode, round_nearest
-from gemmscope.numerics.operands import QUANTIZERS, TENSORS, operands, quantizer_named
-from gemmscope.numerics.scaling import AmaxHistory, te
+from gemmscope.numerics.formats import E2M1, E4M3, E5M2, AmaxHistory, NumberFormat, encode, round_nearest, te
+from gemmscope.numerics.quantizers import QUANTIZERS, TENSORS, operands, quantizer_named
 from support.quantizer_cases import cases, comparable, quantized_values, tensor_amax
 
 try:

@@ -235,7 +235,7 @@ def record(name: str, case: Case, target: Path, device: str) -> None:
     import torch
     from torch.nn import functional
 
-    from gemmscope.explain.record import trace_me
+    from gemmscope.explain.record_trace import trace_me
 
     torch.manual_seed(0)
     model = build(case, device)

@@ -85,7 +85,7 @@ Precision = Callable[[], AbstractContextManager[Any]]
 def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Precision:
     """Convert the model to the recipe. Returns what makes the context of a forward pass."""
     if recipe.startswith(EMULATED):
-        from gemmscope.numerics.emulate import emulate
+        from gemmscope.numerics.evaluation.emulate import emulate
 
         name, on_gpu = recipe.removeprefix(EMULATED), settings.device != "cpu"
         how = _without_randomness("NVFP4") if name == PLAIN_NVFP4 else name
@@ -106,7 +106,7 @@ def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Preci
 
 def _without_randomness(recipe: str) -> Any:
     """Operands of a recipe without stochastic rounding and Hadamard transform."""
-    from gemmscope.numerics.operands import operands
+    from gemmscope.numerics.quantizers import operands
 
     def plain(operand: Any) -> Any:
         return replace(operand, quantizer=replace(operand.quantizer, stochastic=False, signs=()))

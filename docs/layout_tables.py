@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.overlap import cluster
+from gemmscope.forecast.communication import cluster
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
@@ -62,6 +62,6 @@ def memory_of_layouts() -> str:
         model = presets.load(preset).model
         assert model is not None
         needed = rank_memory(model, RunSpec(**run), recipe, gpu(chip))
-        sizes = (needed.least, needed.total, needed.most, memory_bytes(gpu(chip)))
+        sizes = (needed.least, needed.total, needed.most, gpu(chip).memory_bytes)
         lines.append(f"| {title} | {' | '.join(f'{size / 1e9:.0f}' for size in sizes)} |")
     return "\n".join(lines)

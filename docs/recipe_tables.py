@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.app.choose import GEMMS_ONLY, ON_GPU
+from gemmscope.bench.choose import GEMMS_ONLY, ON_GPU
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES

@@ -13,11 +13,10 @@ from support.sources import PACKAGE, TREES
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "transformer_engine", "torchao", "ray"}
-IMPORTS_AT_THE_TOP = ("cli", "app", "document", "results", "compare", "writers")
-LAZY = {"app/progress.py": {"rich"}}  # only where progress is shown
+IMPORTS_AT_THE_TOP = ("cli", "commands", "job", "sweep", "document", "results", "compare", "writers")
 BY_NAME = {  # modules that load others when they are used
-    *("cli/commands.py", "app/__init__.py", "app/units.py", "document/__init__.py", "writers/__init__.py", "writers/frame.py"),
-    *("results/base.py", "results/keep.py"),
+    *("cli/commands.py", "commands/__init__.py", "document/__init__.py", "writers/__init__.py"),
+    *("writers/frame.py", "results/base.py", "results/keep.py"),
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 700
@@ -77,7 +76,7 @@ def test_every_folder_has_a_rule_without_what_it_does_not_need() -> None:
     for path in TREES:
         used.setdefault(stage(path), set()).update(folders(path))
     assert used.keys() - OUTSIDE == rules().keys()
-    assert {folder: unused for folder, may in rules().items() if folder != "app" and (unused := may - used[folder])} == {}
+    assert {folder: unused for folder, may in rules().items() if folder != "commands" and (unused := may - used[folder])} == {}
 
 
 @cache
@@ -103,15 +102,35 @@ def reached(start: Iterable[str]) -> set[str]:
 
 def test_the_parent_never_imports_torch() -> None:
     """Neither commands nor the Python API import torch; only worker processes and the user's own training do."""
-    parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "app", "api", "show", "__main__"))
+    parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "commands", "api", "show", "__main__"))
     heavy = {name: used for name in parent if (used := {part.split(".")[0] for part in loads(name)} & HEAVY)}
     in_functions_of_workers = {"gemmscope.model.hub": {"transformers"}, "gemmscope.numerics.safetensors": {"torch"}}
     assert heavy == in_functions_of_workers
 
 
+def test_the_rooms_of_numerics_do_not_import_each_other() -> None:
+    """What runs in the user's training, and what both rooms share, must not load what evaluates; nor the other way round."""
+    inside, evaluating = (f"gemmscope.numerics.{room}" for room in ("in_training", "evaluation"))
+    shared = [name for name in MODULES if name.startswith("gemmscope.numerics.") and not name.startswith((inside, evaluating))]
+    for room, other in ((inside, evaluating), (evaluating, inside)):
+        modules = [name for name in MODULES if name.startswith(room)]
+        assert modules
+        assert [name for name in reached([*modules, *shared]) if name.startswith(other)] == []
+
+
+def test_what_runs_in_the_training_starts_no_process() -> None:
+    """It needs no engine, no command and no forecast, and its entry loads torch only when the first step is recorded."""
+    modules = reached(name for name in MODULES if name.startswith("gemmscope.numerics.in_training"))
+    processes = {"gemmscope.process", "gemmscope.child", "gemmscope.signals"}
+    assert [name for name in modules if name in processes or stage(MODULES[name]) in ("engine", "app", "forecast")] == []
+    entry = TREES[MODULES["gemmscope.numerics.in_training.record_tensors"]]
+    at_the_top = [name for node in entry.body for name in imports(node) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not any(name.startswith(("torch", "gemmscope.numerics")) for name in at_the_top)
+
+
 def test_only_the_bridge_and_its_actors_import_ray() -> None:
     users = {name_of(path) for path in TREES if "ray" in {name.split(".")[0] for name in imported(path)}}
-    assert users == {"engine/pool/ray_bridge.py", "engine/pool/relay.py"}
+    assert users == {"pool/ray_bridge.py", "pool/relay.py"}
 
 
 def test_imports_are_at_the_top() -> None:
@@ -124,7 +143,7 @@ def test_imports_are_at_the_top() -> None:
             inside[name_of(path)] = names
         if "importlib.import_module" in imported(path):
             by_name.add(name_of(path))
-    assert inside == LAZY
+    assert inside == {}
     assert by_name == BY_NAME
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         write_report,
     )
     from gemmscope.errors import UserError
-    from gemmscope.explain.record import trace_me
-    from gemmscope.numerics.record import record_tensors
+    from gemmscope.explain.record_trace import trace_me
+    from gemmscope.numerics.in_training.record_tensors import record_tensors
 
 __all__ = [
     "Job", "Model", "UserError", "__version__", "bench_gemm_sweep", "bench_gemms", "calibrate", "compare_runs", "doctor",
@@ -42,5 +42,9 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
-    elsewhere = {"trace_me": "explain.record", "record_tensors": "numerics.record", "UserError": "errors"}
+    elsewhere = {
+        "trace_me": "explain.record_trace",
+        "record_tensors": "numerics.in_training.record_tensors",
+        "UserError": "errors",
+    }
     return getattr(import_module(f"gemmscope.{elsewhere.get(name, 'api')}"), name)

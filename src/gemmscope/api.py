@@ -20,18 +20,18 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from gemmscope import app, writers
-from gemmscope.app.bench import BenchTiming, Shape
-from gemmscope.app.calibrate import Calibrated
-from gemmscope.app.choose import Choices
-from gemmscope.app.doctor import Diagnosis
-from gemmscope.app.model import ModelRun, load_model, model_run, with_prediction_layers
+from gemmscope import commands, writers
+from gemmscope.bench.choose import Choices
+from gemmscope.bench.timing import BenchTiming, Shape
+from gemmscope.commands.calibrate import Calibrated
+from gemmscope.commands.doctor import Diagnosis
 from gemmscope.errors import UserError, in_a_line, shown
 from gemmscope.files import write_text
+from gemmscope.job.load import ModelRun, load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
-from gemmscope.model.read import read_text
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec
+from gemmscope.model.readers import read_text
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, ModelSpec
+from gemmscope.options.values import percentage, size, token_count
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -43,7 +43,6 @@ from gemmscope.results.plan import PlanResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
-from gemmscope.sizes import percentage, size, token_count
 
 PathOrResult = str | Path | Result
 NOT_OPTIONS = ("job", "command", "reporter", "choices", "timing", "model", "run", "shape", "axes", "places", "step")
@@ -126,10 +125,10 @@ class Model:
         """
         sizes = {"gpus": gpus, "global_batch": global_batch, "sequence_length": sequence_length}
         command = f"{self.call}.{_call('plan', repr(gpu), **sizes, recipes=recipes, vary=vary, **options)}"
-        restrict = {name: options.pop(name) for name in app.plan.PARTS if name in options}
-        settings = {name: options.pop(name) for name in app.plan.SETTINGS if name in options}
-        arguments = _arguments(app.plan.plan, {"recipes": recipes, **options}, choices=Choices())
-        return app.plan.plan(
+        restrict = {name: options.pop(name) for name in commands.plan.PARTS if name in options}
+        settings = {name: options.pop(name) for name in commands.plan.SETTINGS if name in options}
+        arguments = _arguments(commands.plan.plan, {"recipes": recipes, **options}, choices=Choices())
+        return commands.plan.plan(
             self.source, gpu, **_numbers(sizes), restrict=restrict, vary=vary or {}, settings=settings, command=command,
             reporter=_console(), **arguments,
         )  # fmt: skip
@@ -152,7 +151,7 @@ class Job(ModelRun):
         >>> load("llama-3.2-1b").on(1, 512).shapes().kind
         'shapes'
         """
-        return app.shapes.shapes(self, check=check, command=self._command("shapes", check=check), reporter=_console())
+        return commands.shapes.shapes(self, check=check, command=self._command("shapes", check=check), reporter=_console())
 
     def forecast(self, *gpus: str | Iterable[str], recipes: Sequence[str] | None = None, **options: Any) -> ForecastResult:
         """Forecast the linears and the training step on GPUs that you do not need to have, with 90% error bars.
@@ -170,12 +169,12 @@ class Job(ModelRun):
             raise UserError(
                 "forecast takes the names of GPUs without a keyword", 'forecast("h200"); gpu_count=8 for their number'
             )
-        arguments = _arguments(app.forecast.forecast, {"recipes": recipes, **options}, choices=Choices())
+        arguments = _arguments(commands.forecast.forecast, {"recipes": recipes, **options}, choices=Choices())
         command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
         job: ModelRun = self
         if arguments.get("gpu_count") is not None and not {"gpus", "dp"} & self.arguments.keys():
             job = model_run(self.source, **self.arguments, gpus=arguments["gpu_count"])
-        return app.forecast.forecast(job, _names(gpus), command=command, reporter=_console(), **arguments)
+        return commands.forecast.forecast(job, _names(gpus), command=command, reporter=_console(), **arguments)
 
     def sweep(self, *gpus: str | Iterable[str], recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
         """Forecast the training step at several values of one or two sizes: `job.sweep("b200", micro_batch_size=[1, 2, 4])`.
@@ -184,10 +183,10 @@ class Job(ModelRun):
         known = ("state", "network", "nvlink_domain", "left_out")
         axes = {name: value for name, value in axes_and_options.items() if name not in known}
         options = {name: value for name, value in axes_and_options.items() if name not in axes}
-        arguments = _arguments(app.forecast.sweep, {"recipes": recipes, **options}, choices=Choices())
+        arguments = _arguments(commands.forecast.sweep, {"recipes": recipes, **options}, choices=Choices())
         command = self._command("sweep", *map(repr, gpus), recipes=recipes, **axes_and_options)
         model = self.model_arguments, self.arguments
-        return app.forecast.sweep(*model, axes, _names(gpus), command=command, reporter=_console(), **arguments)
+        return commands.forecast.sweep(*model, axes, _names(gpus), command=command, reporter=_console(), **arguments)
 
     def bench(self, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
         """Time the linears on this GPU. Options: modes, left_out, backend, device, share_gpu, precision, time_limit, counts, ...,
@@ -208,9 +207,9 @@ class Job(ModelRun):
         optimizer ("adamw", "adam", "sgd", "none"), precision, time_limit, observed_speedup, backend, device, share_gpu,
         left_out, mix, keep_higher, fleet (as in `bench`). `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
         command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
-        arguments = _arguments(app.step.run_step, {"recipes": recipes, **options}, choices=Choices())
-        budget = app.step.Budget.asked(token_count(tokens) if isinstance(tokens, str) else tokens, gpu_count, price)
-        return app.step.run_step(self, budget=budget, command=command, reporter=_console(), **arguments)
+        arguments = _arguments(commands.step.run_step, {"recipes": recipes, **options}, choices=Choices())
+        budget = commands.step.Budget.asked(token_count(tokens) if isinstance(tokens, str) else tokens, gpu_count, price)
+        return commands.step.run_step(self, budget=budget, command=command, reporter=_console(), **arguments)
 
     def fleet(self, *, step: bool = False, recipes: Sequence[str] | None = None, **options: Any) -> FleetResult:
         """Run the same measurement on every GPU, and find outliers. Measures the linears, or with `step` the training step.
@@ -231,21 +230,21 @@ class Job(ModelRun):
         points so far every few seconds.
         """
         axes, options = _axes(axes_and_options)
-        groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.sweep.HERE}
-        arguments = _arguments(app.sweep.bench_sweep, {"recipes": recipes, **options}, **groups)
+        groups = {"choices": Choices(), "timing": commands.sweep.DEFAULT_TIMING, "places": commands.HERE}
+        arguments = _arguments(commands.sweep.bench_sweep, {"recipes": recipes, **options}, **groups)
         command = self._command("bench_sweep", recipes=recipes, **axes_and_options)
         model = self.model_arguments, self.arguments
-        return app.sweep.bench_sweep(*model, axes, command=command, reporter=_console(), **arguments)
+        return commands.sweep.bench_sweep(*model, axes, command=command, reporter=_console(), **arguments)
 
     def step_sweep(self, *, recipes: Sequence[str] | None = None, **axes_and_options: Any) -> SweepResult:
         """Measure the training step at several values of one or two sizes: `job.step_sweep(sequence_length=["2k", "8k"])`.
         Options as in `bench_sweep`, and hugging_face, compile, optimizer as in `step`."""
         axes, options = _axes(axes_and_options)
-        groups = {"choices": Choices(), "places": app.sweep.HERE, "step": app.sweep.PLAIN_STEP}
-        arguments = _arguments(app.sweep.step_sweep, {"recipes": recipes, **options}, **groups)
+        groups = {"choices": Choices(), "places": commands.HERE, "step": commands.sweep.PLAIN_STEP}
+        arguments = _arguments(commands.sweep.step_sweep, {"recipes": recipes, **options}, **groups)
         command = self._command("step_sweep", recipes=recipes, **axes_and_options)
         model = self.model_arguments, self.arguments
-        return app.sweep.step_sweep(*model, axes, command=command, reporter=_console(), **arguments)
+        return commands.sweep.step_sweep(*model, axes, command=command, reporter=_console(), **arguments)
 
     def numerics(self, recording: str | Path | None = None, **options: Any) -> NumericsResult:
         """Compute quantization errors for this model, as `quantization_errors` does. The model gives the sizes of SYNTHETIC
@@ -266,17 +265,17 @@ def bench_gemm_sweep(shape: Shape, *, recipes: Sequence[str] | None = None, **ax
     """Time one bare GEMM of (M, K, N) with one or two of its sizes varied: `bench_gemm_sweep((8192, 4096, 14336), m=[1024])`.
     Options as in `Job.bench_sweep`."""
     axes, options = _axes(axes_and_options)
-    groups = {"choices": Choices(), "timing": app.sweep.DEFAULT_TIMING, "places": app.sweep.HERE}
-    arguments = _arguments(app.sweep.gemm_sweep, {"recipes": recipes, **options}, **groups)
+    groups = {"choices": Choices(), "timing": commands.sweep.DEFAULT_TIMING, "places": commands.HERE}
+    arguments = _arguments(commands.sweep.gemm_sweep, {"recipes": recipes, **options}, **groups)
     command = _call("gemmscope.bench_gemm_sweep", repr(shape), recipes=recipes, **axes_and_options)
-    return app.sweep.gemm_sweep(shape, axes, command=command, reporter=_console(), **arguments)
+    return commands.sweep.gemm_sweep(shape, axes, command=command, reporter=_console(), **arguments)
 
 
 def _bench(
     job: Job | None, shapes: Sequence[Shape] | None, recipes: Sequence[str] | None, options: Mapping[str, Any], command: str
 ) -> BenchResult:
-    arguments = _arguments(app.bench.run_bench, {"recipes": recipes, **options}, choices=Choices(), timing=BenchTiming())
-    return app.bench.run_bench(job, shapes=shapes, command=command, reporter=_console(), **arguments)
+    arguments = _arguments(commands.bench.run_bench, {"recipes": recipes, **options}, choices=Choices(), timing=BenchTiming())
+    return commands.bench.run_bench(job, shapes=shapes, command=command, reporter=_console(), **arguments)
 
 
 def fleet_gemms(shapes: Sequence[Shape] | None = None, *, recipes: Sequence[str] | None = None, **options: Any) -> FleetResult:
@@ -287,29 +286,29 @@ def fleet_gemms(shapes: Sequence[Shape] | None = None, *, recipes: Sequence[str]
 
 def gather_fleet(*runs: str | Path, tolerance: float = 0.02) -> FleetResult:
     """Gather the run files of single GPUs into one fleet: give a folder of run files, or the files."""
-    usual = {} if tolerance == app.fleet.TOLERANCE else {"tolerance": tolerance}
+    usual = {} if tolerance == commands.fleet.TOLERANCE else {"tolerance": tolerance}
     command = _call("gemmscope.gather_fleet", *(repr(str(run)) for run in runs), **usual)
-    return app.fleet.gather_fleet(runs, tolerance=tolerance, command=command)
+    return commands.fleet.gather_fleet(runs, tolerance=tolerance, command=command)
 
 
 def _fleet(
     job: Job | None, recipes: Sequence[str] | None, options: Mapping[str, Any], command: str, *, step: bool = False, **what: Any
 ) -> FleetResult:
-    steps = {name: options[name] for name in app.fleet.STEP_OPTIONS if options.get(name)}
-    rest = {name: value for name, value in options.items() if name not in app.fleet.STEP_OPTIONS}
+    steps = {name: options[name] for name in commands.fleet.STEP_OPTIONS if options.get(name)}
+    rest = {name: value for name, value in options.items() if name not in commands.fleet.STEP_OPTIONS}
     gpus = {"gpus": rest.pop("gpus")} if "gpus" in rest else {}
-    arguments = _arguments(app.fleet.run_fleet, {"recipes": recipes, **rest}, choices=Choices(), timing=BenchTiming())
-    arguments["timing"] = app.fleet.with_step_limit(arguments["timing"], step=step, given="time_limit" in options)
-    return app.fleet.run_fleet(
+    arguments = _arguments(commands.fleet.run_fleet, {"recipes": recipes, **rest}, choices=Choices(), timing=BenchTiming())
+    arguments["timing"] = commands.fleet.with_step_limit(arguments["timing"], step=step, given="time_limit" in options)
+    return commands.fleet.run_fleet(
         job, step=step, **what, step_options=steps, command=command, reporter=_console(), **gpus, **arguments
     )
 
 
 def forecast_gemms(*gpus: str | Iterable[str], shapes: Sequence[Shape], **options: Any) -> ForecastResult:
     """Forecast bare GEMMs of these (M, K, N), with the options of `Job.forecast`."""
-    arguments = _arguments(app.forecast.forecast, options, choices=Choices())
+    arguments = _arguments(commands.forecast.forecast, options, choices=Choices())
     command = _call("gemmscope.forecast_gemms", *map(repr, gpus), shapes=shapes, **options)
-    return app.forecast.forecast(None, _names(gpus), shapes=shapes, command=command, **arguments)
+    return commands.forecast.forecast(None, _names(gpus), shapes=shapes, command=command, **arguments)
 
 
 def quantization_errors(recording: str | Path | None = None, **options: Any) -> NumericsResult:
@@ -324,14 +323,14 @@ def quantization_errors(recording: str | Path | None = None, **options: Any) -> 
 
 
 def _numerics(job: Job | None, recording: str | Path | None, options: Mapping[str, Any], command: str) -> NumericsResult:
-    arguments = _arguments(app.numerics.run_numerics, options)
-    return app.numerics.run_numerics(recording, job=job, command=command, reporter=_console(), **arguments)
+    arguments = _arguments(commands.numerics.run_numerics, options)
+    return commands.numerics.run_numerics(recording, job=job, command=command, reporter=_console(), **arguments)
 
 
 def explain_trace(*traces: str | Path, **options: Any) -> ExplainResult:
     """Explain where the time of a recorded step went, and why. Options: baseline, against, recipe, steps, job, perfetto."""
     command = _call("gemmscope.explain_trace", *(repr(str(trace)) for trace in traces), **options)
-    return app.explain.explain(traces, command=command, reporter=_console(), **options)
+    return commands.explain.explain(traces, command=command, reporter=_console(), **options)
 
 
 def compare_runs(
@@ -340,13 +339,13 @@ def compare_runs(
     """Compare results of bench, step, their sweeps or fleet, or run files, oldest first."""
     names = [str(run) if isinstance(run, (str, Path)) else run for run in runs]
     command = _call("gemmscope.compare_runs", repr(names), fail_if_slower=fail_if_slower)
-    return app.compare.compare(runs, fail_if_slower=fail_if_slower, command=command)
+    return commands.compare.compare(runs, fail_if_slower=fail_if_slower, command=command)
 
 
 def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) -> None:
     """Write one page from results or run files: .html, or .md for Markdown."""
     listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
-    documents, messages = app.report.report(listed)
+    documents, messages = commands.report.report(listed)
     if Path(path).suffix.lower() not in (".html", ".md"):
         raise UserError(f"{path} has no extension that selects a format", "use a path that ends in .html or .md")
     write = writers.html.page if Path(path).suffix.lower() == ".html" else writers.markdown.markdown
@@ -355,18 +354,18 @@ def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) 
 
 def read(path: str | Path) -> Result:
     """Read the result from a run file."""
-    return app.read.read_result(path)
+    return commands.read.read_result(path)
 
 
 def calibrate(*, recipes: Sequence[str] | None = None, **options: Any) -> Calibrated | None:
     """Measure this GPU to make its forecasts more accurate."""
-    arguments = _arguments(app.calibrate.calibrate, {"recipes": recipes, **options}, choices=Choices(), timing=BenchTiming())
-    return app.calibrate.calibrate(reporter=_console(), **arguments)
+    arguments = _arguments(commands.calibrate.calibrate, {"recipes": recipes, **options}, choices=Choices(), timing=BenchTiming())
+    return commands.calibrate.calibrate(reporter=_console(), **arguments)
 
 
 def doctor() -> Diagnosis:
     """Check what this machine can measure, and what is missing."""
-    return app.doctor.diagnose()
+    return commands.doctor.diagnose()
 
 
 def _axes(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -375,7 +374,7 @@ def _axes(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     >>> _axes({"micro_batch_size": [1, 2], "sequence_length": ["2k", "4k"], "gpus": "all"})
     ({'micro_batch_size': [1, 2], 'sequence_length': [2048, 4096]}, {'gpus': 'all'})
     """
-    axes = {name: value for name, value in given.items() if name in app.sweep.ALL_SIZES}
+    axes = {name: value for name, value in given.items() if name in commands.sweep.ALL_SIZES}
     options = {name: value for name, value in given.items() if name not in axes}
     typed = {
         name: [_numbers({name: value})[name] for value in values] if isinstance(values, (list, tuple)) else values
@@ -433,5 +432,5 @@ def _call(name: str, *arguments: str, **options: Any) -> str:
     return f"{name}({', '.join([*arguments, *given])})"
 
 
-def _console() -> app.progress.Console:
-    return app.progress.Console()
+def _console() -> commands.Console:
+    return commands.Console()

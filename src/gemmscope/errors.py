@@ -26,6 +26,14 @@ class DoesNotFitError(UserError):
     """What was asked for needs more memory than the GPU has."""
 
 
+class MissingFactError(UserError):
+    """A table of facts that ships with the package lacks one, such as a GPU's links: `file` is what to add `key` to."""
+
+    def __init__(self, file: str, key: str) -> None:
+        self.file, self.key = file, key
+        super().__init__(f"a fact is missing: {file} has no {key}", f"add {key} to src/gemmscope/{file} (see CONTRIBUTING.md)")
+
+
 def option(name: str, value: object = None) -> str:
     """An argument inside a message, spelled later for the command line or for Python.
 
@@ -59,6 +67,16 @@ def closest(given: str, known: Iterable[str], how_many: int = 3, *, cutoff: floa
     """
     names = [name for name in islice(known, MOST_COMPARED) if len(name) <= LONGEST_COMPARED]
     return difflib.get_close_matches(given[:LONGEST_COMPARED], names, n=how_many, cutoff=cutoff)
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The start of a hint: the known names that are most similar to `given`; empty where none is.
+
+    >>> did_you_mean("lama", ["llama", "gpt2"]), did_you_mean("xyz", ["llama"])
+    ('did you mean llama? ', '')
+    """
+    similar = closest(given, known)
+    return f"did you mean {' or '.join(similar)}? " if similar else ""
 
 
 LONGEST_SHOWN = 60

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import gemmscope as gs
-from gemmscope.app.model import LinearCases, as_forward_calls
 from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.gpu.specs import gpu
+from gemmscope.job.rank_workload import LinearCases, as_forward_calls
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.workload.cases import Case, forward_calls, op_of

@@ -74,7 +74,7 @@ pytest.importorskip("torch", reason="the CPU backend needs torch")
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is reported before a campaign starts."""
-    monkeypatch.setattr("gemmscope.app.bench.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.commands.bench.environment", lambda: NOTHING)
     monkeypatch.setattr(LinearCampaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
     outcome = run(f"bench {options}")
     assert outcome.code == 2

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from gemmscope.app import names
-from gemmscope.app.choose import PACKAGES
+from gemmscope.bench.choose import PACKAGES
+from gemmscope.cli import complete
 from gemmscope.cli.describe import settings_of
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
@@ -49,9 +49,9 @@ def test_offers(run: Run, monkeypatch: pytest.MonkeyPatch, line: str, offers: li
 
 
 def test_the_names_are_those_that_are_accepted() -> None:
-    assert list(names.gpus()) == list(gpus())
-    assert list(names.recipes()) == list(recipes())
-    assert tuple(names.presets()) == presets.names()
+    assert list(complete.gpus()) == list(gpus())
+    assert list(complete.recipes()) == list(recipes())
+    assert tuple(complete.presets()) == presets.names()
     assert settings_of("backend", "bench")["choices"] == list(PACKAGES)
 
 

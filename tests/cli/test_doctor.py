@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemmscope.app.doctor import Diagnosis
+from gemmscope.commands.doctor import Diagnosis
 from gemmscope.gpu import environment
 from gemmscope.gpu.health import Health
 from gemmscope.recipe.recipes import recipes
@@ -22,7 +22,7 @@ __all__ = ["run"]  # the fixture
 
 def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.commands.doctor.environment", lambda: NOTHING)
     outcome = run("doctor")
     assert outcome.code == 0
     assert "driver: no NVIDIA driver found" in outcome.out
@@ -34,7 +34,7 @@ def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed framework, the answers come from the table of architectures."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: machine(processes=(4711,)))
+    monkeypatch.setattr("gemmscope.commands.doctor.environment", lambda: machine(processes=(4711,)))
     out = run("doctor").out
     assert out.startswith("This machine cannot measure on a GPU: torch is not installed.")
     assert re.search(r"transformer_engine, MXFP8: MXFP8 .* need compute capability 10.0", out)
@@ -122,7 +122,7 @@ def test_a_machine_in_which_all_gpus_have_fewer_links_is_built_so() -> None:
 
 def test_doctor_asks_the_driver(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.app.doctor.environment", machine)
+    monkeypatch.setattr("gemmscope.commands.doctor.environment", machine)
     Driver(rows=(0, 2, 1, 0)).install(monkeypatch)
     monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
     assert "GPU 0: a faulty memory row is pending remapping (reset the GPU)" in run("doctor").out

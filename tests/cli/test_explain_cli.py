@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.explain.record import trace_me
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.record_trace import trace_me
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.read import read_result
 from support.command import Run, run

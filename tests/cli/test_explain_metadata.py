@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.explain.slim import slim_file
+from gemmscope.explain.record_trace import slim_file
 from support.command import Run, run
 from support.traces import steady
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.app import fleet as app_fleet
+from gemmscope.commands import fleet as fleet_command
 from gemmscope.findings import finding
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetResult
@@ -41,7 +41,7 @@ def test_on_the_cpu_for_real(run: Run, tmp_path: Path) -> None:
 def test_a_health_check_fails_for_slow_gpus_only(
     run: Run, monkeypatch: pytest.MonkeyPatch, slow: dict[int, float], code: int
 ) -> None:
-    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(16, slow), []))
+    monkeypatch.setattr(fleet_command, "read_runs", lambda _: (runs(16, slow), []))
     assert run("fleet somewhere").code == 0
     outcome = run("fleet somewhere --fail-if-outlier")
     assert outcome.code == code
@@ -50,14 +50,14 @@ def test_a_health_check_fails_for_slow_gpus_only(
 
 def test_run_files_that_could_not_be_written_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     unwritten = finding("fleet-files-missing", files=["node0000-gpu0.json"], folder="out")
-    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(16, {}), [unwritten]))
+    monkeypatch.setattr(fleet_command, "read_runs", lambda _: (runs(16, {}), [unwritten]))
     assert run("fleet somewhere").code == 2
-    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(16, {5: 0.1}), [unwritten]))
+    monkeypatch.setattr(fleet_command, "read_runs", lambda _: (runs(16, {5: 0.1}), [unwritten]))
     assert run("fleet somewhere --fail-if-outlier").code == 3
 
 
 def test_one_gpu_has_no_chart_but_that_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(app_fleet, "read_runs", lambda _: (runs(1, {}), []))
+    monkeypatch.setattr(fleet_command, "read_runs", lambda _: (runs(1, {}), []))
     outcome = run(f"fleet somewhere -o {tmp_path / 'fleet.png'}")
     assert outcome.code == 0
     assert "no chart to draw" in outcome.err

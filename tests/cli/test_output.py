@@ -170,7 +170,7 @@ def test_the_run_file_is_written_before_anything_can_fail(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gemmscope.app.result.document", broken)
+    monkeypatch.setattr("gemmscope.commands.result.document", broken)
     with pytest.raises(ZeroDivisionError):
         deliver(long, options(tmp_path, *ALL))
     assert read_result(tmp_path / "out.json").sample_count == long.sample_count
@@ -256,7 +256,7 @@ FAILING = {
 
 
 ASKS_NO_TORCH = """
-from gemmscope.app import doctor
+from gemmscope.commands import doctor
 from gemmscope.child import run_worker
 doctor.run_worker = lambda _, **options: run_worker("gemmscope", "--version", **options)  # importing torch takes seconds
 """
@@ -441,9 +441,9 @@ def test_hostile_traces(call: Call, tmp_path: Path, name: str) -> None:
 def test_a_hostile_driver(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = machine()
     evil = replace(evil, driver=EVIL, packages={EVIL: EVIL}, gpus=tuple(replace(gpu, name=EVIL) for gpu in evil.gpus))
-    monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: evil)
+    monkeypatch.setattr("gemmscope.commands.doctor.environment", lambda: evil)
     monkeypatch.setattr(
-        "gemmscope.app.doctor._ask_frameworks", lambda: {"torch": {"broken": EVIL}, "transformer_engine": {"broken": EVIL}}
+        "gemmscope.commands.doctor._ask_frameworks", lambda: {"torch": {"broken": EVIL}, "transformer_engine": {"broken": EVIL}}
     )
     assert "[bold]x[/]" in call("doctor").out
     assert json.loads(call("doctor", "--json", "-").out)["environment"]["driver"] == EVIL

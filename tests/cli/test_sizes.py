@@ -11,7 +11,7 @@ from gemmscope.cli.commands import build
 from gemmscope.cli.options import ModelOptions
 from gemmscope.cli.sweep_options import SweepOptions, parse_sweep
 from gemmscope.errors import UserError
-from gemmscope.sizes import percentage, size, token_count
+from gemmscope.options.values import percentage, size, token_count
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.app.live import layers_that_fit
 from gemmscope.engine.messages import Failed, Noticed, Sampled
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.answer import PartialRecipe
+from gemmscope.step.live import layers_that_fit
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.recommend import Plan
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.step_measurements import StepMeasurements
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
@@ -101,7 +101,7 @@ def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.Mo
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 8
     hybrid = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": kinds, "sliding_window": 8}
     (tmp_path / "config.json").write_text(json.dumps({**hybrid, "head_dim": 16}))
-    monkeypatch.setattr("gemmscope.app.step.layers_that_fit", lambda *_, **__: 7)
+    monkeypatch.setattr("gemmscope.commands.step.layers_that_fit", lambda *_, **__: 7)
     monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: 10.0 + variant.depth))
     sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
     outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --json {tmp_path}/step.json")
@@ -119,15 +119,15 @@ def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.Monke
     config = {**LLAMA, "num_hidden_layers": 40}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = "--micro-batch-size 1 --sequence-length 16 --device cpu"
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 1000)
     outcome = run(f"step --config {tmp_path}/config.json {options} --hugging-face")
     assert outcome.code == 2
     assert "the model is too large for a step on this CPU: 2 of its layers need about" in outcome.err
     assert "use a smaller model, or run it on a GPU" in outcome.err
     plan = ModulePlan(module=None, config=config, depth=40, micro_batch_size=1, sequence_length=16)
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 400_000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 400_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) == 12
-    monkeypatch.setattr("gemmscope.app.live.free_memory_bytes", lambda: 4_000_000)
+    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 4_000_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) is None
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
             stop(self)
 
     monkeypatch.setattr(StepCampaign, "run", half)
-    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
     assert "\nUse FP32: 2.000x [" in outcome.out
@@ -229,7 +229,7 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepCampaign, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant))
     )
-    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.step.session.candidate", lambda *_: PartialRecipe("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
     best = written(tmp_path / "step.json").recommendation
@@ -252,7 +252,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     requests: list[dict[str, bool]] = []
     fails = False
     monkeypatch.setattr(StepCampaign, "run", whole)
-    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    monkeypatch.setattr("gemmscope.commands.step.CANNOT_CAPTURE", ())
     outcome = run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json")
     assert outcome.code == 0
     line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms (launched: BF16 2.0, FP32 1.0 ms). Speedup over BF16:"
@@ -275,7 +275,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
 
 def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self) if self.captured_depth is None else stop(self))
-    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    monkeypatch.setattr("gemmscope.commands.step.CANNOT_CAPTURE", ())
     assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json").code == 130
     result = written(tmp_path / "step.json")
     assert result.step.not_captured == {}
@@ -366,7 +366,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
     ],
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.app.step.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.commands.step.environment", lambda: NOTHING)
     outcome = run(f"step {options}")
     assert outcome.code == 2
     assert message in outcome.err

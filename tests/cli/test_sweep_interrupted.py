@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.app import forecast
-from gemmscope.app.progress import Console, Reporter
+from gemmscope.commands import forecast
 from gemmscope.forecast import sweep
+from gemmscope.progress import Console, Reporter
 from gemmscope.results.forecast import ForecastResult
 from support.processes import MARKER, left_running
 
@@ -28,7 +28,7 @@ SMALL = f"{MODEL} --micro-batch-size 1 --gpu b300 --sweep sequence_length=64:320
 RAN_AS = """
 import os, signal, sys
 from contextlib import contextmanager
-from gemmscope.app.progress import Console
+from gemmscope.progress import Console
 
 @contextmanager
 def counting(self, what, total):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.compare import compare
-from gemmscope.compare.rows import BETWEEN_RUNS, change
+from gemmscope.commands.compare import compare
+from gemmscope.compare.runs import BETWEEN_RUNS, change
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.results.compare import CompareResult

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gemmscope
-from gemmscope.app.bench import BenchTiming
+from gemmscope.bench.timing import BenchTiming
 from gemmscope.interval import Interval
 from gemmscope.model import presets
 from gemmscope.model.families import known_model_types

@@ -145,7 +145,7 @@ def test_the_wheel_brings_what_it_needs_and_no_torch(packages: dict[str, Path]) 
 def test_the_sdist_can_be_tested_and_documented(packages: dict[str, Path]) -> None:
     with tarfile.open(packages["sdist"]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
-    for name in ("zensical.toml", "requirements-dev.txt", "CITATION.cff", "tests/app/test_report.py", "docs/tutorial.md"):
+    for name in ("zensical.toml", "requirements-dev.txt", "CITATION.cff", "tests/commands/test_report.py", "docs/tutorial.md"):
         assert name in names
     assert not any(name.startswith((".venv", "build/")) for name in names)
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gemmscope.app.explain import explain
+from gemmscope.commands.explain import explain
 from gemmscope.document import document
 from gemmscope.document.charts import BarChart
 from gemmscope.document.model import Document

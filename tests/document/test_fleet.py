@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.app.compare import compare
+from gemmscope.commands.compare import compare
 from gemmscope.document import document
 from gemmscope.document.charts import HeatMap, RankChart
 from gemmscope.document.fleet_tables import MOST_POINTS, FleetView, rank_chart, thinned

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gemmscope.app.model import model_run
-from gemmscope.app.shapes import shapes
+from gemmscope.commands.shapes import shapes
 from gemmscope.document import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
+from gemmscope.job.load import model_run
 from gemmscope.model import presets
 from gemmscope.results.shapes import Check, ShapesResult
 from gemmscope.workload.check import Difference

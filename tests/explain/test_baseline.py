@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.compare.recorded import with_twin
+from gemmscope.compare.traces import with_twin
 from gemmscope.errors import UserError
 from gemmscope.explain.diagnose import TraceDiagnosis
 from support.explain_files import found_in

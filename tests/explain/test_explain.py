@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemmscope.compare.recorded import with_twin
+from gemmscope.compare.traces import with_twin
 from gemmscope.explain.diagnose import diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.parts import STEP_PARTS
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import RECORDED, as_expected, events_of, fact, recorded

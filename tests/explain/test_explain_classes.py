@@ -11,10 +11,10 @@ import pytest
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.place import place
-from gemmscope.explain.rates import gpu_rates
-from gemmscope.explain.scopes import scopes
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.gpu_rates import gpu_rates
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.scopes import find_scopes
+from gemmscope.explain.work_class import classify_work
 from support.traces import ADAM, BF16, FP8, Builder, codes, fact, shared_trace, steady
 
 SGEMM = "volta_sgemm_64x64_nt"
@@ -260,8 +260,8 @@ def test_names_seen_in_other_traces() -> None:
 def test_nearly_all_time_of_shared_traces_is_named() -> None:
     for path in sorted(shared_trace("README.md").parent.rglob("*.json.gz")):
         trace = read_trace(path)
-        placed = place(trace, scopes(trace))
-        pairs = list(zip(trace.work, placed, strict=True))
+        work_classes = classify_work(trace, find_scopes(trace))
+        pairs = list(zip(trace.work, work_classes, strict=True))
         unknown = sum(work.time for work, kernel in pairs if kernel.name == "other")
         share = 1 - unknown / sum(work.time for work, _ in pairs)
         assert share >= (0.95 if "mi300x" in path.name else 0.98), path.name
@@ -278,7 +278,7 @@ def test_classes_in_shared_traces() -> None:
     for name, shares in expected.items():
         trace = read_trace(shared_trace(f"{name}.json.gz"))
         times: dict[str, float] = {}
-        for work, kernel in zip(trace.work, place(trace, scopes(trace)), strict=True):
+        for work, kernel in zip(trace.work, classify_work(trace, find_scopes(trace)), strict=True):
             times[kernel.name] = times.get(kernel.name, 0.0) + work.time
         assert not times.get("GEMM unknown precision")
         total = sum(times.values())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.compare.recorded import with_twin
+from gemmscope.compare.traces import with_twin
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace import GpuWork
+from gemmscope.explain.recorded_trace import GpuWork
 from support.traces import as_expected, codes, fact
 from support.training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Low
 

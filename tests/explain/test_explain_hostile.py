@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.explain import explain, trace_files
+from gemmscope.commands.explain import explain, trace_files
 from gemmscope.errors import UserError
-from gemmscope.explain import stream, timeline, trace
+from gemmscope.explain import recorded_trace, timeline, trace_file
 from gemmscope.explain.diagnose import diagnose
-from gemmscope.explain.slim import slim_file
-from gemmscope.explain.stream import EventStream
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.record_trace import slim_file
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.trace_file import EventStream
 from support.command import Run, run
 from support.report_files import put
 from support.traces import FP8, Builder, events_of, recorded, steady
@@ -88,7 +88,7 @@ def test_a_run_file_is_no_trace(form: str, run: Run, tmp_path: Path) -> None:
 def test_limits_of_a_file(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"PIECE": 1000, "LONGEST_EVENT": 8000, "LONGEST_HEAD": 6000, "MOST_MEMBERS": 100, "MOST_EVENTS": 400}
     for name, limit in limits.items():
-        monkeypatch.setattr(stream, name, limit)
+        monkeypatch.setattr(trace_file, name, limit)
     path = tmp_path / "t.json"
     path.write_text(text)
     source = EventStream(path)
@@ -98,7 +98,7 @@ def test_limits_of_a_file(text: str, message: str, tmp_path: Path, monkeypatch: 
 
 
 def test_too_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MOST_RECORDS", 9000)
+    monkeypatch.setattr(recorded_trace, "MOST_RECORDS", 9000)
     builder = Builder()
     for number in range(20_000):
         builder.kernel(FP8, number, 1.0)
@@ -108,7 +108,7 @@ def test_too_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MOST_NAMES", 1 << 16)
+    monkeypatch.setattr(recorded_trace, "MOST_NAMES", 1 << 16)
     builder = Builder()
     for number in range(12_000):
         builder.kernel(f"kernel_{number}", number, 1.0)
@@ -178,7 +178,7 @@ def test_long_names_are_cut(tmp_path: Path) -> None:
     builder = steady()
     builder.kernel("x" * 1_000_000, 1.0, 5.0)
     read = read_trace(builder.write(tmp_path / "t.json"))
-    assert max(len(work.name) for work in read.work) == trace.LONGEST_NAME
+    assert max(len(work.name) for work in read.work) == recorded_trace.LONGEST_NAME
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhaust(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("gemmscope.app.explain.diagnose", exhaust)
+    monkeypatch.setattr("gemmscope.commands.explain.diagnose", exhaust)
     with pytest.raises(UserError, match="not enough memory to read"):
         explain([recorded("syncs")])
 

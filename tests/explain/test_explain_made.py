@@ -8,7 +8,7 @@ import pytest
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError
-from gemmscope.explain.account import EXPOSED
+from gemmscope.explain.trace_view import EXPOSED
 from support.traces import ADAM, BF16, CAST, FP8, Builder, as_expected, codes, fact, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

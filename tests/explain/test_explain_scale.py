@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
 from support.calls import count_calls
 from support.traces import ADAM, BF16, CAST, FP8, Builder
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app.explain import explain
+from gemmscope.commands.explain import explain
 from gemmscope.document import document
-from gemmscope.explain.slim import slim_file
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.record_trace import slim_file
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain import ExplainTables
 from support.traces import BF16, FP8, Builder, recorded, shared_trace
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.explain.record import trace_me
+from gemmscope.explain.record_trace import trace_me
 from support.traces import steady
 
 

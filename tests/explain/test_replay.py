@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.replay import Replay, StepChange
+from gemmscope.explain.step_replay import Replay, StepChange
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import BF16, Builder, shared_trace
 
@@ -131,7 +131,7 @@ def test_a_recorded_wait_for_an_event_is_kept(tmp_path: Path) -> None:
 def test_communication_that_the_cpu_hides_gains_nothing() -> None:
     """A host-bound step of ResNet on two A100: without its collectives the launches take as long."""
     from gemmscope.explain.diagnose import diagnose
-    from gemmscope.explain.trace import read_trace
+    from gemmscope.explain.recorded_trace import read_trace
 
     diagnosis = diagnose(read_trace(shared_trace("resnet_ddp_a100.json.gz")))
     exposed = [cause for cause in diagnosis.causes if cause.code == "communication"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.explain.account import EXPOSED, UNRECORDED
 from gemmscope.explain.diagnose import diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.trace_view import EXPOSED, UNRECORDED
 from support.traces import ADAM, BF16, FP8, Builder, codes, fact, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
-from gemmscope.explain import stream
-from gemmscope.explain.slim import slim_file
-from gemmscope.explain.stream import EventStream
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain import trace_file
+from gemmscope.explain.record_trace import slim_file
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.trace_file import EventStream
 from support.traces import events_of, recorded, steady
 
 EVENTS = [{"ph": "X", "name": f'quote " bracket ] brace }} {number}', "args": {"deep": [[{"a": "\\"}]]}} for number in range(50)]
@@ -32,7 +32,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def test_whole_however_it_is_cut(
     piece: int, indent: int | None, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PIECE", piece)
+    monkeypatch.setattr(trace_file, "PIECE", piece)
     head = {"schemaVersion": 1, "deviceProperties": [{"name": "X", "id": 0}], "baseTimeNanoseconds": 17}
     whole = {**head, "traceEvents": EVENTS} if not first else {"traceEvents": EVENTS, **head}
     path = tmp_path / "t.json"
@@ -104,8 +104,8 @@ def test_what_is_wrong_is_said(content: bytes, message: str, tmp_path: Path) -> 
 
 def test_broken_in_the_middle_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event without an end does not make the reader read the whole file."""
-    monkeypatch.setattr(stream, "PIECE", 1000)
-    monkeypatch.setattr(stream, "LONGEST_EVENT", 10_000)
+    monkeypatch.setattr(trace_file, "PIECE", 1000)
+    monkeypatch.setattr(trace_file, "LONGEST_EVENT", 10_000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": oops},' + " " * 1_000_000 + "]}")
     with pytest.raises(UserError, match="not valid JSON from character 1"):

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from gemmscope.explain.account import UNRECORDED
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.trace_view import UNRECORDED
 from support.traces import codes, fact, shared_trace
 
 

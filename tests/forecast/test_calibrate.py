@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.app import calibrate as calibrating
-from gemmscope.app.bench import DEFAULT_TIMING
-from gemmscope.app.choose import Choice
-from gemmscope.app.progress import QUIET
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.choose import Choice
+from gemmscope.bench.timing import DEFAULT_TIMING
+from gemmscope.commands import calibrate as calibrating
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Health, Hello
@@ -30,9 +29,9 @@ from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
+from gemmscope.progress import QUIET
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES, Case
@@ -71,8 +70,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         campaign.results.take(Health({"corrected_errors": 3}))
 
     def call(machine_facts: Environment) -> list[LinearCampaign]:
-        monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: machine_facts)
-        monkeypatch.setattr("gemmscope.app.choose._missing", lambda _: "")
+        monkeypatch.setattr("gemmscope.commands.calibrate.environment", lambda: machine_facts)
+        monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "")
         monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
 
@@ -173,7 +172,7 @@ def own_findings(run: Run, line: str) -> dict[str, Any]:
 
 def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"attention": 2.2, "GEMMs": 9.0}, {"attention": 2.0, "GEMMs": 9.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.commands.calibrate._CalibrationRun._step", lambda *_: parts)
     plain = run(f"{LINE} --gpu h200 --json -").out
     pretend(machine())
     outcome = run("calibrate")
@@ -316,7 +315,7 @@ def test_the_shipped_one_is_checked_alike(monkeypatch: pytest.MonkeyPatch, run: 
 def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """One implausible part must not make the file unreadable."""
     parts = {"attention": 22.0, "optimizer": 2.2}, {"attention": 2.0, "optimizer": 2.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.commands.calibrate._CalibrationRun._step", lambda *_: parts)
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.app.forecast import forecast
-from gemmscope.app.model import load_model, model_run
+from gemmscope.commands.forecast import forecast
 from gemmscope.document import document
+from gemmscope.job.load import load_model, model_run
 from gemmscope.results.forecast import ForecastResult
 from support.command import Run, run
 

@@ -23,8 +23,7 @@ from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.interval import Interval
 from gemmscope.model import presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support

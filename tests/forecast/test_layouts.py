@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
-from gemmscope.forecast.comm import Exchange, collective_ms
+from gemmscope.forecast.communication import Exchange, MicroBatch, Network, collective_ms, exposed, network_names, network_of
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.network import Network, network_names, network_of
-from gemmscope.forecast.overlap import MicroBatch, exposed
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
@@ -228,8 +226,8 @@ def test_offloaded_activations_travel_to_the_cpu_and_back() -> None:
 
 
 def test_what_graphs_would_change_is_said_where_launching_limits() -> None:
-    from gemmscope.forecast.graphs import graphs_finding
     from gemmscope.forecast.step import forecast_step
+    from gemmscope.forecast.step_findings import graphs_finding
 
     model, run = model_of("qwen3-30b-a3b"), RunSpec(1, 4096, ep=8, dp=8, gradient_accumulation=64)
     by_graphs = {}

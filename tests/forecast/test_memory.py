@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
-from gemmscope.forecast.memory import ROWS, RankMemory, in_flight, memory_bytes, memory_of, rank_memory, shards
+from gemmscope.forecast.memory import ROWS, RankMemory, in_flight, memory_of, rank_memory, shards
 from gemmscope.forecast.memory_results import memory_findings, memory_result
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipes
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear
@@ -166,14 +165,14 @@ def test_what_ran_can_fit(name: str) -> None:
     preset, chip, recipe_name, run = RAN[name]
     memory = rank_memory(model(preset), run, recipe_name, gpu(chip))
     assert memory.fit(gpu(chip)) != "does not fit"
-    assert memory.total < 1.07 * memory_bytes(gpu(chip))  # the usual case is close to what there is, and BF16 gradients help
+    assert memory.total < 1.07 * gpu(chip).memory_bytes  # the usual case is close to what there is, and BF16 gradients help
 
 
 def test_no_false_alarms() -> None:
     """A regression test: both were predicted to need 83 of 80 GB. Megatron's script for 8B in FP8, and torchtitan's 8B."""
     llama = model("llama-3.1-8b")
     megatron = RunSpec(1, 8192, dp=8, zero=1, gradient_accumulation=16, gradient_precision="bf16", quantized_weights=True)
-    assert rank_memory(llama, megatron, "FP8Delayed", H100).least < memory_bytes(H100)
+    assert rank_memory(llama, megatron, "FP8Delayed", H100).least < H100.memory_bytes
     unknown = replace(megatron, gradient_precision=None, quantized_weights=None)
     assert rank_memory(llama, unknown, "FP8Delayed", H100).fit(H100) == "may not fit"
     torchtitan = RunSpec(1, 8192, dp=8, zero=3, optimizer_state="fp32", partly_recomputed=True)
@@ -292,9 +291,9 @@ def test_weights_of_all_ranks_are_the_models(layout: tuple[str, RunSpec]) -> Non
 
 
 def test_the_driver_reports_more_than_the_name_says() -> None:
-    assert memory_bytes(H100) == 81559 * 2**20
+    assert H100.memory_bytes == 81559 * 2**20
     for chip in gpus().values():
-        assert 0.98 * chip.memory_gb * 1e9 < memory_bytes(chip) < 1.08 * chip.memory_gb * 1e9
+        assert 0.98 * chip.memory_gb * 1e9 < chip.memory_bytes < 1.08 * chip.memory_gb * 1e9
 
 
 def test_a_layout_is_little_work() -> None:

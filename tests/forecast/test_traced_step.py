@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.app.choose import Choices
-from gemmscope.app.forecast import forecast
-from gemmscope.app.model import ModelRun, load_model, model_run
+from gemmscope.bench.choose import Choices
+from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.traced import launches, traced_ms
-from gemmscope.forecast.traced_memory import traced_memory
+from gemmscope.forecast.traced import launches, traced_memory, traced_ms
 from gemmscope.gpu.specs import gpu
+from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Remainder, gemm_size
+from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace, as_workload
 from support.reading import codes
@@ -39,9 +38,10 @@ def moved(tensors: int, launches: int, kernels: int) -> Moved:
 
 
 ATTENTION = TracedAttention(
-    name="blocks.*.attn", batch=64, heads=16, kv_heads=16, queries=256, keys=256, head_dim=64, value_dim=64, pairs=65536.0,
+    label="blocks.*.attn", batch=64, heads=16, kv_heads=16, queries=256, keys=256, head_dim=64, value_dim=64, pairs=65536.0,
     causal=False, count=LAYERS,
 )  # fmt: skip
+SCAN = BatchedGemm(role="batched-gemm", label="blocks.*.scan", direction="forward", m=64, k=64, n=64, batch=4096, count=LAYERS)
 TRACE = ModuleTrace(
     "Tower",
     parameters=300_000_000,
@@ -51,8 +51,8 @@ TRACE = ModuleTrace(
         *linear("blocks.*.mix", ROWS, WIDTH, WIDTH),
         *linear("head", 64, WIDTH, 1000, 1),
     ),
-    batched_gemms=(BatchedGemm(name="blocks.*.scan", direction="forward", m=64, k=64, n=64, batch=4096, count=LAYERS),),
-    remainder=(Remainder(name="patches", direction="forward", flops=10**10, bytes_moved=10**8),),
+    batched_gemms=(SCAN,),
+    convolutions=(Convolution(role="convolution", label="patches", direction="forward", flops=10**10, bytes_moved=10**8),),
     masks={},
     attentions=(ATTENTION,),
     others=(
@@ -71,7 +71,7 @@ TRACE = ModuleTrace(
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> ModelRun:
-    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: TRACE)
+    monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: TRACE)
     return model_run(load_model(module="tower.py:build"))
 
 
@@ -131,7 +131,7 @@ def test_compiled_and_eager_are_both_told(result: ForecastResult) -> None:
 def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 layers take the CPU as long as those of the ViT-L of docs/models.md did: 59.5 and 90.7 ms."""
     measured = {"BF16": 59.5, "FP8Tensorwise": 90.7}
-    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
+    monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
     job = model_run(load_model(module="tower.py:build"))
     one_by_one = forecast(job, ["h200"], choices=Choices(recipes=("fp8tensorwise",)))
     [about] = [finding for finding in one_by_one.gpus[0].findings if finding.code == "traced-step-layers"]
@@ -141,7 +141,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     step = one_by_one.gpus[0].step
     assert step is not None
     assert all(time.step_ms.value < times[time.recipe] for time in step.recipes)
-    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, layers=2))
+    monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, layers=2))
     assert "traced-step-layers" not in codes(forecast(job, ["h200"]).gpus[0])  # the CPU has time enough to call two
 
 
@@ -152,7 +152,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_recipe_that_quantizes_nothing_says_why(monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], reason: str) -> None:
     """The message neither claims the speed of BF16 nor names a linear that no framework would quantize."""
     bare = replace(TRACE, linear_paths=paths)
-    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: bare)
+    monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: bare)
     step = forecast(model_run(load_model(module="tower.py:build")), ["h200"]).gpus[0].step
     assert step is not None
     assert [time.recipe for time in step.recipes] == ["BF16"]
@@ -180,7 +180,7 @@ def test_a_module_cannot_be_sharded_or_priced_by_tokens(job: ModelRun) -> None:
 
 
 def test_a_module_without_linears(job: ModelRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, gemms=()))
+    monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, gemms=()))
     with pytest.raises(UserError, match="has no linear layers"):
         forecast(job, ["h200"])
 

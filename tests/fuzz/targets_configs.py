@@ -33,7 +33,7 @@ def without_workers() -> Iterator[None]:
     """Workers import torch and may use the network: here, they all fail."""
     failed = mock.Mock(return_value=Ended(1, "", "no workers here"))
     with ExitStack() as patches:
-        for module in ("gemmscope.model.hub", "gemmscope.workload.trace", "gemmscope.app.doctor"):
+        for module in ("gemmscope.model.hub", "gemmscope.workload.trace", "gemmscope.commands.doctor"):
             patches.enter_context(mock.patch(f"{module}.run_worker", failed))
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.targets import Target, command_line
-from gemmscope.app.report import answers, report
+from gemmscope.commands.report import answers, report
 from gemmscope.errors import UserError
 from gemmscope.results.read import read_result
 from gemmscope.show import text

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.targets import Target, command_line
-from gemmscope.explain.slim import slim_file
+from gemmscope.explain.record_trace import slim_file
 from support.traces import events_of, recorded, steady
 
 SOURCES = ("steady", "recompute", "host_bound", "experts", "recast_weights", "syncs", "low_clock", "eager_torchao")

@@ -6,9 +6,8 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.model import bridge
-from gemmscope.model.bridge_classes import has_sizes, provider_classes
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.bridge import has_sizes, provider_classes
+from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.reading import codes, facts

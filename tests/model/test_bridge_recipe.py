@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, option
-from gemmscope.model import bridge_recipe, read
+from gemmscope.model import bridge_recipe, readers
 from support.reading import checked, codes, facts
 
 ASSIGNED = """
@@ -62,7 +62,7 @@ def pretrain_config(*, tensor_parallelism: int = 4, micro_batch_size: int = 1, v
 
 
 def test_settings_that_are_assigned():
-    source = read.read_text(ASSIGNED, "recipe.py")
+    source = readers.read_text(ASSIGNED, "recipe.py")
     assert (len(source.model.layers), source.model.layers[0].mlp.experts) == (48, 128)
     assert source.run_settings == {
         "sequence_length": 8192,
@@ -77,7 +77,7 @@ def test_settings_that_are_assigned():
 
 
 def test_settings_that_a_function_passes_on():
-    source = read.read_text(PASSED_ON, "recipe.py")
+    source = readers.read_text(PASSED_ON, "recipe.py")
     assert source.model.vocab_size == 32000
     expected = {"tp": 4, "cp": 2, "micro_batch_size": 1, "sequence_length": 8192, "dp_overlap": True, "vocab_multiple": 128}
     assert {name: source.run_settings[name] for name in expected} == expected
@@ -100,7 +100,7 @@ def qwen3_pretrain_config():
 
 
 def test_a_model_from_the_hub_is_the_preset_with_that_source():
-    source = read.read_text(FROM_HUB, "recipe.py")
+    source = readers.read_text(FROM_HUB, "recipe.py")
     assert (source.model.name, source.model.prediction_layers) == ("qwen3-8b", 1)
     assert source.run_settings == {"sequence_length": 4096, "micro_batch_size": 2, "tp": 4}
     assert codes(source) == []

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError
 from gemmscope.model import hf
 from gemmscope.model.families import known_model_types
-from gemmscope.model.read import read_config, read_text
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.readers import read_config, read_text
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from support.reading import facts
 

@@ -9,7 +9,8 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.model import hf, presets
-from gemmscope.model.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.model.vary import varied
 from gemmscope.workload.check import as_live
 from gemmscope.workload.derive import derive

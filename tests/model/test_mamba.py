@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.forecast.comm import RankShare, exchanges
+from gemmscope.forecast.communication import RankShare, exchanges, network_of
 from gemmscope.forecast.memory import rank_memory
-from gemmscope.forecast.network import network_of
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import hf, presets
 from gemmscope.model.spec import ModelSpec, RunSpec

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.model import bridge, megatron
+from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.megatron_hybrid import spread
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.workload.derive import derive
 from support.megatron_files import DELTA_NET, DUMP, HYBRID_8B, NANO_MOE, SMALL
 from support.reading import checked, codes, facts

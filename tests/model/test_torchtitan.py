@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gemmscope.toml
 from gemmscope.errors import UserError, shown
 from gemmscope.model import torchtitan, torchtitan_model
-from gemmscope.model.spec import MlpSpec, MoeSpec
+from gemmscope.model.layer_spec import MlpSpec, MoeSpec
 from gemmscope.toml import load_data, parse_toml
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear

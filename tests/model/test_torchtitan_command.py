@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
-from gemmscope.model import read, torchtitan_command
+from gemmscope.model import readers, torchtitan_command
 from support.reading import checked, codes, facts
 
 SCRIPT = """
@@ -25,7 +25,7 @@ torchrun --nproc_per_node=${NGPU} -m torchtitan.train --module ${MODULE} --confi
 
 def test_script():
     assert torchtitan_command.recognises(SCRIPT)
-    source = read.read_text(SCRIPT, "run.sh")
+    source = readers.read_text(SCRIPT, "run.sh")
     assert source.model.name == "torchtitan deepseek_v3 16B"
     expected = {"tp": 2, "ep": 8, "micro_batch_size": 4, "sequence_length": 4096, "tp_overlap": True, "recompute": "full"}
     assert {name: source.run_settings[name] for name in expected} == expected
@@ -47,7 +47,7 @@ def test_script():
     ],
 )
 def test_models(command: str, name: str):
-    source = read.read_text(command, "x.sh")
+    source = readers.read_text(command, "x.sh")
     assert source.model.name == f"torchtitan {name}"
     assert ("config-not-read" in codes(source)) == ("--model.name" not in command)
 

@@ -3,14 +3,14 @@
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.numerics.operands import operands
+from gemmscope.numerics.quantizers import operands
 from gemmscope.recipe.recipes import recipes
 
 torch = pytest.importorskip("torch", reason="linears need torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from gemmscope.numerics.emulate import emulate, quantized_factors  # noqa: E402
+from gemmscope.numerics.evaluation.emulate import emulate, quantized_factors  # noqa: E402
 
 RECIPES = [name for name in recipes() if name != "FP32"]
 

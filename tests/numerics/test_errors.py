@@ -12,10 +12,10 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from gemmscope.numerics import recording  # noqa: E402
-from gemmscope.numerics.errors import SampledGemm, relative_error  # noqa: E402
-from gemmscope.numerics.linear_errors import LinearErrors  # noqa: E402
-from gemmscope.numerics.operands import operands  # noqa: E402
+from gemmscope.numerics.evaluation.gemm_errors import SampledGemm, relative_error  # noqa: E402
+from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales  # noqa: E402
 from gemmscope.numerics.probes import measure_probes  # noqa: E402
+from gemmscope.numerics.quantizers import operands  # noqa: E402
 from gemmscope.numerics.recording import (  # noqa: E402
     HISTORY,
     LinearFacts,
@@ -26,7 +26,6 @@ from gemmscope.numerics.recording import (  # noqa: E402
     scale_maxima,
 )
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
-from gemmscope.numerics.stale import stale_scales  # noqa: E402
 from gemmscope.results.numerics import LinearError, PassError  # noqa: E402
 
 RECIPES = ("FP8Current", "FP8Block", "MXFP8", "NVFP4", "FP8Rowwise")

@@ -14,6 +14,7 @@ from gemmscope.numerics.formats import (
     E4M3,
     E5M2,
     FORMATS,
+    AmaxHistory,
     NumberFormat,
     decode,
     e8m0_exponents,
@@ -22,10 +23,7 @@ from gemmscope.numerics.formats import (
     round_nearest,
     round_stochastic,
 )
-from gemmscope.numerics.hadamard import rotate, rotate_back
-from gemmscope.numerics.operands import QUANTIZERS, TENSORS, operands, quantizer_named
-from gemmscope.numerics.quantizers import Quantizer
-from gemmscope.numerics.scaling import AmaxHistory
+from gemmscope.numerics.quantizers import QUANTIZERS, TENSORS, Quantizer, operands, quantizer_named, rotate, rotate_back
 from gemmscope.recipe.recipes import recipes
 from support.quantizer_cases import cases, comparable, tensor_amax
 

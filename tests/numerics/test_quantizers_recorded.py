@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gemmscope.numerics.formats import E4M3, E5M2
-from gemmscope.numerics.operands import quantizer_named
-from gemmscope.numerics.scaling import AmaxHistory, te
+from gemmscope.numerics.formats import E4M3, E5M2, AmaxHistory, te
+from gemmscope.numerics.quantizers import quantizer_named
 from support.quantizer_cases import cases, comparable, quantized_values, tensor_amax
 
 FOLDER = Path(__file__).parent.parent / "data" / "numerics"

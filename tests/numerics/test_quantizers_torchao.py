@@ -7,8 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gemmscope.numerics.operands import TENSORS, operands, quantizer_named
-from gemmscope.numerics.quantizers import Quantizer
+from gemmscope.numerics.quantizers import TENSORS, Quantizer, operands, quantizer_named
 from support.quantizer_cases import cases, comparable
 
 casts = pytest.importorskip("support.torchao_casts", reason="compares with torchao, where it is installed")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gemmscope.interval import Interval
-from gemmscope.model.read import read_text
+from gemmscope.model.readers import read_text
 from gemmscope.paste.emit import layout_to_paste
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.plan import PlanLayout

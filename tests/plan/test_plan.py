@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.app.model import load_model
-from gemmscope.app.plan import plan
-from gemmscope.app.progress import Console, Reporter
+from gemmscope.commands.plan import plan
 from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
+from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.network import network_of
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
+from gemmscope.job.load import load_model
 from gemmscope.model.spec import RunSpec
+from gemmscope.progress import Console, Reporter
 from gemmscope.results.plan import PlanLayout, PlanResult
 from gemmscope.workload.derive import derive
 from support.plan_files import plan_of_experts, plan_result, planned
@@ -249,7 +249,7 @@ def test_memory_that_is_tight_is_said() -> None:
         assert model is not None
         chip, run = gpu(result.gpu), replace(result.run) if result.run is not None else None
         assert run is not None
-        assert best.tight == (rank_memory(model, run, best.recipe, chip).most > memory_bytes(chip))
+        assert best.tight == (rank_memory(model, run, best.recipe, chip).most > chip.memory_bytes)
         assert result.has("plan-memory-tight") == best.tight
 
 

@@ -21,7 +21,7 @@ SMALL = "plan --preset llama-3.2-1b --gpu h100 --gpus 8 --global-batch 32 --sequ
 RAN_AS = """
 import os, signal
 from contextlib import contextmanager
-from gemmscope.app.progress import Console
+from gemmscope.progress import Console
 
 @contextmanager
 def counting(self, what, total):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.app.model import load_model
-from gemmscope.app.plan import plan
+from gemmscope.commands.plan import plan
 from gemmscope.errors import UserError
+from gemmscope.job.load import load_model
 from gemmscope.model import presets
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.model.vary import varied
 from gemmscope.workload.derive import derive
 from support.plan_files import varied_plan

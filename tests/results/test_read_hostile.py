@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gemmscope import reading
-from gemmscope.app.compare import compare
-from gemmscope.app.explain import explain
-from gemmscope.app.report import report
+from gemmscope.commands.compare import compare
+from gemmscope.commands.explain import explain
+from gemmscope.commands.report import report
 from gemmscope.document.table import Cell, Head, Table
 from gemmscope.errors import UserError
 from gemmscope.results import read

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 
 torch = pytest.importorskip("torch", reason="attention needs torch")
 
-from gemmscope.step.attention import Core, QkNorms  # noqa: E402
+from gemmscope.step.attention_modules import Core, QkNorms  # noqa: E402
 from gemmscope.step.kits.plain import Kit  # noqa: E402
 
 SEQUENCE = 12

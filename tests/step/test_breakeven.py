@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.interval import Interval
 from gemmscope.results.step import AtBatch
-from gemmscope.step.breakeven import break_even_finding
+from gemmscope.step.waterfall import break_even_finding
 
 
 def at_batch(micro_batch_size: int, sequence_length: int, **speedups: Interval) -> AtBatch:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.recipe.recipes import recipe
 
 torch = pytest.importorskip("torch", reason="mixers need torch")
@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
 from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels, gated_backward_is_wrong  # noqa: E402
-from gemmscope.step.mixers import mixer_of  # noqa: E402
+from gemmscope.step.mixer_modules import mixer_of  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
 

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="their classes")
 import torch
 from torch import nn
 
-from gemmscope.step import huggingface
-from gemmscope.step.huggingface import hide_wrong_kernels, mixers
+from gemmscope.step import live_module
+from gemmscope.step.live_module import hide_wrong_kernels, mixers
 
 
 def chosen_by_wrapper(name: str, package: str) -> object:
@@ -53,16 +53,16 @@ def test_compiled_by_a_pytorch_that_says_it_exports(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, file.__name__, file)
     mixer = type("Mixer", (nn.Module,), {"__module__": file.__name__})()
     for told, source in ((False, "flash-linear-attention"), (True, "transformers")):
-        monkeypatch.setattr(huggingface, "compiled_as_exported", lambda told=told: told)
+        monkeypatch.setattr(live_module, "compiled_as_exported", lambda told=told: told)
         assert mixers(mixer, compiled=True).sources == {"chunk_gated_delta_rule": source}
         assert mixers(mixer).sources == {"chunk_gated_delta_rule": "flash-linear-attention"}
     assert "--compile none" in mixers(mixer, compiled=True).refused["chunk_gated_delta_rule"]
 
 
 def test_whether_compiled_code_is_told_that_it_is_exported() -> None:
-    huggingface.compiled_as_exported.cache_clear()
+    live_module.compiled_as_exported.cache_clear()
     told = torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager")(torch.zeros(1))
-    assert huggingface.compiled_as_exported() == bool(told)
+    assert live_module.compiled_as_exported() == bool(told)
 
 
 def test_an_older_version_keeps_the_function_in_the_module() -> None:
@@ -78,7 +78,7 @@ def test_an_older_version_keeps_the_function_in_the_module() -> None:
 def test_kernels_that_refuse_to_train_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then transformers falls back to its own code, and the reason is known."""
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
-    monkeypatch.setattr(huggingface, "gated_backward_is_wrong", lambda: True)
+    monkeypatch.setattr(live_module, "gated_backward_is_wrong", lambda: True)
     hide_wrong_kernels()
     with pytest.raises(ImportError):
         importlib.import_module("fla")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gemmscope.engine.messages import Sampled
 from gemmscope.errors import UserError
 from gemmscope.results.step import Variant
-from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.module_plan import ModulePlan, depth_of, extrapolation, kinds_of, truncated
+from gemmscope.step.step_measurements import StepMeasurements
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 32,
          "vocab_size": 64}  # fmt: skip

@@ -11,21 +11,19 @@ import pytest
 
 from gemmscope.engine.messages import Failed, Fatal, Hello, Message, Noticed
 from gemmscope.findings import finding
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 
 from gemmscope.step.conversion import decide, find_head, record_linears, summary  # noqa: E402
 from gemmscope.step.kits.plain import Kit, PlainLinear  # noqa: E402
+from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes  # noqa: E402  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
-from gemmscope.step.module import LiveModule, ModuleStep  # noqa: E402
-from gemmscope.step.module_notes import built_notes, linear_notes  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
 from gemmscope.step.worker import StepWorker  # noqa: E402
 from gemmscope.workload.failures import TraceError  # noqa: E402

@@ -15,11 +15,10 @@ from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.paste.emit import ready_to_paste
 from gemmscope.results.step import StepTime, StepTimes, Variant, Verified
-from gemmscope.step.answer import step_times
+from gemmscope.step.answer import PartialRecipe, candidate, losing_blocks, recommend, step_times
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.findings import observed_findings, step_findings
-from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.recommend import Plan, candidate, losing_blocks, recommend
+from gemmscope.step.step_measurements import StepMeasurements
+from gemmscope.step.waterfall import observed_findings, step_findings
 from gemmscope.toml import parse_toml
 from gemmscope.workload.ops import Work
 from gemmscope.workload.summary import Totals
@@ -41,7 +40,7 @@ def bursts(measurements: StepMeasurements, variant: Variant, center: float, spre
         measurements.take(Sampled({variant.name: burst}, {}))
 
 
-def run(mixed_ms: float) -> tuple[StepMeasurements, list[Plan]]:
+def run(mixed_ms: float) -> tuple[StepMeasurements, list[PartialRecipe]]:
     """FP8 gains in the MLP and loses in the projections."""
     mixed = Variant("FP8Current", 8, ("qkv", "attn out"))
     measurements = StepMeasurements([PLAIN, LOW, mixed], layers=8)
@@ -49,14 +48,14 @@ def run(mixed_ms: float) -> tuple[StepMeasurements, list[Plan]]:
     profile(measurements, LOW, qkv=22, attn_out=12, mlp=40)
     for variant, center in ((PLAIN, 110.0), (LOW, 84.0), (mixed, mixed_ms)):
         bursts(measurements, variant, center)
-    return measurements, [Plan("BF16"), Plan("FP8Current"), Plan("FP8Current", ("qkv", "attn out"))]
+    return measurements, [PartialRecipe("BF16"), PartialRecipe("FP8Current"), PartialRecipe("FP8Current", ("qkv", "attn out"))]
 
 
 def test_blocks_that_lose_are_left_out() -> None:
     measurements, _ = run(80.0)
     assert losing_blocks(measurements, "FP8Current") == ("qkv", "attn out")
     times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
-    assert candidate(measurements, times) == Plan("FP8Current", ("qkv", "attn out"))
+    assert candidate(measurements, times) == PartialRecipe("FP8Current", ("qkv", "attn out"))
 
 
 def test_the_plan_that_was_measured_fastest_wins() -> None:
@@ -87,7 +86,7 @@ def test_a_slower_recipe_is_not_recommended() -> None:
     measurements = StepMeasurements([PLAIN, LOW], layers=8)
     bursts(measurements, PLAIN, 100.0)
     bursts(measurements, LOW, 110.0)
-    best = recommend(measurements, [Plan("BF16"), Plan("FP8Current")])
+    best = recommend(measurements, [PartialRecipe("BF16"), PartialRecipe("FP8Current")])
     assert best is not None
     assert (best.recipe, best.speedup, best.rivals, best.ready_to_paste) == ("BF16", None, (), {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.step.recommend import Plan, block_ms, candidate, recommend
+from gemmscope.step.answer import PartialRecipe, block_ms, candidate, recommend
 from support.recorded_steps import MODELS, RECIPES, answered, replayed
 
 
@@ -49,7 +49,7 @@ def test_no_block_is_left_out_that_gains(name: str) -> None:
     measurements, times = answered(name)
     assert set(block_ms(measurements, "FP8Delayed")) == {"qkv", "attn out", "mlp"}
     assert candidate(measurements, times) is None
-    recommended = recommend(measurements, [Plan(recipe) for recipe in RECIPES])
+    recommended = recommend(measurements, [PartialRecipe(recipe) for recipe in RECIPES])
     assert recommended is not None
     assert (recommended.recipe, recommended.left_out, recommended.rivals) == ("FP8Delayed", (), ())
     assert times.winner is not None

@@ -20,14 +20,13 @@ from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.findings import finding
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.mixers import LinearSpec, MixerSpec
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
-from gemmscope.step.campaign import StepCampaign
-from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.plan import StackPlan, plan_step, share_weights
+from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
 from support.small_steps import NOT_RUN, two_layers
@@ -144,7 +143,9 @@ def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
 
 
 def test_what_is_not_run_is_said() -> None:
-    odd = LayerSpec(ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("Gate", 64, 8),))
+    odd = LayerSpec(
+        ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("layer-input-gate", 64, 8),)
+    )
     findings = {finding.code: finding for finding in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
     assert set(findings) == {"some-norms-not-run", "activation-replaced", "extra-linears-not-run"}
     assert findings["some-norms-not-run"].facts == {"norms": ["5"]}
@@ -356,11 +357,11 @@ def test_memory_that_does_not_suffice_makes_it_shallower(tmp_path: Path, monkeyp
         return campaign, asked
 
     asked: list[int] = []
-    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 4)
+    monkeypatch.setattr("gemmscope.step.step_campaign.LEAST_DEPTH", 4)
     with pytest.raises(DoesNotFitError, match="does not fit in this GPU's memory even with 4 of its layers"):
         run()
     assert asked == [6, 4]
-    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 1)
+    monkeypatch.setattr("gemmscope.step.step_campaign.LEAST_DEPTH", 1)
     again, _ = run()
     assert asked[2:] == [6, 3, 1]
     real, _ = run(real=True)

@@ -10,7 +10,7 @@ import pytest
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 from gemmscope.workload.derive import derive
 from support.hf_variants import variant
 from support.mamba_variants import mixer_variant

@@ -16,11 +16,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine's layers")
 
 from gemmscope.engine.timer import segments  # noqa: E402
-from gemmscope.step.graphs import CapturedStep, GraphMemory  # noqa: E402
 from gemmscope.step.kits.transformer_engine import TransformerEngineKit  # noqa: E402
+from gemmscope.step.live_module import LiveModule, ModuleStep  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
-from gemmscope.step.module import LiveModule, ModuleStep  # noqa: E402
-from gemmscope.step.stack import Step, Weights  # noqa: E402
+from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("FP8Current", "FP8Delayed", "FP8Block")

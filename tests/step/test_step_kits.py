@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import MlpSpec, RunSpec
+from gemmscope.model.layer_spec import MlpSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 
 torch = pytest.importorskip("torch", reason="kits need torch")
 from torch import nn  # noqa: E402

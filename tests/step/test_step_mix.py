@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.step.answer import PartialRecipe, _to_paste
 from gemmscope.step.kept import check_kept, kept_layers, parts_of, too_shallow
-from gemmscope.step.plan import StackPlan, plan_step
-from gemmscope.step.recommend import Plan, _to_paste
+from gemmscope.step.stack_plan import StackPlan, plan_step
 from gemmscope.step.waterfall import PlacedKernel, fallbacks
 
 torch = pytest.importorskip("torch", reason="kits need torch")
@@ -29,9 +28,9 @@ from torch import nn  # noqa: E402
 from gemmscope.engine.rule import StoppingRule  # noqa: E402
 from gemmscope.results.step import StepSettings  # noqa: E402
 from gemmscope.step.answer import step_times  # noqa: E402
-from gemmscope.step.campaign import StepCampaign  # noqa: E402
 from gemmscope.step.kits.plain import Kit  # noqa: E402
 from gemmscope.step.stack import Stack, Weights  # noqa: E402
+from gemmscope.step.step_campaign import StepCampaign  # noqa: E402
 from gemmscope.workload.derive import derive  # noqa: E402
 from gemmscope.workload.summary import totals  # noqa: E402
 from support.campaigns import recorded  # noqa: E402
@@ -236,7 +235,7 @@ def test_shallower_stacks_keep_as_many_layers() -> None:
 
 
 def test_what_a_stack_cannot_keep() -> None:
-    ops = ("Q Proj", "K Proj", "V Proj", "Attn Out", "Mixer Out", "MLP Down")
+    ops = ("q-proj", "k-proj", "v-proj", "attention-out", "mixer-out", "mlp-down")
     check_kept("FP8Current (in BF16: Q Proj, K Proj, V Proj)", ops)
     with pytest.raises(UserError, match="only together, but the mix does not keep K Proj"):
         check_kept("FP8Current (in BF16: Q Proj)", ops)
@@ -255,7 +254,7 @@ def test_layers_in_bf16_are_no_fallback() -> None:
 
 
 def test_settings_to_paste() -> None:
-    texts = _to_paste(Plan("FP8Current (in BF16: first 1, last 2)"), 32)
+    texts = _to_paste(PartialRecipe("FP8Current (in BF16: first 1, last 2)"), 32)
     assert "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2" in texts["Megatron-LM"]
 
 

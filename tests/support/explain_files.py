@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from gemmscope.app.explain import explain
+from gemmscope.commands.explain import explain
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain import ExplainResult
 from support.traces import recorded
 

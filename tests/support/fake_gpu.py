@@ -39,7 +39,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
     def prepare(facts: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[LinearCampaign]:
         known = {"torch", "transformer_engine", "torchao"}
-        monkeypatch.setattr("gemmscope.app.bench.environment", lambda: facts or machine())
+        monkeypatch.setattr("gemmscope.commands.bench.environment", lambda: facts or machine())
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name: (name in packages.split() or None) if name in known else real(name)
         )
@@ -51,7 +51,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
             return self.results
 
         monkeypatch.setattr(LinearCampaign, "run", campaign_run)
-        monkeypatch.setattr("gemmscope.app.bench.LocalWorkers.start_early", lambda *_: None)
+        monkeypatch.setattr("gemmscope.commands.bench.LocalWorkers.start_early", lambda *_: None)
         return ran
 
     return prepare

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import Any, Literal
 
-from gemmscope.engine.pool.units import (
+from gemmscope.pool.units import (
     Event,
     Place,
     PlaceFound,

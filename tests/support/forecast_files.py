@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from gemmscope.app import forecast as forecasting
-from gemmscope.app.model import load_model, model_run
+from gemmscope.commands import forecast as forecasting
+from gemmscope.job.load import load_model, model_run
 from gemmscope.results.forecast import ForecastResult
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 24}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from gemmscope.app.choose import Choices
-from gemmscope.app.model import load_model
-from gemmscope.app.plan import plan
+from gemmscope.bench.choose import Choices
+from gemmscope.commands.plan import plan
+from gemmscope.job.load import load_model
 from gemmscope.results.plan import PlanResult
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemmscope.app.bench import BenchTiming
-from gemmscope.app.choose import Choices
-from gemmscope.app.progress import Reporter
-from gemmscope.app.units import MeasureUnit
-from gemmscope.engine.pool.units import Unit
+from gemmscope.bench.choose import Choices
+from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.folders import state_folder
 from gemmscope.gpu.environment import Environment
+from gemmscope.pool.measure_unit import MeasureUnit
+from gemmscope.pool.units import Unit
+from gemmscope.progress import Reporter
 from gemmscope.results.bench import BenchResult
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.hadamard import rotate
-from gemmscope.numerics.quantizers import Quantizer
+from gemmscope.numerics.quantizers import Quantizer, rotate
 
 ROWS, COLUMNS = 144, 160  # multiples of 16 with an incomplete block of 128 each way
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from gemmscope.errors import UserError
 from gemmscope.findings import Fact, Finding
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, RunSpec
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, ModelSpec, RunSpec
 
 
 class HasFindings(Protocol):

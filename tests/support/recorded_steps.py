@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.engine.messages import Message, parse
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.results.step import StepTimes, Variant
 from gemmscope.step.answer import step_times
-from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-from gemmscope.app import compare as comparing
-from gemmscope.app import shapes as shaping
-from gemmscope.app.model import load_model, model_run
+from gemmscope.commands import compare as comparing
+from gemmscope.commands import shapes as shaping
+from gemmscope.job.load import load_model, model_run
 from gemmscope.results.base import Result
 from support.explain_files import explanation
 from support.fleet_files import shown_fleet

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemmscope.app.model import model_run
-from gemmscope.app.shapes import shapes
 from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
+from gemmscope.commands.shapes import shapes
 from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.findings import finding
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.job.load import model_run
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.read import read_result

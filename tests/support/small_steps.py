@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from gemmscope.model import presets
-from gemmscope.model.spec import MoeSpec, RunSpec
-from gemmscope.step.plan import StackPlan, plan_step, share_weights
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.spec import RunSpec
+from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
 
 MOST_EXPERTS = 8
 NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")  # presets whose layers the stack does not have

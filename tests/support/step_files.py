@@ -6,10 +6,9 @@ from gemmscope.bench.findings import state_findings
 from gemmscope.findings import finding
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import AtBatch, StepResult, StepSettings
-from gemmscope.step.breakeven import break_even_finding
+from gemmscope.step.answer import PartialRecipe, recommend
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.findings import observed_findings, step_findings
-from gemmscope.step.recommend import Plan, recommend
+from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
 from support.machines import machine
 from support.recorded_steps import MODELS, answered, replayed
 
@@ -45,7 +44,7 @@ def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: boo
         layers=len(model.layers),
         seconds={"predicting": 41.0},
         step=times,
-        recommendation=recommend(measurements, [Plan(time.recipe) for time in times.recipes]),
+        recommendation=recommend(measurements, [PartialRecipe(time.recipe) for time in times.recipes]),
         break_even=tuple(at),
         observed_speedup=1.2,
         variants=tuple(variants),

@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gemmscope.app.model import load_model, model_run
-from gemmscope.app.sweep_assembly import Assembly, point_key
-from gemmscope.app.sweep_point import bench_point, step_point
-from gemmscope.engine.pool.outcomes import Outcomes, UnitFailure, UnitOutcome
-from gemmscope.engine.pool.units import Place
 from gemmscope.interval import Interval
+from gemmscope.job.load import load_model, model_run
+from gemmscope.pool.outcomes import Outcomes, UnitFailure, UnitOutcome
+from gemmscope.pool.units import Place
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepResult
+from gemmscope.sweep.assembly import Assembly, point_key
+from gemmscope.sweep.point import bench_point, step_point
 from gemmscope.workload.cases import bare_gemms
 from support.bench_results import LAYER, MODEL, recorded_measurements
 from support.forecast_files import OPTIONS, SIZES

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gemmscope.model import torchtitan
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import ModelSource, RunSpec
 
 LLAMA_8B = """
 # a job for eight GPUs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.trace import read_trace
+from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.findings import Finding
 
 DATA = Path(__file__).parent.parent / "data"

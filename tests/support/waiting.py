@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from gemmscope.app.progress import Reporter
 from gemmscope.gpu.environment import Environment
+from gemmscope.progress import Reporter
 
 
 @dataclass(frozen=True)

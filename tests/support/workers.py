@@ -77,7 +77,7 @@ while True:
 WARM = {
     "gemmscope.bench.worker": ("gemmscope.bench.worker", "gemmscope.bench.backends.cpu"),
     "gemmscope.step.worker": ("gemmscope.step.worker",),
-    "gemmscope.numerics.worker": ("gemmscope.numerics.worker",),
+    "gemmscope.numerics.evaluation.worker": ("gemmscope.numerics.evaluation.worker",),
     "gemmscope.workload.trace_worker": ("gemmscope.workload.trace_worker",),
 }
 """Worker → modules that are imported once for all."""
@@ -176,5 +176,5 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     if request.node.get_closest_marker("real_process") is not None:
         return
     replaced = SimpleNamespace(Popen=_start, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-    for module in ("gemmscope.child", "gemmscope.engine.link", "gemmscope.numerics.stream"):
+    for module in ("gemmscope.child", "gemmscope.engine.link", "gemmscope.numerics.evaluation.requests"):
         monkeypatch.setattr(f"{module}.subprocess", replaced)

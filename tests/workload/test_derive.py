@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.model import presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.workload.derive import Workload, derive, visible_pairs
 from gemmscope.workload.ops import Attention, Linear
 from gemmscope.workload.summary import count_parameters, totals

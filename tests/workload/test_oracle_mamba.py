@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemmscope.app import shapes as app
-from gemmscope.app.model import ModelRun
+from gemmscope.commands import shapes as command
+from gemmscope.job.load import ModelRun
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.check import differences
@@ -65,7 +65,7 @@ def test_settings_that_override_others(model_type: str, settings: dict[str, Any]
 def test_long_sequences_are_not_looped_over() -> None:
     """The kernels of mixers only produce shapes: no GEMM of a fallback, however long the sequence."""
     trace = live({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 32, **TOKENS}, RunSpec(1, 2**20))
-    assert (len(trace.scans), trace.batched_gemms, trace.remainder) == (1, (), ())
+    assert (len(trace.scans), trace.batched_gemms, trace.convolutions) == (1, (), ())
 
 
 @pytest.mark.parametrize(("change", "what"), [({"chunk": 128}, "ssd on 1 x 16: 8 heads of 16"), ({"conv_kernel": 3}, "kernel 3")])
@@ -84,9 +84,11 @@ def test_a_wrong_mixer_is_noticed(change: dict[str, int], what: str) -> None:
 def test_the_check_says_what_it_compared(model_type: str, note: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **TOKENS}
     sizes |= {"num_heads": 8, "head_dim": 16, "num_local_experts": 4, "intermediate_size": 40}
-    monkeypatch.setattr(app, "trace_huggingface", lambda config, batch, sequence: live(dict(config), RunSpec(batch, sequence)))
+    monkeypatch.setattr(
+        command, "trace_huggingface", lambda config, batch, sequence: live(dict(config), RunSpec(batch, sequence))
+    )
     source = hf.from_config({"model_type": model_type, **sizes}, "config.json")
-    result = app.shapes(ModelRun(source, RunSpec(1, 16)), check=True)
+    result = command.shapes(ModelRun(source, RunSpec(1, 16)), check=True)
     assert result.check is not None
     assert result.check.equal
     codes = [finding.code for finding in result.findings]

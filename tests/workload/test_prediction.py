@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from gemmscope import api
-from gemmscope.app.model import load_model, with_prediction_layers
 from gemmscope.errors import UserError
 from gemmscope.forecast.memory import rank_memory
 from gemmscope.gpu.specs import gpu
+from gemmscope.job.load import load_model, with_prediction_layers
 from gemmscope.model import hf, presets
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.workload.check import as_live
 from gemmscope.workload.derive import PREDICTION, derive
 from gemmscope.workload.ops import Linear, Loss

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
 from gemmscope.model import presets
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear, Norm

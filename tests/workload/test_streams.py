@@ -10,9 +10,9 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.memory import memory_of, rank_memory
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import presets
+from gemmscope.model.layer_spec import CompressedSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.model.streams import CompressedSpec
-from gemmscope.step.plan import plan_step
+from gemmscope.step.stack_plan import plan_step
 from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear
@@ -89,7 +89,7 @@ def test_tensor_parallelism_of_compressed_attention() -> None:
     assert isinstance(groups, GroupedLinear)
     assert isinstance(keys, Linear)
     assert isinstance(attention, Attention)
-    assert (groups.groups, groups.inputs, groups.experts) == (2, 4096, False)
+    assert (groups.groups, groups.inputs, groups.facts.block) == (2, 4096, "attention")
     assert (keys.outputs, keys.copies) == (512, 4)
     assert (attention.heads, attention.kv_heads) == (16, 1)
 

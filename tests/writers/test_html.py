@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader
 
-from gemmscope.app.explain import explain
-from gemmscope.app.report import report
+from gemmscope.commands.explain import explain
+from gemmscope.commands.report import report
 from gemmscope.document.combine import MOST_RUNS
 from gemmscope.results.base import Result
 from gemmscope.writers.html import page

@@ -31,12 +31,8 @@ class LinearCampaign(Campaign[Measurements]):
         super().__post_init__()
         self.results = Measurements(self.tasks)
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
+        self.rounds = self.settings.counts.rounds if self.settings.counts else None
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
-
-    @property
-    def rounds(self) -> int | None:
-        """The number of rounds, if it is fixed."""
-        return self.settings.counts.rounds if self.settings.counts else None
 
     @property
     def part(self) -> str:

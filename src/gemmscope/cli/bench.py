@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gemmscope import app
+from gemmscope import commands
 from gemmscope.cli.bench_options import (
     BenchOutputs,
     ChoiceOptions,
@@ -79,13 +79,13 @@ def command(
         "choices": choice_options.choices(),
         "timing": timing,
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": commands.Console(),
     }
-    with app.pools.one_gpu(sweep_options.gpus, on_cpu=arguments["choices"].on_cpu):
+    with commands.one_gpu(sweep_options.gpus, on_cpu=arguments["choices"].on_cpu):
         if profile:
             if outputs.targets():
                 say(f"note: --profile times nothing, so {', '.join(f'--{name}' for name in outputs.targets())} is not written")
-            _report_profile(app.bench.run_for_nsight(job, **arguments))
+            _report_profile(commands.bench.run_for_nsight(job, **arguments))
             return
         arguments |= {
             "resume": timing_options.resume,
@@ -93,7 +93,7 @@ def command(
             "as_te_benchmark": as_te_benchmark,
             "fleet": fleet,
         }
-        result = app.bench.run_bench(job, **arguments, deliver=lambda result: deliver(result, outputs))
+        result = commands.bench.run_bench(job, **arguments, deliver=lambda result: deliver(result, outputs))
     if not result.linears.ops:
         raise typer.Exit(NOTHING_MEASURED)
     if outputs.strict and result.has("fallback"):
@@ -115,11 +115,11 @@ def _sweep(
     model, run = model_options.given(), run_options.given()
     arguments: dict[str, Any] = {
         "choices": choice_options.choices(),
-        "timing": timing_options.bench_timing(app.sweep.DEFAULT_TIMING),
+        "timing": timing_options.bench_timing(commands.sweep.DEFAULT_TIMING),
         "places": sweep_options.places(),
         "resume": timing_options.resume,
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": commands.Console(),
         "deliver": lambda result: deliver(result, outputs),
         "stream": files.write,
     }
@@ -127,14 +127,14 @@ def _sweep(
         if named := [*model, *run]:
             others = ", ".join(map(option, named))
             raise UserError(f"{option('shapes')} is a bare GEMM, but {others} describes a model", "use only one of them")
-        result = app.sweep.gemm_sweep(_one_shape(shapes), axes, **arguments)
+        result = commands.sweep.gemm_sweep(_one_shape(shapes), axes, **arguments)
     else:
-        if gemm := [name for name in axes if name in app.sweep.GEMM_SIZES]:
+        if gemm := [name for name in axes if name in commands.sweep.GEMM_SIZES]:
             problem = f"{gemm[0]} is a size of a bare GEMM, but no GEMM is given"
             raise UserError(
                 problem, f"for example {option('shapes', '8192x4096x14336')}, of which {option('sweep')} varies {gemm[0]}"
             )
-        result = app.sweep.bench_sweep(model, run, axes, **arguments)
+        result = commands.sweep.bench_sweep(model, run, axes, **arguments)
     files.finish()
     if not result.sample_count:
         raise typer.Exit(NOTHING_MEASURED)

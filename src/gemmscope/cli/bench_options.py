@@ -6,16 +6,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gemmscope import app, sizes
+from gemmscope import commands
 from gemmscope.cli.commands import HelpfulCommand
 from gemmscope.cli.output import PageOptions, say
 from gemmscope.errors import UserError, in_shell, option, shown
+from gemmscope.options import values as sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gemmscope.app.bench import BenchTiming
-    from gemmscope.app.choose import Choices
     from gemmscope.workload.cases import Mode
 
 Shape = tuple[int, int, int]
@@ -105,15 +104,15 @@ class RecipeOptions:
         others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
         if not self.no_fp8 or not others or self.recipes is not None:
             return
-        able = app.choose.supported("MXFP8", gpus)
+        able = commands.supported("MXFP8", gpus)
         if able is False or (able and len(others) == OTHER_FP8):
             why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
             flags = in_shell(" ".join(map(option, others)))
             say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")
 
-    def choices(self) -> Choices:
-        """The choices, as `app` takes them."""
-        return app.choose.Choices(self._recipes(), tuple(self.left_out()), self._modes())
+    def choices(self) -> commands.Choices:
+        """The choices, as commands take them."""
+        return commands.Choices(self._recipes(), tuple(self.left_out()), self._modes())
 
     def _recipes(self) -> list[str] | None:
         if self.recipes is None:
@@ -145,8 +144,8 @@ class ChoiceOptions(RecipeOptions):
         if "cpu" not in (self.device, self.backend):
             super().explain_no_fp8(gpus)
 
-    def choices(self) -> Choices:
-        """The choices, as `app` takes them."""
+    def choices(self) -> commands.Choices:
+        """The choices, as commands take them."""
         return replace(super().choices(), device=self.device, backend=self.backend, share_gpu=self.share_gpu)
 
 
@@ -164,14 +163,14 @@ class TimingOptions:
     torchao_filter: bool = True
     resume: bool = False
 
-    def bench_timing(self, usual: BenchTiming | None = None) -> BenchTiming:
-        """The timing, as `app` takes it; the defaults are `usual`. Raises a `UserError` for options that exclude each other."""
+    def bench_timing(self, usual: commands.BenchTiming | None = None) -> commands.BenchTiming:
+        """The timing, as commands take it; the defaults are `usual`. Raises a `UserError` for options that exclude each other."""
         given = {name: value for name, value in vars(self).items() if name != "resume" and value is not None}
         fixed = [option(name) for name in ("num_iters", "num_warmup", "gpu_warmup") if name in given]
         until = [option(name) for name in ("precision", "time_limit") if name in given]
         if fixed and until:
             raise UserError(f"{fixed[0]} measures a fixed number of times, so {until[0]} has no effect", "use only one of them")
-        return replace(usual or app.bench.DEFAULT_TIMING, **given)
+        return replace(usual or commands.DEFAULT_TIMING, **given)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
-from gemmscope import app
+from gemmscope.toml import load_data
+
+
+def presets() -> Sequence[str]:
+    """Well-known models."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in files("gemmscope.model").joinpath("presets").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def gpus() -> Sequence[str]:
+    """GPUs that can be forecast."""
+    return list(load_data("gemmscope.gpu", "specs.toml"))
+
+
+def recipes() -> Sequence[str]:
+    """Recipes of any backend."""
+    return list(load_data("gemmscope.recipe", "recipes.toml"))
+
+
+def networks() -> Sequence[str]:
+    """Networks between NVLink domains."""
+    return list(load_data("gemmscope.forecast", "coefficients/network.toml")["networks"])
+
+
+LISTS: Mapping[str, Callable[[], Sequence[str]]] = {"presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks}
 
 
 def completion(settings: dict[str, Any]) -> Callable[[str], list[str]] | None:
@@ -14,7 +42,7 @@ def completion(settings: dict[str, Any]) -> Callable[[str], list[str]] | None:
         return None
 
     def complete(incomplete: str) -> list[str]:
-        known = app.names.LISTS[settings["names"]]() if "names" in settings else settings["choices"]
+        known = LISTS[settings["names"]]() if "names" in settings else settings["choices"]
         return matching(known, incomplete, several="," in settings.get("metavar", ""))
 
     return complete

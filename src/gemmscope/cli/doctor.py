@@ -1,6 +1,6 @@
 """`gemmscope doctor`."""
 
-from gemmscope import app, writers
+from gemmscope import commands, writers
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import check_targets, to_stdout, write
 
@@ -9,7 +9,7 @@ from gemmscope.cli.output import check_targets, to_stdout, write
 def command(json: str | None = None) -> None:
     """Check what this machine can measure, and what is missing."""
     check_targets({"json": json} if json is not None else {})
-    diagnosis = app.doctor.diagnose()
+    diagnosis = commands.doctor.diagnose()
     if json is not None:
         write(json, diagnosis.to_json())
         if to_stdout(json):

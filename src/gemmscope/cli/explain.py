@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from gemmscope import app
+from gemmscope import commands
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, typed_command
 from gemmscope.errors import UserError, option
@@ -23,7 +23,7 @@ class ExplainOptions:
 @takes(ExplainOptions, FigureOptions, ModelOptions, RunOptions)
 def command(options: ExplainOptions, outputs: FigureOptions, model_options: ModelOptions, run_options: RunOptions) -> None:
     """Explain from a profiler trace why a training step is not faster."""
-    files = [str(path) for path in app.explain.trace_files(options.traces)]
+    files = [str(path) for path in commands.explain.trace_files(options.traces)]
     reads = [*files, *(path for path in (options.baseline, options.against) if path is not None), *model_options.files()]
     perfetto = {"perfetto": options.perfetto} if options.perfetto not in (None, "-") else {}
     check_targets({**outputs.targets(), **perfetto}, reads)
@@ -35,5 +35,5 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
         )
     choices = {**asdict(options), "traces": files}
     job = run_options.of(model_options.load()) if model_options.given() else None
-    result = app.explain.explain(**choices, job=job, command=typed_command(), reporter=app.progress.Console())
+    result = commands.explain.explain(**choices, job=job, command=typed_command(), reporter=commands.Console())
     deliver(result, outputs)

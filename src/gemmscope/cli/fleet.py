@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gemmscope import app
+from gemmscope import commands
 from gemmscope.cli.bench_options import ChoiceOptions, ShapesCommand, TimingOptions, parse_shapes
 from gemmscope.cli.codes import NOTHING_MEASURED, OUTLIERS, UNWRITTEN
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
@@ -45,7 +45,7 @@ class FleetOptions:
 
     def step_options(self) -> dict[str, Any]:
         """The options of a training step that were given."""
-        given = {name: getattr(self, name) for name in app.fleet.STEP_OPTIONS}
+        given = {name: getattr(self, name) for name in commands.fleet.STEP_OPTIONS}
         return {name: value for name, value in given.items() if value}
 
 
@@ -69,7 +69,7 @@ def command(
                 f"{listed} {'applies' if len(given) == 1 else 'apply'} only to measuring, but run files were given",
                 f"remove {'it' if len(given) == 1 else 'them'}, or the run files",
             )
-        result = app.fleet.gather_fleet(runs, tolerance=options.tolerance, command=typed_command())
+        result = commands.fleet.gather_fleet(runs, tolerance=options.tolerance, command=typed_command())
         deliver(result, outputs)
         _exit(result, strict=options.fail_if_outlier)
         return
@@ -83,21 +83,21 @@ def command(
         "step": options.step,
         "shapes": parse_shapes(options.shapes) if options.shapes is not None else None,
         "choices": choice_options.choices(),
-        "timing": app.fleet.with_step_limit(
+        "timing": commands.fleet.with_step_limit(
             timing_options.bench_timing(), step=options.step, given=timing_options.time_limit is not None
         ),
         "step_options": options.step_options(),
         "command": typed_command(),
         "resume": timing_options.resume,
-        "reporter": app.progress.Console(),
+        "reporter": commands.Console(),
     }
     job = run_options.of(model_options.load()) if named else None
-    rank = app.launched.launched() if options.gpus is None and options.ray is None else None  # else one process drives them all
+    rank = commands.launched() if options.gpus is None and options.ray is None else None  # else one process drives them all
     if rank is not None:
         _own_gpu(rank, job, options, outputs, measured)
         return
     choice_options.explain_no_fp8()
-    result = app.fleet.run_fleet(
+    result = commands.fleet.run_fleet(
         job,
         gpus=options.gpus,
         ray=options.ray,
@@ -118,8 +118,8 @@ def _given(options: FleetOptions | TimingOptions) -> list[str]:
 
 
 def _own_gpu(
-    rank: app.launched.Launched,
-    job: app.model.ModelRun | None,
+    rank: commands.Launched,
+    job: commands.ModelRun | None,
     options: FleetOptions,
     outputs: PageOptions,
     measured: dict[str, Any],
@@ -140,9 +140,9 @@ def _own_gpu(
     if targets := outputs.targets():
         listed = ", ".join(map(option, targets))
         raise UserError(f"{started}: {listed} would be written by each of them", f"run: gemmscope fleet {options.folder} …")
-    result, file = app.fleet.run_own_gpu(rank, job, folder=options.folder, **measured)
+    result, file = commands.fleet.run_own_gpu(rank, job, folder=options.folder, **measured)
     say(f"wrote {file}" if result is not None else f"{file} exists: this GPU is not measured again")
-    if result is not None and not app.fleet.has_figures(result):
+    if result is not None and not commands.fleet.has_figures(result):
         raise typer.Exit(NOTHING_MEASURED)
 
 
@@ -151,7 +151,7 @@ def _exit(result: FleetResult, *, strict: bool) -> None:
     that could not be written."""
     if not result.measured:
         raise typer.Exit(NOTHING_MEASURED)
-    if strict and app.fleet.unhealthy(result):
+    if strict and commands.fleet.unhealthy(result):
         raise typer.Exit(OUTLIERS)
     if result.has("fleet-files-missing"):
         raise typer.Exit(UNWRITTEN)

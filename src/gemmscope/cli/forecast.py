@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from gemmscope import app, signals, writers
+from gemmscope import commands, signals, writers
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
 from gemmscope.cli.forecast_options import ForecastOptions
 from gemmscope.cli.options import ClusterOptions, ModelOptions, takes
@@ -59,13 +59,13 @@ def command(
             )
         model, run, axes = model_options.given(), run_options.given() | given_gpus, options.axes()
         with signals.defer_signals():  # also while the points that were computed are written
-            result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
+            result = commands.forecast.sweep(model, run, axes, options.names(), reporter=commands.Console(), **common)
             deliver(result, outputs)
         return
     parsed = None
     if shapes is not None:
-        parsed = parse_shapes(shapes) or [(side, side, side) for side in app.bench.LADDER]
-    result = app.forecast.forecast(
+        parsed = parse_shapes(shapes) or [(side, side, side) for side in commands.bench.LADDER]
+    result = commands.forecast.forecast(
         run_options.of(model_options.load(), **given_gpus) if parsed is None else None,
         options.names(),
         shapes=parsed,
@@ -76,7 +76,7 @@ def command(
         price=options.prices(),
         mix=options.mix,
         keep_higher=options.keep_higher,
-        reporter=app.progress.Console(),
+        reporter=commands.Console(),
         **common,
     )
     deliver(result, outputs)
@@ -104,7 +104,7 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
     where = outputs.csv or outputs.output or "-"
     assert options.gemms is not None
     check_targets({"csv" if outputs.csv else "output": where}, [options.gemms])
-    result = app.forecast.forecast_gemms(options.gemms, options.names(), state=options.state, library=options.library)
+    result = commands.forecast.forecast_gemms(options.gemms, options.names(), state=options.state, library=options.library)
     write(where, result.csv)
     for finding in result.findings:
         say(finding.text)

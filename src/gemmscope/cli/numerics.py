@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from gemmscope import app
+from gemmscope import commands
 from gemmscope.cli.codes import NOTHING_MEASURED
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, typed_command
@@ -51,14 +51,14 @@ def command(options: NumericsOptions, model_options: ModelOptions, run_options: 
             f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them",
         )
     chosen = {name: value for name, value in vars(options).items() if name not in ("recording", "recipes", "device")}
-    result = app.numerics.run_numerics(
+    result = commands.numerics.run_numerics(
         options.recording,
         **chosen,
         recipes=[part.strip() for part in options.recipes.split(",") if part.strip()] if options.recipes is not None else None,
         device=options.device or "cpu",
         job=run_options.of(model_options.load()) if model_options.given() else None,
         command=typed_command(),
-        reporter=app.progress.Console(),
+        reporter=commands.Console(),
         deliver=lambda result: deliver(result, outputs),
     )
     if not result.recipes:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import typer
 
-from gemmscope import app, sizes
+from gemmscope import commands
 from gemmscope.cli.complete import completion
 from gemmscope.cli.describe import metavar_of, settings_of
 from gemmscope.errors import UserError, option, shown
+from gemmscope.options import values as sizes
 
 if TYPE_CHECKING:
-    from gemmscope.app.model import ModelRun
-    from gemmscope.model.source import ModelSource
+    from gemmscope.model.spec import ModelSource
 
 Result = TypeVar("Result")
 
@@ -131,7 +131,7 @@ class ModelOptions:
 
     def load(self) -> ModelSource:
         """The model that was named."""
-        return app.model.load_model(**self.given())
+        return commands.load_model(**self.given())
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class RunOptions:
         values = {name: value for name, value in vars(self).items() if value is not None}
         return values | ({"pp_layers": _numbers(values["pp_layers"])} if "pp_layers" in values else {})
 
-    def of(self, source: ModelSource, **more: Any) -> ModelRun:
+    def of(self, source: ModelSource, **more: Any) -> commands.ModelRun:
         """How this model is run: these options first, then what the model's file says."""
-        return app.model.model_run(source, **self.given(), **more)
+        return commands.model_run(source, **self.given(), **more)
 
 
 @dataclass(frozen=True)

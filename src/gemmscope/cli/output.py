@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gemmscope import app, writers
+from gemmscope import commands, writers
 from gemmscope.errors import UserError, option, shown
 from gemmscope.files import descriptor, same_file, write_text
 from gemmscope.say import say as say  # for the commands
@@ -78,14 +78,14 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
 
     The run file comes first: it holds everything. Standard output comes last: its reader may be gone.
     """
-    document = cache(lambda: app.result.document(result))
+    document = cache(lambda: commands.result.document(result))
     texts: dict[str, Callable[[], str]] = {
         "json": result.to_json,
         "csv": lambda: writers.csv.csv_text(document()),
         "markdown": lambda: writers.markdown.markdown([document()]),
         "html": lambda: writers.html.page([document()]),
     }
-    targets, keeper, failures = outputs.targets(), app.result.Keeper(result), list[UserError]()
+    targets, keeper, failures = outputs.targets(), commands.result.Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
         path, note = keeper.place(place, run_file=name == "json")
         if note:

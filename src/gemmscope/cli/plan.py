@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from gemmscope import app, signals, sizes
+from gemmscope import commands, signals
 from gemmscope.cli.bench_options import RecipeOptions
 from gemmscope.cli.options import ModelOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, typed_command
 from gemmscope.errors import UserError, option, shown
+from gemmscope.options import values as sizes
 
 VARY_HINT = "for example --vary hidden=5120,6144 or --vary layers=32,40"
 
@@ -70,7 +71,7 @@ class PlanOptions:
 
     def settings(self) -> dict[str, Any]:
         """The settings that all layouts share."""
-        return {name: value for name in app.plan.SETTINGS if (value := getattr(self, name)) is not None}
+        return {name: value for name in commands.plan.SETTINGS if (value := getattr(self, name)) is not None}
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -91,7 +92,7 @@ def command(model_options: ModelOptions, options: PlanOptions, recipe_options: R
     check_targets(outputs.targets(), model_options.files())
     names = [part.strip() for part in (options.gpu or "").split(",") if part.strip()]
     with signals.defer_signals():  # also while the layouts that were computed are written
-        result = app.plan.plan(
+        result = commands.plan.plan(
             model_options.load(),
             names,
             options.gpus,
@@ -107,6 +108,6 @@ def command(model_options: ModelOptions, options: PlanOptions, recipe_options: R
             tokens=options.tokens,
             price=options.price,
             command=typed_command(),
-            reporter=app.progress.Console(),
+            reporter=commands.Console(),
         )
         deliver(result, outputs)

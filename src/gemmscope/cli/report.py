@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gemmscope import app, writers
+from gemmscope import commands, writers
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import check_page, check_targets, say, to_stdout, write
 from gemmscope.errors import UserError, option
@@ -20,7 +20,7 @@ def command(runs: list[str], output: str | None = None, markdown: str | None = N
     check_page("output", output)
     if figures is not None and Path(figures).exists() and not Path(figures).is_dir():
         raise UserError(f"{option('figures')} {figures} is a file, not a folder", f"for example {option('figures', 'figures')}")
-    documents, messages = app.report.report(runs)
+    documents, messages = commands.report.report(runs)
     if output is not None:
         write(output, writers.html.page(documents, messages))
     if markdown is not None:
@@ -29,4 +29,4 @@ def command(runs: list[str], output: str | None = None, markdown: str | None = N
         written = writers.figure.save_figures(documents, Path(figures))
         say(f"wrote {len(written)} figures into {figures}" if written else f"there is no chart to draw in {', '.join(runs)}")
     if not any(map(to_stdout, targets.values())):
-        writers.terminal.show_texts(app.report.answers(documents))
+        writers.terminal.show_texts(commands.report.answers(documents))

@@ -2,7 +2,7 @@
 
 import typer
 
-from gemmscope import app, writers
+from gemmscope import commands, writers
 from gemmscope.cli.codes import CHECK_FAILED
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_command
@@ -14,12 +14,11 @@ def command(
 ) -> None:
     """List the GEMMs of one training step."""
     if list_presets:
-        writers.terminal.show_table(app.model.preset_table())
+        writers.terminal.show_table(commands.shapes.preset_table())
         return
     check_targets(outputs.targets(), model_options.files())
-    result = app.shapes.shapes(
-        run_options.of(model_options.load()), check=check, command=typed_command(), reporter=app.progress.Console()
-    )
+    job = run_options.of(model_options.load())
+    result = commands.shapes.shapes(job, check=check, command=typed_command(), reporter=commands.Console())
     deliver(result, outputs)
     if result.check is not None and not result.check.equal:
         raise typer.Exit(CHECK_FAILED)

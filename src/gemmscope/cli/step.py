@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from gemmscope import app
+from gemmscope import commands
 from gemmscope.cli.bench_options import ChoiceOptions
 from gemmscope.cli.codes import NOTHING_MEASURED, POINTS_LOST
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
@@ -60,18 +60,18 @@ def command(
         _sweep(sweep_options, model_options, run_options, choice_options, options, outputs)
         return
     sweep_options.check_alone()
-    budget = app.step.Budget.asked(options.tokens, sweep_options.gpu_count(), options.price)
+    budget = commands.step.Budget.asked(options.tokens, sweep_options.gpu_count(), options.price)
     asked: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in SEPARATE}
     asked |= {
         **options.limits(),
         "command": typed_command(),
-        "reporter": app.progress.Console(),
+        "reporter": commands.Console(),
         "choices": choice_options.choices(),
         "budget": budget,
     }
     job = run_options.of(model_options.load())
     choice_options.explain_no_fp8()
-    result = app.step.run_step(job, **asked, deliver=lambda result: deliver(result, outputs))
+    result = commands.step.run_step(job, **asked, deliver=lambda result: deliver(result, outputs))
     if not result.step.recipes:
         raise typer.Exit(NOTHING_MEASURED)
 
@@ -90,17 +90,17 @@ def _sweep(
         raise UserError(f"{option('sweep')} measures many points, but {option(unused[0])} applies to a single run", hint)
     choice_options.explain_no_fp8()
     files = StreamedFiles(outputs)
-    result = app.sweep.step_sweep(
+    result = commands.sweep.step_sweep(
         model_options.given(),
         run_options.given(),
         sweep_options.axes(),
         choices=choice_options.choices(),
-        step=app.sweep.StepRun(options.hugging_face, options.compile, options.optimizer),  # type: ignore[arg-type]
+        step=commands.sweep.StepRun(options.hugging_face, options.compile, options.optimizer),  # type: ignore[arg-type]
         **options.limits(),
         places=sweep_options.places(),
         resume=options.resume,
         command=typed_command(),
-        reporter=app.progress.Console(),
+        reporter=commands.Console(),
         deliver=lambda result: deliver(result, outputs),
         stream=files.write,
     )

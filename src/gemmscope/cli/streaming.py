@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gemmscope import app, writers
+from gemmscope import commands, writers
 from gemmscope.cli.output import OutputOptions, say, to_stdout
 from gemmscope.errors import UserError
 from gemmscope.files import is_special, write_text
@@ -51,7 +51,7 @@ class StreamedFiles:
         self._decided, ours = True, False
         for name, place in list(self._paths.items()):
             path = Path(place)
-            ours = app.read.continues(result, path) if name == "json" else ours
+            ours = commands.read.continues(result, path) if name == "json" else ours
             if not ours and path.exists() and path.stat().st_size:
                 self._paths[name] = str(path.with_name(f"{path.stem}.partial{path.suffix}"))
                 self._beside.append(Path(self._paths[name]))
@@ -66,4 +66,4 @@ class StreamedFiles:
 
 
 def _page(result: SweepResult) -> str:
-    return writers.html.page([app.result.document(result)], refresh_s=REFRESH_S)
+    return writers.html.page([commands.result.document(result)], refresh_s=REFRESH_S)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemmscope import app, sizes
+from gemmscope import commands
 from gemmscope.errors import UserError, option, shown
+from gemmscope.options import values as sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gemmscope.app.sweep import Places
 
 SWEEP_HINT = "for example --sweep hidden_size=2k:16k:1k or --sweep micro_batch_size=1,2,4,8"
 MOST_VALUES = 100_000
@@ -29,9 +29,9 @@ class SweepOptions:
         """The sizes to vary, with their values."""
         return axes_of(self.sweep or ())
 
-    def places(self) -> Places:
+    def places(self) -> commands.Places:
         """Where the points are measured, as the application takes it."""
-        return app.sweep.Places(self.gpus, self.ray)
+        return commands.Places(self.gpus, self.ray)
 
     def check_alone(self) -> None:
         """Raise a `UserError` for options that only a sweep supports."""

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gemmscope.compare.rows import BETWEEN_RUNS, CONFIDENCE, change
+from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.rule import MEDIAN_ERROR, NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data

@@ -32,7 +32,7 @@ from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult, Verified
-from gemmscope.step.recommend import Plan
+from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.waterfall import place
 
 MOST_KERNELS = 4  # of one part in a tooltip
@@ -118,7 +118,7 @@ def _advice(recommended: Recommendation) -> Advice:
     if recommended.recipe == BASELINE:
         return Advice(phrase("step-advice-stay", baseline=BASELINE, rivals=rivals))
     gain = f" ({units.speedup(recommended.speedup)})" if recommended.speedup is not None else ""
-    plan = Plan(recommended.recipe, recommended.left_out)
+    plan = PartialRecipe(recommended.recipe, recommended.left_out)
     return Advice(phrase("step-advice-use", plan=plan.name, gain=gain, rivals=rivals), recommended.ready_to_paste)
 
 

@@ -28,7 +28,7 @@ from gemmscope.recipe.kept import split_name
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.step import Cost, StepTime, StepTimes
-from gemmscope.step.findings import named_verdict
+from gemmscope.step.waterfall import named_verdict
 
 MOST_ROWS = 12  # of the short view
 PartName = TypeVar("PartName", bound=str)

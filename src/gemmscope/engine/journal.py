@@ -23,6 +23,7 @@ from typing import IO, Any
 from gemmscope import __version__
 from gemmscope.engine.messages import Message, line, parse
 from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
 from gemmscope.folders import state_folder
 
 VERSION = 3  # of the tables and messages: part of the file's name, so that another version keeps its own
@@ -223,3 +224,10 @@ class RecordedRun:
         if complete:
             with suppress(UserError):  # the results are already written, so a full disk does not matter any more
                 self.journal.ask("UPDATE run SET finished = ? WHERE id = ?", time.time(), self.number)
+
+
+def not_resumed(recording: RecordedRun) -> Finding | None:
+    """Why `resume` begins anew; None if it does not."""
+    if recording.resumed:
+        return None
+    return finding("resume-runs-elsewhere" if recording.running_elsewhere else "nothing-to-resume")

@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gemmscope.explain.messages import BUS_FACTORS, NCCL_MARK, CollectiveMessage, kind_of, message_of_mark
-from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
-from gemmscope.explain.view import TraceView
+from gemmscope.explain.recorded_trace import (
+    BUS_FACTORS,
+    NCCL_MARK,
+    CollectiveMessage,
+    GpuWork,
+    Operator,
+    RecordedTrace,
+    kind_of,
+    message_of_mark,
+)
+from gemmscope.explain.trace_view import TraceView
 from gemmscope.results.explain import CollectiveTotal
 
 SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
@@ -54,7 +62,7 @@ def collectives_of(view: TraceView) -> list[Collective]:
         Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
         for step, shares in zip(view.steps.chosen, view.shares, strict=True)
         for index in view.indices_in(step)
-        if view.placed[index].name == "communication" and not (work := trace.work[index]).copy
+        if view.work_classes[index].name == "communication" and not (work := trace.work[index]).copy
     ]
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from gemmscope.explain.place import LOW, PlacedWork
+from gemmscope.explain.recorded_trace import GEMM_OPERATORS, Operator, RecordedTrace
 from gemmscope.explain.scopes import Phase, Scope
-from gemmscope.explain.trace import GEMM_OPERATORS, Operator, RecordedTrace
+from gemmscope.explain.work_class import LOW, WorkClass
 
 TracedPass = Literal["fprop", "dgrad", "wgrad", "recomputed", ""]
 MOST_DIMENSIONS = 12
@@ -53,7 +53,7 @@ NO_GEMM = TracedGemm(work=-1, precision="", pass_name="", size=None, flops=0.0, 
 PASSES: dict[Phase, TracedPass] = {"forward": "fprop", "backward": "dgrad", "recomputed": "recomputed"}
 
 
-def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence[PlacedWork]) -> list[TracedGemm]:
+def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], work_classes: Sequence[WorkClass]) -> list[TracedGemm]:
     """All GEMMs of the trace, in order."""
     by_external = trace.operators_by_id()
     layers = [operator for operator in reversed(trace.operators) if operator.sequence is not None and _layer_gemms(operator)]
@@ -62,7 +62,7 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
     gemms: list[TracedGemm] = []
     latest: dict[Any, TracedGemm] = {}  # on each stream
     finished: list[tuple[TracedGemm, TracedGemm | None]] = []  # second kernels, and the GEMMs that they belong to
-    for number, (work, scope, kernel) in enumerate(zip(trace.work, scopes, placed, strict=True)):
+    for number, (work, scope, kernel) in enumerate(zip(trace.work, scopes, work_classes, strict=True)):
         if not kernel.is_gemm:
             continue
         operator = _owner(by_external.get(work.external), scope)
@@ -80,7 +80,7 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
     for second, first in finished:
         second.size = first.size if first is not None else None
     _find_passes(gemms)
-    _find_head(gemms, placed)
+    _find_head(gemms, work_classes)
     return gemms
 
 
@@ -182,13 +182,13 @@ def _find_passes(gemms: Sequence[TracedGemm]) -> None:
             gemm.pass_name = "wgrad" if k in tokens and m not in tokens else "dgrad"
 
 
-def _find_head(gemms: Sequence[TracedGemm], placed: Sequence[PlacedWork]) -> None:
+def _find_head(gemms: Sequence[TracedGemm], work_classes: Sequence[WorkClass]) -> None:
     """The GEMMs of the output head: the last forward GEMM before the loss, and those of the same sizes."""
     by_work = {gemm.work: gemm for gemm in gemms}
     votes: Counter[tuple[int, ...]] = Counter()
     latest: TracedGemm | None = None
     after = 0  # GEMMs after the loss that still belong to the head: its dgrad and wgrad
-    for number, work in enumerate(placed):
+    for number, work in enumerate(work_classes):
         gemm = by_work.get(number)
         if gemm is not None and not gemm.reduces:
             latest = gemm if gemm.pass_name in ("fprop", "") else latest

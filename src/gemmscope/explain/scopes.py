@@ -14,7 +14,7 @@ from itertools import islice
 from math import inf, nextafter
 from typing import Any, Literal
 
-from gemmscope.explain.trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
+from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
@@ -42,7 +42,7 @@ class Scope:
         return next((operator for operator in self.operators if operator.name.startswith(EVALUATES)), None)
 
 
-def scopes(trace: RecordedTrace) -> list[Scope]:
+def find_scopes(trace: RecordedTrace) -> list[Scope]:
     """One scope for every piece of work, in the same order."""
     by_thread: dict[Any, list[tuple[float, int]]] = {}
     for number, work in enumerate(trace.work):

@@ -4,12 +4,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from gemmscope.explain.account import EXPOSED
-from gemmscope.explain.cause import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
-from gemmscope.explain.host import host_activities
-from gemmscope.explain.timeline import Gap
-from gemmscope.explain.unrecorded import incomplete_replays
-from gemmscope.explain.view import TimedWork, add_up
+from gemmscope.explain.host_activity import host_activities
+from gemmscope.explain.step_evidence import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.timeline import Gap, incomplete_replays
+from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import Cause
 
@@ -207,7 +205,7 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
         return
     items = step.of_class("communication")
     total = step.account.communication_ms
-    updates = [item for item in step.items if item.placed.facts.kernel_class == "update"]
+    updates = [item for item in step.items if item.work_class.facts.kernel_class == "update"]
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
     hidden_share = step.account.hidden_ms / total
     evidence = [

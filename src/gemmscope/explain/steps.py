@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError, option
+from gemmscope.explain.recorded_trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import optimizer_spans
-from gemmscope.explain.stream import HOW_TO_RECORD
-from gemmscope.explain.trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
+from gemmscope.explain.trace_file import HOW_TO_RECORD
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")

@@ -4,20 +4,23 @@ Computation comes first: communication and copies that run at the same time are 
 runs without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only
 copies run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that
 compute at the same time share that time equally.
+
+A gap in the recording is not idle time where the GPU must have been busy. Two things show it: a CUDA graph was replayed, and its
+kernels are missing from the trace, or most of those that other replays of it have; or the CPU waited for the GPU in a
+synchronization or a copy, which returns only when the GPU has finished.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.host import by_key
+from gemmscope.explain.host_activity import Covered, by_key
+from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
-from gemmscope.explain.trace import GpuWork, RecordedTrace
-from gemmscope.explain.unrecorded import UnrecordedWork
 
 Idle = Literal[
     "late launch", "late launch after synchronization", "no launch for over 1 ms", "between kernels", "other stream",
@@ -30,6 +33,11 @@ NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
+
+
+LONG_WAIT_US = 500.0  # a shorter wait may be the time that the call itself takes
+MISSING = 0.5  # of the kernels of a complete replay
+COMPLETE = 2  # replays that are alike show what a complete one is
 
 
 @dataclass(frozen=True)
@@ -222,3 +230,78 @@ def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float 
         if wait.start < begin and begin - 20.0 <= wait.end <= launched:
             return wait.end
     return None
+
+
+class UnrecordedWork:
+    """Answers whether the GPU was busy, as far as the CPU shows it, although nothing was recorded."""
+
+    def __init__(self, trace: RecordedTrace) -> None:
+        self._waits = by_key(_waits(trace))
+        self._replays = Covered(_replays(trace))
+
+    def explains(self, begin: float, end: float, next_call: Call | None) -> bool:
+        """`next_call`: what launched the work that ended the gap. If that was launched before the gap, a wait was for that."""
+        half = 0.5 * (end - begin)
+        if self._replays.within(begin, end) > half:
+            return True
+        waits = self._waits.get(next_call.thread) if next_call is not None and next_call.start > begin else None
+        return waits is not None and waits.within(begin, end) > half
+
+
+def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
+    """When each thread waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
+    for wait in trace.waits:
+        if "Synchronize" in wait.name and wait.end - wait.start > LONG_WAIT_US:
+            yield wait.thread, wait.start, wait.end
+    for work in trace.work:
+        if work.copy and "DtoH" in work.name and (call := trace.launches.get(work.correlation)) is not None:
+            end = min(call.end, work.start)
+            if end - call.start > LONG_WAIT_US:
+                yield call.thread, call.start, end
+
+
+def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
+    """Time from the launch of a graph whose kernels are missing until the next work of another launch begins, or a wait ends."""
+    incomplete = incomplete_replays(trace)
+    if not incomplete:
+        return
+    calls = ((trace.launches.get(work.correlation), work.start) for work in trace.work)
+    launched = sorted((call.start, start) for call, start in calls if call is not None)
+    moments = [moment for moment, _ in launched]
+    synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
+    last = max(work.end for work in trace.work)
+    for replay in incomplete:
+        at = bisect_right(moments, replay.start)
+        end = launched[at][1] if at < len(launched) else max(last, replay.end)
+        wait = bisect_left(synchronizations, replay.start, key=lambda call: call.start)
+        if wait < len(synchronizations):
+            end = min(end, max(synchronizations[wait].end, replay.end))
+        if end > replay.start:
+            yield replay.start, end
+
+
+def incomplete_replays(trace: RecordedTrace) -> list[Call]:
+    """Launches of graphs whose kernels are missing from the trace, or most of them."""
+    replays = {key: call for key, call in trace.launches.items() if "GraphLaunch" in call.name}
+    if not replays:
+        return []
+    kernels: dict[object, list[GpuWork]] = {key: [] for key in replays}
+    for work in trace.work:
+        if work.correlation in kernels:
+            kernels[work.correlation].append(work)
+    sequences = {key: tuple(work.name for work in group) for key, group in kernels.items()}
+    times = Counter(sequences.values())
+    longest: dict[str, tuple[str, ...]] = {}
+    for names in times:
+        if names and times[names] >= COMPLETE and len(names) > len(longest.get(names[0], ())):
+            longest[names[0]] = names
+    replayed = sorted(replays.items(), key=lambda replay: replay[1].start)
+    return [call for key, call in replayed if _is_incomplete(sequences[key], longest, times)]
+
+
+def _is_incomplete(names: tuple[str, ...], longest: Mapping[str, tuple[str, ...]], times: Mapping[tuple[str, ...], int]) -> bool:
+    """Without kernels, or the begin of a sequence that other replays have: graphs that begin alike are not the same graph."""
+    if not names:
+        return True
+    complete = longest.get(names[0], ())
+    return times[names] == 1 and len(names) < MISSING * len(complete) and complete[: len(names)] == names

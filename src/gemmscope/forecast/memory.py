@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from gemmscope.forecast.memory_blocks import FP32_BYTES, NOTHING, BlockMemory, Blocks, block_memory
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
+from gemmscope.model.layer_spec import LayerSpec
+from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
@@ -48,7 +49,7 @@ class RankMemory:
 
     def fit(self, chip: GpuSpec) -> Fit:
         """Whether it fits in memory; it does not fit only if even `least` is too much."""
-        available = memory_bytes(chip)
+        available = chip.memory_bytes
         if self.least > available:
             return "does not fit"
         if self.total > available:
@@ -96,20 +97,9 @@ def memory_of(model: ModelSpec) -> "ModelMemory":
 
 
 @cache
-def facts() -> dict[str, Any]:
+def memory_facts() -> dict[str, Any]:
     """The table of `coefficients/memory.toml`: what does not follow from sizes."""
     return load_data("gemmscope.forecast", "coefficients/memory.toml")
-
-
-def memory_bytes(chip: GpuSpec) -> float:
-    """The memory of a GPU as its driver reports it.
-
-    >>> from gemmscope.gpu.specs import gpu
-    >>> round(memory_bytes(gpu("h100")) / 1e9, 1)
-    85.5
-    """
-    mib = facts()["total_mib"].get(chip.name)
-    return float(mib * 2**20 if mib is not None else chip.memory_gb * 1e9)
 
 
 class ModelMemory:
@@ -191,7 +181,7 @@ class Storage(NamedTuple):
 @cache
 def storage(recipe_name: str, architecture: str) -> Storage:
     """What a recipe stores of weights and activations. On Blackwell, one copy of a tensor-scaled value serves both directions."""
-    chosen, twice = recipe(recipe_name), facts()["kept_twice"]
+    chosen, twice = recipe(recipe_name), memory_facts()["kept_twice"]
     if not chosen.quantizes:
         return Storage(0.0, ELEMENT_BYTES, 0.0, 0.0)
     once = chosen.scales == "tensor" and architecture.startswith("10.")
@@ -264,7 +254,7 @@ class _Stage(NamedTuple):
         cls, run: RunSpec, stage: int, parts: Sequence[tuple[BlockMemory, int]], embedding: BlockMemory, head: BlockMemory
     ) -> "_Stage":
         """`parts`: each kind of layer, with how many of it there are."""
-        known, zero, fp32 = facts(), run.zero_stage, run.state_precision == "fp32"
+        known, zero, fp32 = memory_facts(), run.zero_stage, run.state_precision == "fp32"
         if len(parts) == 1:
             (block, depth), *_ = parts
             layers = BlockMemory._make(value * depth for value in block)
@@ -303,7 +293,7 @@ class _Stage(NamedTuple):
 
     def in_recipe(self, run: RunSpec, stored: Storage) -> RankMemory:
         """The memory in one recipe, with bounds for settings that the run leaves open."""
-        known, layers = facts(), self.layers
+        known, layers = memory_facts(), self.layers
         weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
         all_copies = copies = layers.quantized * stored.copies
         if copies and zero == 3:  # they last as long as the gathered weights

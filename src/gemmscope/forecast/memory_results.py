@@ -3,9 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import RankMemory, memory_bytes
+from gemmscope.forecast.memory import RankMemory, blended, rank_memory
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.traced import traced_memory
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.model.spec import RunSpec
+from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import RecipeMemory
 
 
@@ -27,7 +31,7 @@ def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> Recipe
         total_bytes=memory.total,
         least_bytes=memory.least,
         most_bytes=memory.most,
-        available_bytes=memory_bytes(chip),
+        available_bytes=chip.memory_bytes,
         fit=memory.fit(chip),
     )
 
@@ -81,3 +85,19 @@ def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:
     smaller = [] if run.recompute == "full" else ["‹recompute› full"]
     smaller += ["a smaller ‹micro_batch_size›"] if run.micro_batch_size > 1 else ["‹cp›"]
     return [*sharing, *splitting, *smaller] if states > kept or unknown else [*smaller, *splitting, *sharing]
+
+
+def memory_of_recipe(subject: RankWorkload, name: str, chip: GpuSpec, forecast: StepForecast) -> RecipeMemory:
+    """The memory that a recipe needs; for a mix, between that of its recipes, by the share of the linears that it keeps."""
+    chosen = recipe(name)
+    if chosen.kept is None:
+        return memory_result(_rank_memory(subject, name, chip), name, chip)
+    low, high = (_rank_memory(subject, recipe_name, chip) for recipe_name in (chosen.base, chosen.kept.recipe))
+    return memory_result(blended(low, high, forecast.kept_share(name)), name, chip)
+
+
+def _rank_memory(subject: RankWorkload, name: str, chip: GpuSpec) -> RankMemory:
+    if subject.source.model is not None:
+        return rank_memory(subject.source.model, subject.run, name, chip)
+    assert subject.trace is not None
+    return traced_memory(subject.trace, subject.run, name, chip)

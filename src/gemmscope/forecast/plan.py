@@ -16,11 +16,11 @@ from math import sqrt
 from typing import NamedTuple
 
 from gemmscope import signals
+from gemmscope.forecast.communication import Network
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.network import Network
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import WAITING, StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
@@ -149,7 +149,7 @@ def _that_fit(
     share: _Share,
 ) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
     """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
-    model, chip, available = search.task.model, forecaster.chip, memory_bytes(forecaster.chip)
+    model, chip, available = search.task.model, forecaster.chip, forecaster.chip.memory_bytes
     place = first
     for _, alike in groupby(runs, key=_same_ops):
         workload: Workload | None = None

@@ -8,10 +8,9 @@ from typing import Any
 
 from gemmscope import signals
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.communication import Network, cluster
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import memory_bytes, memory_of
-from gemmscope.forecast.network import Network
-from gemmscope.forecast.overlap import cluster
+from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
@@ -103,8 +102,8 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
 
     run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(model)
     needed = {name: of_model.rank(run, name, chip) for name in steps}
-    unfit = tuple(name for name, memory in needed.items() if memory.least > memory_bytes(chip))
-    unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > memory_bytes(chip))
+    unfit = tuple(name for name, memory in needed.items() if memory.least > chip.memory_bytes)
+    unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > chip.memory_bytes)
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
     winner = winner_among(speedups, ratio, unfit)
@@ -112,7 +111,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
     if winner is None:
         least_gb = min(memory.least for memory in needed.values()) / 1e9
-        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {memory_bytes(chip) / 1e9:.0f} GB"
+        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
         return SweepPoint(**about, why_not=why_not, memory_gb=least_gb)
     return SweepPoint(
         **about,
@@ -139,13 +138,13 @@ def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
         if point.unfit:
             unfit.setdefault(() if point.winner is None else point.unfit, []).append(point.place)
     for recipes, places in unfit.items():
-        memory_gb = memory_bytes(chip) / 1e9
+        memory_gb = chip.memory_bytes / 1e9
         if recipes:
             findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
         else:
             findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
     if unsure := [point.place for point in points if point.may_not_fit]:
-        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=memory_bytes(chip) / 1e9))
+        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=chip.memory_bytes / 1e9))
     if bound:
         launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
         findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))

@@ -1,4 +1,4 @@
-"""What a traced module runs beside its linears, on a GPU: time by part of the step, uncertainty, launches.
+"""What a traced module runs beside its linears, on a GPU: time by part of the step, uncertainty, launches, memory.
 
 A trace has every operator with its bytes, but does not show which of them a compiler fuses into one kernel. `fused` assumes that
 chains of operators are fused, as torch.compile does (see `workload/traffic.py`); else every operator is a kernel. Error bars are
@@ -9,22 +9,23 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from gemmscope.forecast.memory import RankMemory, memory_facts, shards, storage
+from gemmscope.forecast.memory_blocks import FP32_BYTES
 from gemmscope.forecast.training import attention_ms, facts
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import BatchedGemm, Direction, Linear, Op, Remainder
+from gemmscope.workload.ops import ELEMENT_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
 from gemmscope.workload.recorded import Between, TracedAttention
 from gemmscope.workload.scans import CausalConv, Scan
-from gemmscope.workload.trace import MIXER
+from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
 
-FP32_BYTES = 4
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
-_PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
-TracedOp = Between | BatchedGemm | Remainder | TracedAttention
+TracedOp = Between | BatchedGemm | Convolution | TracedAttention
 
 
 @cache
@@ -35,13 +36,7 @@ def coefficients() -> dict[str, Any]:
 
 def part_of(op: TracedOp) -> StepPart:
     """The part of the step that an op belongs to."""
-    if isinstance(op, Between):
-        return "head and loss" if op.section == HEAD else _PARTS.get(op.kind, "norms and activations")
-    if op.section == MIXER:
-        return "linear attention"
-    if isinstance(op, Remainder):
-        return "convolutions"
-    return "attention" if isinstance(op, TracedAttention) or op.role else "other"
+    return "linear attention" if op.section == MIXER else op.facts.part
 
 
 def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
@@ -51,7 +46,7 @@ def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
         return float(coefficients()["unfused_attention" if op.unfused else "explicit_mask"]["uncertainty"])
     if isinstance(op, Between):
         return float(table["fused" if fused else "eager"])
-    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Remainder) else "batched_gemm"
+    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Convolution) else "batched_gemm"
     return float(table[kind])
 
 
@@ -66,7 +61,7 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
         slower = coefficients()["explicit_mask"]["slower"] if op.mask_bytes and not op.unfused else 1.0
         once = op.forward_runs * one_way(op, chip, "forward") + op.backward_runs * one_way(op, chip, "backward")
         return float(op.count * once * slower)
-    known = coefficients()["convolution" if isinstance(op, Remainder) else "batched_gemm"]
+    known = coefficients()["convolution" if isinstance(op, Convolution) else "batched_gemm"]
     work = op.work()
     once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
     return float(op.count * (once + launch_ms))
@@ -95,7 +90,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
         elif isinstance(op, TracedAttention):
             kernels = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
             count += op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs)
-        elif isinstance(op, (BatchedGemm, Remainder)):
+        elif isinstance(op, (BatchedGemm, Convolution)):
             count += op.count
         elif isinstance(op, (Scan, CausalConv)):
             count += op.count * (2 * facts()["linear attention"]["kernels"] if isinstance(op, Scan) else 2)
@@ -107,3 +102,28 @@ def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: boo
     table = facts()["quantize"]
     casts = 3 * table.get(recipe_name, table["other"])["kernels"] * quantized if recipe(recipe_name).quantizes else 0
     return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)
+
+
+def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
+    """Weights, gradients, optimizer and activations. Activations are those of eager autograd in BF16, in every recipe.
+
+    Lower bound: a compiler recomputes part of the activations. Upper bound: the allocator is fragmented.
+    """
+    known, zero, fp32 = memory_facts(), run.zero_stage, run.state_precision == "fp32"
+    ranks, _ = shards(run)
+    state_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
+    gradient_bytes = FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
+    shared = trace.trainable / ranks
+    weights = trace.parameters / ranks * state_bytes if zero == 3 else trace.parameters * ELEMENT_BYTES
+    gradients = gradient_bytes * (shared if zero >= 2 else trace.trainable)
+    master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
+    linears = [op for op in as_workload(trace).ops if isinstance(op, Linear) and op.quantized and op.section != HEAD]
+    copies = storage(recipe_name, chip.architecture).copies * sum(op.groups * op.inputs * op.outputs * op.count for op in linears)
+    states, workspace = weights + gradients + master + moments, 2.0 * trace.largest_saved_bytes
+    reserve = known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9
+    least = states + trace.saved_bytes * coefficients()["kept"]["least"] + known["reserve_gb"]["least"] * 1e9
+    scattered = known["fragmentation"]["most"] * (trace.saved_bytes + gradients)
+    most = states + copies + trace.saved_bytes + scattered + 2 * workspace + known["reserve_gb"]["most"] * 1e9
+    return RankMemory(
+        weights, gradients, master, moments, float(trace.saved_bytes), copies, 0.0, workspace, reserve, least, most
+    )  # fmt: skip

@@ -1,32 +1,41 @@
-"""The datasheets of GPUs: `specs.toml` as objects, and the names by which people choose a GPU."""
+"""The GPUs of `specs.toml` as objects, and the names by which people choose one."""
 
 import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from gemmscope.errors import UserError, shown
-from gemmscope.toml import load_data
+from gemmscope.toml import complete, load_data
 
 
 @dataclass(frozen=True)
 class GpuSpec:
     """One GPU. `tflops` are dense rates by format (bf16, fp8, fp4); the other fields carry their unit in their name.
 
-    `sustained_tflops` are the rates that its power limit allows, where that is known to be far less.
+    `sustained_tflops` are the rates that its power limit allows, where that is known to be far less; `usual_share` is what large
+    GEMMs reach of `tflops` in training. `network`, `nvlink_domain` and `host_gbps` are those of its usual system,
+    and `collectives_of` is the GPU whose measured collectives are taken.
     """
 
     name: str
     device: str
     title: str
-    capability: tuple[int, int]
+    capability: Annotated[tuple[int, int], BeforeValidator(lambda text: text.split("."))]
     sms: int
     memory_gb: float
+    memory_mib: int
     bandwidth_tbps: float
     tflops: Mapping[str, float]
+    usual_share: float
+    network: str
+    nvlink_domain: int
+    host_gbps: float
+    collectives_of: str
     source: str
     disagreements: str = ""
     sustained_tflops: Mapping[str, float] = field(default_factory=dict)
@@ -40,15 +49,22 @@ class GpuSpec:
         """
         return f"{self.capability[0]}.{self.capability[1]}"
 
+    @property
+    def memory_bytes(self) -> float:
+        """The memory as the driver reports it.
+
+        >>> round(gpu("h100").memory_bytes / 1e9, 1)
+        85.5
+        """
+        return float(self.memory_mib * 2**20)
+
 
 @cache
 def gpus() -> Mapping[str, GpuSpec]:
     """All GPUs by name."""
-    adapter, table = TypeAdapter(GpuSpec), load_data("gemmscope.gpu", "specs.toml")
-    return {
-        name: adapter.validate_python({**facts, "name": name, "capability": facts["capability"].split(".")})
-        for name, facts in table.items()
-    }
+    table, read = load_data("gemmscope.gpu", "specs.toml"), TypeAdapter(GpuSpec).validate_python
+    own = {name: {"name": name, "collectives_of": facts.get("collectives_of", name)} for name, facts in table.items()}
+    return {name: read(complete(GpuSpec, facts, **own[name])) for name, facts in table.items()}
 
 
 def gpu(name: str) -> GpuSpec:

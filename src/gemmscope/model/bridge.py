@@ -1,23 +1,27 @@
 """Megatron-Bridge YAML: a recipe's overrides, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint.
 
-The `model:` section uses Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the batch,
+The `model:` section uses Megatron-core's own names, so `megatron_run` reads it nearly as it is; `train:` gives the batch,
 `dataset:` the sequence length, `ddp:`, `dist:`, `optimizer:` and `comm_overlap:` what data-parallel ranks share and what
 overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B` has sizes of its own,
-which `bridge_classes` knows. For any other class, every setting that decides a shape must be in the YAML.
+which are in Megatron-Bridge's code, so they ship as data with gemmscope (`bridge_classes.toml`); what the file says itself
+overrides them. For any other class, every setting that decides a shape must be in the YAML.
 """
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, did_you_mean, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.model.bridge_classes import VOCABULARY, has_sizes, provider_classes
-from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_hybrid import PATTERNS
-from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
-from gemmscope.model.source import ModelSource
+from gemmscope.model.megatron_model import REQUIRED, other_model
+from gemmscope.model.megatron_run import model_source
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.spec import ModelSource
+from gemmscope.toml import load_data
 
+VOCABULARY = "tokenizer_vocabulary"  # of a class
 BRIDGE, SECTIONS = FACTS["bridge"], FACTS["bridge_sections"]
 SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
@@ -115,8 +119,7 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Ma
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if not missing:
         return
-    known = closest(provider[:80], provider_classes())
-    suggestion = f"did you mean {' or '.join(known)}? " if known and not own else ""
+    suggestion = "" if own else did_you_mean(provider, provider_classes())
     raise UserError(
         f"model._target_ is {provider[:80]}, a class with default sizes that are not known here; missing: {', '.join(missing)}"
         if not own
@@ -230,3 +233,30 @@ def _follow(document: Mapping[str, object], value: object) -> object:
             return Unknown(reference[0], "the file does not set it")
         value = target
     return Unknown("a reference", "it points to another reference, and so on")
+
+
+@cache
+def provider_classes() -> dict[str, dict[str, object]]:
+    """The settings of every known class. Classes that leave the sizes open have no `num_layers` and no pattern.
+
+    >>> provider_classes()["Llama3ModelProvider8B"]["hidden_size"]
+    4096
+    """
+    settings: dict[str, dict[str, object]] = {}
+    for family in load_data("gemmscope.model", "bridge_classes.toml").values():
+        defaults, classes = family.get("defaults", {}), family.get("classes", {})
+        settings |= {name: dict(defaults) for name in family.get("bases", ())}
+        settings |= {name: {**defaults, **_own_settings(classes, facts)} for name, facts in classes.items()}
+    return settings
+
+
+def _own_settings(classes: dict[str, Any], facts: dict[str, Any]) -> dict[str, object]:
+    """What a class sets beyond its family's defaults; "none" is None, which TOML does not have."""
+    inherited = _own_settings(classes, classes[facts["like"]]) if "like" in facts else {}
+    own = {name: None if value == "none" else value for name, value in facts.items() if name != "like"}
+    return {**inherited, **own}
+
+
+def has_sizes(settings: Mapping[str, object]) -> bool:
+    """Whether these are the settings of a whole model."""
+    return "num_layers" in settings or "hybrid_layer_pattern" in settings

@@ -1,6 +1,6 @@
 """Megatron-Bridge recipes in Python: a function that builds a provider class and changes a few settings.
 
-A recipe is never run. Its syntax tree is searched for a provider class that `bridge_classes` knows
+A recipe is never run. Its syntax tree is searched for a provider class that `bridge` knows
 (`cfg.model = Nemotron3NanoProvider(seq_length=8192)`), for the configuration classes of a run
 (`TrainingConfig(micro_batch_size=1)`) and for assignments (`cfg.train.micro_batch_size = 2`). Names stand for the default of the
 function's parameter or for a constant. The result has the same sections as a YAML file, and `bridge` reads it. A model that
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
 from gemmscope.model import bridge, presets
-from gemmscope.model.bridge_classes import provider_classes
-from gemmscope.model.megatron_args import REQUIRED
-from gemmscope.model.megatron_values import FACTS, Unknown, evaluate
-from gemmscope.model.source import ModelSource
+from gemmscope.model.bridge import provider_classes
+from gemmscope.model.megatron_model import REQUIRED
+from gemmscope.model.megatron_settings import FACTS, Unknown, evaluate
+from gemmscope.model.spec import ModelSource
 
 RECIPE = FACTS["bridge_recipe"]
 CONFIGURATIONS: dict[str, str] = RECIPE["classes"]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from gemmscope.errors import UserError, closest, shown
+from gemmscope.model.limits import check_size
 from gemmscope.toml import load_data
 
 LARGEST_NUMBER = 2**62  # of any setting; most have a far smaller limit of their own
@@ -155,8 +156,11 @@ class FamilyConfig:
             problem = f"must {'not be negative' if value < 0 else f'be at most {LARGEST_NUMBER}'}, got {shown(value)}"
         raise UserError(f"{next(iter(given))} {problem}", "correct it in the config")
 
-    def size(self, name: str) -> int:
-        """A size that the model needs. Where only the class has it, a key of the config that resembles it is a misspelling."""
+    def size(self, name: str, limit: str = "") -> int:
+        """A size that the model needs, checked if a `limit` is named.
+
+        Where only the class has it, a key of the config that resembles it is a misspelling.
+        """
         value, names = self.optional_size(name), ALIASES.get(name, (name,))
         similar = _misspelled(names, [*self.config]) if value is None or self.config.keys().isdisjoint(names) else ""
         if value is None or similar:
@@ -165,7 +169,7 @@ class FamilyConfig:
                 + (f"; it has {similar!r}" if similar else ""),
                 f'add "{names[0]}": N' + (f", or rename {similar!r}" if similar else ""),
             )
-        return value
+        return check_size(name, value, limit) if limit else value
 
 
 def _misspelled(names: Sequence[str], config: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ parts that have no closed form (linear attention, cross attention), gives a sour
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from gemmscope.errors import LONGEST_SHOWN, UserError, option, shown
 from gemmscope.findings import Finding, finding
@@ -23,14 +23,14 @@ from gemmscope.model.families import (
 )
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
+from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, NormSpec
 from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-_CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_CLOSED_FORM_LAYERS = frozenset({blocks.FULL, blocks.SLIDING})
 
 
 def recognises(text: str) -> bool:
@@ -104,7 +104,7 @@ def _with_layer_types(model_type: str, config: Mapping[str, Any]) -> Mapping[str
         return config
     if any(number not in (0, 1) for number in numbers):
         raise UserError(f"{key} must contain only 0 (linear attention) and 1 (full attention)", "correct it in the config")
-    return {**config, "layer_types": ["full_attention" if number else "linear_attention" for number in numbers]}
+    return {**config, "layer_types": [blocks.FULL if number else blocks.LINEAR for number in numbers]}
 
 
 def _with_outer_ties(config: Mapping[str, Any], language: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,13 +145,13 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
-    hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
+    hidden = family.size("hidden_size", "hidden_size")
     if computed := next((key for key in facts.get("computed_lists", ()) if key in family.config), None):
         raise UserError(
             f"a config of {family.model_type} cannot have {computed}", "remove it: other keys decide the kinds of layers"
         )
     listed = facts.get("layers_listed", False)
-    count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
+    count = 0 if listed else family.size("num_hidden_layers", "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
@@ -159,7 +159,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     if positions:
         positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
-    vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
+    vocab = family.size("vocab_size", "vocab_size")
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
     tied = family.value(tied_by)
     tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
@@ -194,18 +194,11 @@ def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     facts = family.facts
     attention = blocks.attention(family, hidden)
     windows = blocks.windows(family, count)
-    moe_layers = blocks.moe_layers(family, count)
-    dense = blocks.mlp(family, hidden) if not all(moe_layers) else None
-    moe = blocks.moe(family) if any(moe_layers) else None
+    mlps = blocks.feed_forwards(family, hidden, count)
     norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
     if not family.flag("post_norms_if", default=True):
         norms //= 2
-    layers = [
-        LayerSpec(
-            replace(attention, window=windows[index]), cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense), norms
-        )
-        for index in range(count)
-    ]
+    layers = [LayerSpec(replace(attention, window=window), mlp, norms) for window, mlp in zip(windows, mlps, strict=True)]
     if "first_layer_norms" in facts:
         layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
     return layers

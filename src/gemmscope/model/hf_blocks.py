@@ -1,18 +1,21 @@
 """What Hugging Face's code builds from a config: attention, MLP, experts, and which layers have which."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.flags import head_size
-from gemmscope.model.limits import check_size, divisors_text
-from gemmscope.model.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+from gemmscope.model.limits import check_size, divisors_text, head_size
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers, as `layer_types` names them."""
 
 
 def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     """The attention of every layer, without its window."""
-    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    heads = family.size("num_attention_heads", "heads")
     if family.flag("whole_heads") and hidden % heads:
         raise UserError(
             f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}",
@@ -90,16 +93,19 @@ def _rotary_dim(family: FamilyConfig, head_dim: int) -> int | None:
     share = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
     share = family.value("partial_rotary_factor") if share is None else share
     if share is None and family.value("rotary_dim") is not None:
-        rotated = check_size("rotary_dim", family.size("rotary_dim"), "head_dim")
+        rotated = family.size("rotary_dim", "head_dim")
         check_pairs(family, "rotary_dim", rotated)
         if rotated > head_dim:
             raise UserError(f"rotary_dim = {rotated} is larger than a head, {head_dim}", "correct one of them")
         return rotated
-    if share is None:
-        return None
+    return rotated_part(share, head_dim) or None if share is not None else None
+
+
+def rotated_part(share: object, head_dim: int) -> int:
+    """The rotated part of a head, of which `partial_rotary_factor` is the share."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise UserError(f"partial_rotary_factor must be above 0 and at most 1, not {shown(share)}", "correct it in the config")
-    return int(head_dim * share) or None
+    return int(head_dim * share)
 
 
 def mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
@@ -163,6 +169,14 @@ def number_of_experts(family: FamilyConfig) -> int:
     return experts
 
 
+def feed_forwards(family: FamilyConfig, hidden: int, count: int) -> list[MlpSpec | MoeSpec]:
+    """The feed-forward block of each layer: experts, or an MLP."""
+    sparse = moe_layers(family, count)
+    dense = mlp(family, hidden) if not all(sparse) else None
+    experts = moe(family) if any(sparse) else None
+    return [cast("MlpSpec | MoeSpec", experts if chosen else dense) for chosen in sparse]
+
+
 def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts."""
     rule = family.facts.get("moe_layers")
@@ -172,14 +186,12 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         first = family.optional_size(family.facts.get("dense_first", "first_k_dense_replace")) or 0
         return [index >= first for index in range(count)]
     if rule == "sparse_step":
-        step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
-        dense = family.value("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}", "for example [0, 1]")
-        has_experts, dense = family.optional_size("num_experts") != 0, {index for index in dense if isinstance(index, int)}
+        step = family.size("decoder_sparse_step", "layers")
+        dense = {index for index in layer_numbers(family, "mlp_only_layers") or [] if isinstance(index, int)}
+        has_experts = family.optional_size("num_experts") != 0
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
     if rule == "interval":
-        step = check_size("moe_layer_interval", family.size("moe_layer_interval"), "layers")
+        step = family.size("moe_layer_interval", "layers")
         first = family.size("moe_layer_start_index")
         end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
         return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
@@ -202,10 +214,25 @@ def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
     return current_kinds(given) if given is not None and key == "layer_types" else given
 
 
+def layer_numbers(family: FamilyConfig, key: str) -> list[Any] | None:
+    """A list of the config with the numbers of some layers; None where it is left out."""
+    given = family.value(key) or None
+    if given is not None and not isinstance(given, list):
+        raise UserError(f"{key} must be a list of layer numbers, not {shown(given)}", "for example [1, 3, 5]")
+    return given
+
+
+def check_kinds(family: FamilyConfig, kinds: list[Any], possible: Collection[str]) -> None:
+    """Reject kinds of layers that the family does not have."""
+    if unknown := [kind for kind in kinds if kind not in possible]:
+        known = ", ".join(possible)
+        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", f"kinds of layers: {known}")
+
+
 # Older names of kinds of layers, which transformers translates.
 _OLD_KINDS = {
-    "mamba": "linear_attention",
-    "attention": "full_attention",
+    "mamba": LINEAR,
+    "attention": FULL,
     "deepseek_sparse_attention": "indexed_attention",
     "qwen_sparse_attention": "indexed_attention",
 }
@@ -225,7 +252,7 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
     window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
     if "half_window_key" in facts and (half := family.optional_size(facts["half_window_key"])) is not None:
         window = 2 * half
-    if rule == "layer_types" and on and window is None and "sliding_attention" in (layer_types or ()):
+    if rule == "layer_types" and on and window is None and SLIDING in (layer_types or ()):
         raise UserError("layer_types has sliding_attention, but the config has no sliding_window", 'add "sliding_window": N')
     if not window:
         return [None] * count
@@ -233,7 +260,7 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
         window = window // 2 * 2  # as many positions on either side
     if rule == "all":
         return [window] * count
-    slides = [kind == "sliding_attention" for kind in layer_types or []] or _sliding_pattern(family, count)
+    slides = [kind == SLIDING for kind in layer_types or []] or _sliding_pattern(family, count)
     return [window if slide else None for slide in slides]
 
 

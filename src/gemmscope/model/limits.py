@@ -1,5 +1,9 @@
 """Limits of sizes, and checks that reject invalid sizes."""
 
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
+
 from gemmscope.errors import UserError, shown
 
 # Far above anything ever trained: a larger number is a mistake in the input.
@@ -35,6 +39,31 @@ def check_optional(what: str, value: object, limit: str) -> None:
         check_size(what, value, limit)
 
 
+@dataclass(frozen=True)
+class Size:
+    """Annotates a field that is a size: its name in messages, and which limit of `LARGEST` applies."""
+
+    name: str
+    limit: str
+
+
+class Checked:
+    """Base of descriptions: their sizes are checked when one is made. None is valid where the type of the field allows it."""
+
+    _sizes: ClassVar[list[tuple[str, Size, bool]]]  # the field, its size, whether it may be None
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        sizes = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
+        cls._sizes = [(name, hint.__metadata__[0], NoneType in get_args(hint.__origin__)) for name, hint in sizes.items()]
+
+    def __post_init__(self) -> None:
+        for field, size, optional in self._sizes:
+            value = getattr(self, field)
+            if value is not None or not optional:
+                check_size(size.name, value, size.limit)
+
+
 def check_flag(what: str, value: object, hint: str) -> bool:
     """`value` if it is true or false, or a `UserError` that names it."""
     if not isinstance(value, bool):
@@ -51,3 +80,17 @@ def divisors_text(number: int, most: int = 12) -> str:
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     known = sorted({*small, *(number // divisor for divisor in small)})
     return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")
+
+
+def head_size(hidden: int, heads: int) -> int:
+    """The default size of a head: hidden / heads, which must be a whole number.
+
+    >>> head_size(4096, 32)
+    128
+    """
+    if hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and head_dim is not given",
+            f"numbers of heads that divide {hidden}: {divisors_text(hidden, most=16)}; or set head_dim",
+        )
+    return hidden // heads

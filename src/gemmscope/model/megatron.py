@@ -5,7 +5,7 @@ A script is never run. It is split into words, with quotes and comments understo
 command, in an array, in a string. Variables that the script sets are filled in, and branches that they exclude are left out. A
 variable that the script does not set (or sets differently in branches that may run) matters only where a size depends on it.
 
-`megatron_args` interprets the settings; this module only translates Megatron-LM's names into Megatron-core's. Megatron-LM's other
+`megatron_run` interprets the settings; this module only translates Megatron-LM's names into Megatron-core's. Megatron-LM's other
 models (BERT, T5, vision) take the same flags and are rejected: the flags describe only GPT models and hybrids completely.
 """
 
@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
-from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
-from gemmscope.model.megatron_branches import LONG, SHORT, Branches
-from gemmscope.model.megatron_functions import in_order
 from gemmscope.model.megatron_hybrid import HYBRID
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, shell_words, with_assignments
-from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
-from gemmscope.model.source import ModelSource
+from gemmscope.model.megatron_model import REQUIRED, other_model
+from gemmscope.model.megatron_run import model_source
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.shell import ASSIGNMENT, LONG, SHORT, Branches, Shell, Word, in_order, shell_words, with_assignments
+from gemmscope.model.spec import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 OTHER_SCRIPTS = FACTS["other_scripts"]

@@ -12,10 +12,9 @@ layers keep ordinary attention. Sparse attention (`dsa`, or D in a pattern) is l
 from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
+from gemmscope.model.layer_spec import AttentionSpec, IndexerSpec, MixerSpec
 from gemmscope.model.limits import LARGEST, divisors_text
-from gemmscope.model.megatron_values import FACTS, MegatronSettings
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, IndexerSpec
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 ATTENTION_SHARE, MLP_SHARE = "hybrid_attention_ratio", "hybrid_mlp_ratio"

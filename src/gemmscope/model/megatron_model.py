@@ -7,16 +7,21 @@ GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wid
 embedding's weight.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import PurePath
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_size, divisors_text
 from gemmscope.model.megatron_hybrid import (
     ATTENTION,
     DELTA,
     EXPERTS,
     LATENT,
+    LINEAR_ATTENTION,
     MAMBA,
     MLP,
     SPARSE,
@@ -29,15 +34,20 @@ from gemmscope.model.megatron_hybrid import (
     mamba_mixer,
     sparse,
 )
-from gemmscope.model.megatron_values import MegatronSettings
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings
+from gemmscope.model.spec import ModelSpec, NormSpec
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+"""The settings that every file must have."""
 
 
-def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
-    """The whole model, named after the file (`origin`). The number of layers, the heads and the hidden size must be given."""
+def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collection[str] = ()) -> ModelSpec:
+    """The whole model, named after the file (`origin`). `unknown_names`: names in the file that are not used here."""
+    _reject_not_modelled(settings)
+    pattern = hybrid_pattern(settings)
+    _require_sizes(settings, pattern, unknown_names)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    pattern = hybrid_pattern(settings)
     depths = prediction_depths(settings, pattern)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
@@ -244,3 +254,66 @@ def _windowed_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     if pattern is None:
         return [True] * layers
     return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
+
+
+def other_model(evidence: str, what: str) -> UserError:
+    """The error for a model that has the settings of a GPT but is not one. `evidence`: what shows it, as in "pretrain_t5.py
+    trains"."""
+    return UserError(
+        f"{evidence} {what}; only GPT models and hybrids can be read from Megatron settings",
+        f"trace it with {option('module', 'FILE.py:FUNCTION')}, or give its Hugging Face config.json with {option('config')}",
+    )
+
+
+def _reject_not_modelled(settings: MegatronSettings) -> None:
+    variant = settings.text(VARIANT).lower()
+    if variant not in ("", "none", SPARSE_ATTENTION, *LINEAR_ATTENTION):
+        raise UserError(
+            f"{settings.spell(VARIANT)} {shown(variant)} is not supported for a file",
+            f"supported: {', '.join((*LINEAR_ATTENTION, SPARSE_ATTENTION))}; for others, trace the model with "
+            f"{option('module', 'FILE.py:FUNCTION')}",
+        )
+    for name, meaning in FACTS["not_modelled"].items():
+        if settings.values.get(name) not in (None, False, "False", "false", ""):
+            raise UserError(
+                f"{settings.spell(name)} {meaning}, which is not supported for a file",
+                f"trace the model instead: {option('module', 'FILE.py:FUNCTION')}",
+            )
+
+
+def _require_sizes(settings: MegatronSettings, pattern: HybridPattern | None, unknown_names: Collection[str]) -> None:
+    not_needed = {"num_layers"} if pattern else set()
+    if pattern and not pattern.has_attention:
+        not_needed.add("num_attention_heads")
+    missing = [name for name in REQUIRED if name not in not_needed and not settings.given(name)]
+    if not missing:
+        return
+    wanted = [settings.spell(name) for name in missing]
+    misspelled = [f"{similar[0]} (did you mean {name}?)" for name in wanted if (similar := _misspellings(name, unknown_names))]
+    raise UserError(
+        f"the file has no {' and no '.join(wanted)}" + (f"; it has {', '.join(misspelled)}" if misspelled else ""),
+        f"add for example {', '.join(settings.example(name) for name in missing)}",
+    )
+
+
+def _misspellings(wanted: str, unknown_names: Collection[str]) -> list[str]:
+    """Names so similar to the wanted one that they are probably misspellings of it: --hiden-size, but not --hidden-dropout."""
+    return [name for name in closest(wanted, unknown_names) if SequenceMatcher(None, name, wanted).ratio() > 0.8]
+
+
+def model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Finding]:
+    """What was assumed about the model, or not included."""
+    spell = settings.spell
+    if model.vocab_size is None:
+        yield finding("vocabulary-missing", setting=spell("vocab_size"), example=settings.example("vocab_size"))
+    uses_default = any(isinstance(layer.mlp, MlpSpec) for layer in model.layers)
+    uses_default |= not settings.given("moe_ffn_hidden_size") and any(layer.is_moe for layer in model.layers)
+    if uses_default and not settings.given("ffn_hidden_size"):
+        width = dense_mlp(settings, model.hidden_size).intermediate_size
+        yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
+
+    pattern = hybrid_pattern(settings)
+    if pattern and pattern.depths and not model.prediction_layers:
+        yield finding(
+            "prediction-layers-not-included", setting=spell(pattern.setting), added=option("mtp_layers", pattern.depths)
+        )

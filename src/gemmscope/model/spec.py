@@ -1,4 +1,4 @@
-"""What a model is and how it is run: two frozen descriptions that all other stages start from.
+"""What a model is and how it is run: two frozen descriptions that all other stages start from, and what a reader makes of a file.
 
 `ModelSpec` has the sizes that decide which GEMMs run, layer by layer, because real models are not uniform: the first layers of an
 MoE may be dense, every sixth layer of Gemma sees the whole sequence. `RunSpec` has the batch and how the work is split over GPUs.
@@ -8,96 +8,17 @@ Every size is checked when a spec is made, so that later stages can rely on it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from math import gcd
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model.attention import AttentionSpec as AttentionSpec
-from gemmscope.model.attention import IndexerSpec as IndexerSpec
-from gemmscope.model.attention import LatentSpec as LatentSpec
-from gemmscope.model.attention import QkNorm as QkNorm
-from gemmscope.model.limits import check_flag, check_optional, check_size
-from gemmscope.model.mixers import LinearSpec, MixerSpec
-from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and multiplication, down)."""
-
-    intermediate_size: int
-    gated: bool
-    activation: str = "gelu"
-    up_bias: bool = False
-    down_bias: bool = False
-    stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
-    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
-
-    def __post_init__(self) -> None:
-        check_size("intermediate_size", self.intermediate_size, "intermediate_size")
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """A mixture of experts: a router sends each token to `top_k` of `experts`; a shared expert sees every token."""
-
-    experts: int
-    top_k: int
-    expert: MlpSpec
-    shared: MlpSpec | None = None
-    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
-    router_bias: bool = False
-    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
-    latent_bias: bool = False
-    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
-
-    def __post_init__(self) -> None:
-        check_size("the number of experts", self.experts, "experts")
-        check_size("num_experts_per_tok", self.top_k, "experts")
-        check_optional("moe_latent_size", self.latent, "hidden_size")
-        if self.top_k > self.experts:
-            raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
-
-    `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
-    Layers with the same `shared_block` use one set of weights for attention and feed-forward block, each with a norm before it
-    (Zamba); mixer and `extra` are their own.
-    """
-
-    attention: AttentionSpec | None
-    mlp: MlpSpec | MoeSpec | None
-    norms: int = 2
-    mixer: MixerSpec | None = None
-    extra: tuple[LinearSpec, ...] = ()
-    extra_parameters: int = 0
-    shared_block: int | None = None
-    streams: StreamsSpec | None = None
-    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
-
-    @property
-    def is_moe(self) -> bool:
-        return isinstance(self.mlp, MoeSpec)
-
-    @property
-    def is_plain(self) -> bool:
-        """Attention and a feed-forward block, nothing else."""
-        return self.attention is not None and self.mlp is not None and self.mixer is None
-
-    @property
-    def kind(self) -> str:
-        """What it consists of: `attention + MoE`, `Mamba-2`."""
-        mixers = [self.mixer.name] if self.mixer is not None else []
-        attention = ["attention"] if self.attention is not None else []
-        mlp = [] if self.mlp is None else ["MoE" if self.is_moe else "MLP"]
-        return " + ".join([*attention, *mixers, *mlp])
+from gemmscope.findings import Finding
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
+from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
 
 
 @dataclass(frozen=True)
@@ -110,16 +31,25 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class LayerInputsSpec(Checked):
+    """A second embedding table that has, for every token, an input of `width` for each layer (Gemma 3n and 4)."""
+
+    vocab_size: Annotated[int, Size("vocab_size_per_layer_input", "vocab_size")]
+    width: Annotated[int, Size("hidden_size_per_layer_input", "hidden_size")]
+
+
+@dataclass(frozen=True)
+class ModelSpec(Checked):
     """A whole model. `vocab_size` None: only the layers are known (six plain hyperparameters), no embedding and no head."""
 
     name: str
-    hidden_size: int
+    hidden_size: Annotated[int, Size("hidden_size", "hidden_size")]
     layers: tuple[LayerSpec, ...]
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Size("vocab_size", "vocab_size")] = None
     norm: NormSpec = NormSpec()
     tied_embeddings: bool = False
-    embedding_size: int | None = None  # where it differs from the hidden size, projections stand between
+    # where it differs from the hidden size, projections stand between
+    embedding_size: Annotated[int | None, Size("embedding_size", "hidden_size")] = None
     embedding_projection_bias: bool = False
     positions: int = 0  # learned position embeddings
     positions_on_hidden: bool = False  # as wide as the hidden size, where the embedding is narrower
@@ -141,10 +71,8 @@ class ModelSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_size("hidden_size", self.hidden_size, "hidden_size")
+        super().__post_init__()
         check_size("num_hidden_layers", len(self.layers), "layers")
-        check_optional("vocab_size", self.vocab_size, "vocab_size")
-        check_optional("embedding_size", self.embedding_size, "hidden_size")
         if self.prediction_layers:
             check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
@@ -220,6 +148,42 @@ class ModelSpec:
         return ", ".join(parts)
 
 
+def from_hyperparameters(
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_hidden_layers: int,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    gated: bool = False,
+    name: str = "",
+    source: str = "",
+) -> ModelSpec:
+    """A uniform decoder with these sizes: multi-head attention, plain MLPs, no biases, no rotary positions.
+
+    Without a vocabulary there is no embedding and no head.
+
+    >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
+    '3 dense'
+    """
+    hidden = check_size(option("hidden_size"), hidden_size, "hidden_size")
+    heads = check_size(option("num_attention_heads"), num_attention_heads, "heads")
+    if head_dim is None:
+        head_dim = head_size(hidden, heads)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim, rotary=False
+        ),
+        mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
+    )
+    layers = check_size(option("num_hidden_layers"), num_hidden_layers, "layers")
+    return ModelSpec(
+        name=name or "transformer", hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocab_size, source=source
+    )
+
+
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 OptimizerState = Literal["bf16", "fp32"]
@@ -228,7 +192,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Checked):
     """One micro-batch on one rank, and how the model, the optimizer and the batch are split over GPUs.
 
     `dp` counts as frameworks do: all GPUs over tp x cp x pp. Expert parallelism is folded over the others: ep x etp ranks among
@@ -237,28 +201,31 @@ class RunSpec:
     consists of (virtual stages).
     """
 
-    micro_batch_size: int
-    sequence_length: int
-    tp: int = 1
+    micro_batch_size: Annotated[int, Size(option("micro_batch_size"), "micro_batch_size")]
+    sequence_length: Annotated[int, Size(option("sequence_length"), "sequence_length")]
+    tp: Annotated[int, Size(option("tp"), "parallel")] = 1
     sequence_parallel: bool = False
     # Tokens of linears that tp does not split (router, latent down-projections) are sharded with the sequence, as in Megatron;
     # torchtitan gathers them first. Only with sequence_parallel.
     sequence_parallel_linears: bool = True
-    cp: int = 1
-    pp: int = 1
+    cp: Annotated[int, Size(option("cp"), "parallel")] = 1
+    pp: Annotated[int, Size(option("pp"), "parallel")] = 1
     pp_stage: int | None = None  # None: the stage with most FLOPs
     pp_layers: tuple[int, ...] | None = None
-    ep: int = 1
-    etp: int | None = None  # tensor parallelism inside the experts; None: as everywhere else
+    ep: Annotated[int, Size(option("ep"), "parallel")] = 1
+    # tensor parallelism inside the experts; None: as everywhere else
+    etp: Annotated[int | None, Size(option("etp"), "parallel")] = None
     imbalance: float = 1.0
-    gradient_accumulation: int = 1
+    gradient_accumulation: Annotated[int, Size(option("gradient_accumulation"), "parallel")] = 1
     recompute: Recompute = "none"
-    vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this times tp
+    # the vocabulary is padded to a multiple of this times tp
+    vocab_multiple: Annotated[int, Size("vocab_multiple", "parallel")] = 1
     separate_projections: bool = False
-    vp: int = 1
-    dp: int | None = None  # None: as few as can share the experts
+    vp: Annotated[int, Size(option("vp"), "parallel")] = 1
+    dp: Annotated[int | None, Size(option("dp"), "parallel")] = None  # None: as few as can share the experts
     zero: int | None = None  # what data-parallel ranks share: 1 optimizer, 2 and gradients, 3 and weights; None: 1 with dp > 1
-    zero_ranks: int | None = None  # how many share it (hybrid sharding); None: all that hold the same weights
+    # how many share it (hybrid sharding); None: all that hold the same weights
+    zero_ranks: Annotated[int | None, Size(option("zero_ranks"), "parallel")] = None
     optimizer_state: OptimizerState | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
     tp_overlap: bool = True  # collectives of tensor parallelism are split and overlap with the GEMMs; needs sequence_parallel
     dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
@@ -275,13 +242,7 @@ class RunSpec:
     inputs: str | None = None
 
     def __post_init__(self) -> None:
-        check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")
-        check_size(option("sequence_length"), self.sequence_length, "sequence_length")
-        for name in ("tp", "cp", "pp", "ep", "vp", "gradient_accumulation"):
-            check_size(option(name), getattr(self, name), "parallel")
-        check_size("vocab_multiple", self.vocab_multiple, "parallel")
-        for name in ("etp", "dp", "zero_ranks"):
-            check_optional(option(name), getattr(self, name), "parallel")
+        super().__post_init__()
         if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
             raise UserError(
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
@@ -346,3 +307,22 @@ class RunSpec:
 
 
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec) if field.name != "inputs")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model, and where it came from.
+
+    `run_settings` are the `RunSpec` fields that the file gives (batch, sequence, parallel sizes); the user's own arguments
+    override them. `findings` say what was assumed, ignored or not included. `model` is None where only a trace shows the shapes:
+    the user's own `module`, or a `config` whose model type has no closed form.
+    """
+
+    origin: str
+    model: ModelSpec | None
+    run_settings: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    config: Mapping[str, Any] | None = None  # the Hugging Face config, for tracing the same model
+    module: str | None = None  # file.py:factory
+    global_batch: int | None = None  # sequences per step on all GPUs, where the file says
+    framework: str = ""  # whose file it is, where that decides which recipes can be used

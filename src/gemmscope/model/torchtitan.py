@@ -24,7 +24,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import parse_toml
 
@@ -84,8 +84,8 @@ def read_tables(tables: Tables, origin: str, findings: Sequence[Finding] = ()) -
         _batch(tables, pp),
         _parallel(tables, flavor, pp),
         (_data_parallel(tables, pp), []),
-        _pipeline(tables, flavor.n_layers, pp, mixed=len(dict(spec.layer_groups())) > 1),
-        _recompute(tables, flavor.n_layers),
+        _pipeline(tables, flavor["n_layers"], pp, mixed=len(dict(spec.layer_groups())) > 1),
+        _recompute(tables, flavor["n_layers"]),
         ({"separate_projections": True, "sequence_parallel_linears": False}, model_findings(model, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
@@ -214,7 +214,7 @@ def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
         settings["sequence_parallel"] = _flag(tables, "enable_sequence_parallel", default=True)
     overlap = _flag(tables, "enable_async_tensor_parallel", default=False)
     settings |= {"tp_overlap": overlap and settings.get("sequence_parallel", False), "ep_overlap": False}
-    if ep > 1 and not flavor.num_experts:
+    if ep > 1 and not flavor["num_experts"]:
         del settings["ep"]
         findings.append(finding("expert-parallel-ignored", size=ep))
     elif ep > 1 and tp % expert_tp:

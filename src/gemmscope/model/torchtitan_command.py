@@ -8,14 +8,13 @@ config says itself is in torchtitan's code: only the command's own settings are 
 
 import re
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, did_you_mean
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
-from gemmscope.model.megatron_branches import Branches
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, shell_words
-from gemmscope.model.megatron_values import Unknown
-from gemmscope.model.source import ModelSource
-from gemmscope.model.torchtitan_model import families
+from gemmscope.model.megatron_settings import Unknown
+from gemmscope.model.shell import ASSIGNMENT, Branches, Shell, shell_words
+from gemmscope.model.spec import ModelSource
+from gemmscope.model.torchtitan_model import families, family_names
 
 SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")
 FLAG = re.compile(rf"--(?:({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config))(?:=(.*))?", re.DOTALL)
@@ -97,12 +96,10 @@ def _value(text: str | Unknown) -> object:
 def _model_of(named: dict[str, object]) -> dict[str, object]:
     """The family and flavor that a module and one of its configs stand for: llama3 and llama3_8b."""
     module, config = str(named.get("module", ""))[:100], str(named.get("config", ""))[:100]
-    known = {alias: family for family, facts in families().items() for alias in (family, *facts.get("aliases", ()))}
-    family = known.get(module.rsplit(".", 1)[-1])
+    family = family_names().get(module.rsplit(".", 1)[-1])
     if family is None:
-        similar = closest(module, known)
-        suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise UserError(f"--module {module} is not a known torchtitan model", f"{suggestion}known: {', '.join(known)}")
+        known = f"known: {', '.join(family_names())}"
+        raise UserError(f"--module {module} is not a known torchtitan model", did_you_mean(module, family_names()) + known)
     flavors: dict[str, object] = families()[family]["flavors"]
     rest = _letters(config).removeprefix(_letters(family))
     fitting = [flavor for flavor in flavors if rest.startswith(_letters(flavor))]

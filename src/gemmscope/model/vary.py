@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gemmscope.errors import UserError, option
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import LARGEST, check_size
-from gemmscope.model.mixers import LinearSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec
 
 SIZES = {
     "hidden": "hidden_size",

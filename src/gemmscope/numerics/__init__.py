@@ -1,1 +1,1 @@
-"""What a recipe loses in accuracy: reference quantizers, recorded tensors, errors of GEMMs, mixes of precisions."""
+"""What a recipe loses in accuracy. `in_training/` records tensors, `evaluation/` computes errors; the modules here serve both."""

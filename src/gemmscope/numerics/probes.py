@@ -6,8 +6,8 @@ the error in the first layer of a language model. The outputs of a few rows and 
 recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
 
 There is one probe for every way of rounding: recipes that round alike have similar errors, whatever the sizes of their blocks.
-errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have separate
-probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
+gemm_errors.py takes the difference between a recipe and its probe from the sample. Scales of blocks and scales of rows have
+separate probes: torchao's scales of rows take a maximum of at least 1e-12, so that rows of smaller gradients underflow.
 
 What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
 
@@ -35,11 +35,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemmscope.numerics.hadamard import SIZE, rotate
-from gemmscope.numerics.operands import operands
-from gemmscope.numerics.quantizers import HIGH_PRECISION, Quantizer
-from gemmscope.numerics.recording import COLUMNWISE, OPERANDS
-from gemmscope.numerics.sample import Random, draw
+from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, Quantizer, operands, rotate
+from gemmscope.numerics.recording import COLUMNWISE, OPERANDS, StepFacts, scale_maxima
+from gemmscope.numerics.sample import Random, draw, sample_linear
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.numerics import Pass, TensorName
 
@@ -195,7 +193,7 @@ def _side(
     basis = _first_directions(other, largest[1], generator.manual_seed(seed)) if len(rows) < len(operand) else None
     for key, quantizer in reference_quantizers(pass_name, tensor).items():
         maxima = _block_maxima(operand, index, quantizer) if quantizer.block_rows > 1 else None
-        padded = pad(rows, (0, -rows.shape[1] % SIZE))
+        padded = pad(rows, (0, -rows.shape[1] % HADAMARD_SIZE))
         amax = largest[0].new_tensor(earlier) if quantizer.delayed and earlier else largest[0]
         if quantizer.signs:
             amax = torch.stack([_rotated(piece, quantizer.signs).abs().amax() for piece in operand.split(PIECE)]).amax()
@@ -239,7 +237,7 @@ def _in_directions(
     exact, errors = [], []
     values = 0 if operand.device.type == "cpu" else GPU_VALUES
     for piece in operand.split(max(values // operand.shape[1] // ROWS, 1) * ROWS):
-        rows = pad(piece.float(), (0, -piece.shape[1] % SIZE))
+        rows = pad(piece.float(), (0, -piece.shape[1] % HADAMARD_SIZE))
         error = ((quantizer(rows, amax=amax).values - rows) / scale)[:, : piece.shape[1]]
         exact.append((piece.float() / scale) @ basis)
         errors.append(error @ basis)
@@ -291,7 +289,7 @@ def _mean(errors: list[Tensor]) -> Tensor:
 
 def _rotated(values: Tensor, signs: tuple[int, ...]) -> Tensor:
     """The values in the domain in which they are rounded, padded to whole blocks."""
-    values = pad(values, (0, -values.shape[1] % SIZE))
+    values = pad(values, (0, -values.shape[1] % HADAMARD_SIZE))
     return rotate(values, signs) if signs else values
 
 
@@ -379,3 +377,25 @@ def weighted_ratio(
     if len(draws) > 1:
         variance += float(ratios.var()) / len(draws)
     return ratio, sqrt(max(variance, 0.0))
+
+
+def measure_linear(
+    x: Tensor | None,
+    w: Tensor | None,
+    dy: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    budget: int,
+    random: Random,
+    step: int = 0,
+    history: Sequence[StepFacts] = (),
+    passes: Sequence[Pass] = tuple(OPERANDS),
+) -> tuple[StepFacts, dict[str, Tensor]]:
+    """As `sample_linear`, with probes. `history`: the earlier recorded steps, for delayed scaling."""
+    facts, kept = sample_linear(x, w, dy, dtype=dtype, budget=budget, random=random, step=step, passes=passes)
+    given = (tensor.to(dtype) if tensor is not None else None for tensor in (x, w, dy))
+    try:
+        probes = measure_probes(*given, random=random, history=scale_maxima(history, facts), passes=passes)
+    except torch.OutOfMemoryError:  # probes need more memory than the sample, especially for large vocabularies
+        return facts, kept
+    return facts.model_copy(update={"probes": probes}), kept

@@ -1,20 +1,22 @@
 """Quantizes one operand of a GEMM as Transformer Engine or torchao does it, in plain PyTorch, on any device.
 
 The reduced dimension is the last one: what a library calls the columnwise copy is the quantized transpose. Python never looks at
-a value, so that torch.compile sees one graph.
+a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `operands.toml`.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemmscope.errors import UserError
-from gemmscope.numerics.formats import FORMATS, OVERFLOW, encode, round_nearest, round_stochastic
-from gemmscope.numerics.hadamard import SIZE, rotate, rotate_back
-from gemmscope.numerics.scaling import IGNORES_NAN, RULES
+from gemmscope.errors import UserError, shown
+from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, OVERFLOW, RULES, encode, round_nearest, round_stochastic
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
+from gemmscope.toml import load_data
 
 HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -51,7 +53,7 @@ class Quantizer:
     format: str
     """e4m3, e5m2, e2m1, bf16 or fp32."""
     rule: str = ""
-    """How a maximum becomes a scale (scaling.py); empty for bf16 and fp32."""
+    """How a maximum becomes a scale (formats.py); empty for bf16 and fp32."""
     block: int = 0
     """Values of a row that share a scale; 0: all of them."""
     block_rows: int = 1
@@ -91,9 +93,11 @@ class Quantizer:
             raise UserError(f"a tensor of shape {tuple(x.shape)} cannot be quantized", "pass a 2-D tensor: tensor.flatten(0, -2)")
         if self.format in HIGH_PRECISION or x.numel() == 0:  # an expert without tokens
             return self._cast(x)
-        if self.signs and x.shape[1] % SIZE:
-            size = f"{x.shape[1]} values along the reduced dimension are not a multiple of {SIZE}"
-            raise UserError(size, f"the Hadamard transform needs blocks of {SIZE}: pad it to {-(-x.shape[1] // SIZE) * SIZE}")
+        if self.signs and x.shape[1] % HADAMARD_SIZE:
+            raise UserError(
+                f"{x.shape[1]} values along the reduced dimension are not a multiple of {HADAMARD_SIZE}",
+                f"the Hadamard transform needs blocks of {HADAMARD_SIZE}: pad it to {x.shape[1] + -x.shape[1] % HADAMARD_SIZE}",
+            )
         values = rotate(x, self.signs) if self.signs else x.float()
         target, (rows, columns) = FORMATS[self.format], values.shape
         width = self.block or columns
@@ -139,3 +143,98 @@ class Quantizer:
     def _cast(self, x: Tensor) -> QuantizedOperand:
         rounded, one = x.to(HIGH_PRECISION.get(self.format, x.dtype)).float(), torch.ones((), device=x.device)
         return QuantizedOperand(rounded, rounded.isinf() & x.isfinite(), one, one, rounded, self.format)
+
+
+HADAMARD_SIZE = 16
+
+
+@cache
+def _built(signs: tuple[int, ...], device: torch.device) -> Tensor:
+    """diag(signs) · H / 4, with Sylvester's Hadamard matrix H: its values are ±1/4, and it is orthogonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < HADAMARD_SIZE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (torch.tensor(signs)[:, None] * matrix / 4).to(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rotation(signs: tuple[int, ...], device: torch.device) -> Tensor:
+    """The matrix. Compiled code takes it as a constant; it would otherwise build it, and copy it to the GPU, in every call."""
+    return _built(signs, device)
+
+
+def rotate(values: Tensor, signs: tuple[int, ...]) -> Tensor:
+    """The transform of every block of 16 of the last dimension, of bfloat16 values and rounded to bfloat16 as the kernels do.
+
+    In float64 the sum is exact, so that it does not depend on the order of the terms; kernels add in float32.
+    """
+    exact = values.bfloat16().double().reshape(-1, HADAMARD_SIZE) @ _rotation(signs, values.device)
+    return exact.bfloat16().float().reshape(values.shape)
+
+
+def rotate_back(values: Tensor, signs: tuple[int, ...]) -> Tensor:
+    """The inverse transform, of float32 values."""
+    return (values.double().reshape(-1, HADAMARD_SIZE) @ _rotation(signs, values.device).T).float().reshape(values.shape)
+
+
+TensorName = Literal["X", "W", "dY"]
+TENSORS: dict[str, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
+COLUMNWISE = {("dgrad", "W"), ("wgrad", "X"), ("wgrad", "dY")}
+
+
+@dataclass(frozen=True)
+class GemmOperand:
+    """One operand of a GEMM. `columnwise`: the reduced dimension is the tensor's first one, so its transpose is quantized."""
+
+    tensor: TensorName
+    columnwise: bool
+    quantizer: Quantizer
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return load_data("gemmscope.numerics", "operands.toml")
+
+
+QUANTIZERS = tuple(_table()["quantizers"])  # their names
+
+
+@cache
+def quantizer_named(name: str) -> Quantizer:
+    """A quantizer of operands.toml.
+
+    >>> quantizer_named("te_1x128")
+    Quantizer(format='e4m3', rule='te_power_of_two', block=128, block_rows=1, delayed=False, stochastic=False, signs=())
+    """
+    facts = dict(_table()["quantizers"][name])
+    signs = tuple(_table()["hadamard"]["signs"]) if facts.pop("hadamard", False) else ()
+    return Quantizer(**facts, signs=signs)
+
+
+def library_of(recipe: Recipe, backend: str = "") -> str:
+    """The library whose quantization a backend uses. `torch` and `cpu` only time GEMMs: for them, the recipe's first library.
+
+    >>> library_of(recipe_named("MXFP8")), library_of(recipe_named("FP8Rowwise"), "torch")
+    ('transformer_engine', 'torchao')
+    """
+    libraries = _table()["recipes"][recipe.name]
+    if backend and backend not in recipe.backends:
+        raise UserError(f"{recipe.name} does not run with the backend {shown(backend)}", f"one of: {', '.join(recipe.backends)}")
+    return backend if backend in libraries else next(iter(libraries))
+
+
+def operands(recipe: str, pass_name: str, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
+    """The operands of a pass: W, X in fprop; W, dY in dgrad; X, dY in wgrad.
+
+    >>> [(one.tensor, one.columnwise, one.quantizer.format) for one in operands("FP8Current", "dgrad")]
+    [('W', True, 'e4m3'), ('dY', False, 'e5m2')]
+    """
+    if pass_name not in TENSORS:
+        raise UserError(f"unknown pass {shown(pass_name)}", f"one of: {', '.join(TENSORS)}")
+    known = recipe_named(recipe)
+    names = _table()["recipes"][known.name][library_of(known, backend)][pass_name]
+    first, second = (
+        GemmOperand(tensor, (pass_name, tensor) in COLUMNWISE, quantizer_named(name))
+        for tensor, name in zip(TENSORS[pass_name], names, strict=True)
+    )
+    return first, second

@@ -4,23 +4,28 @@ Layers beyond the first few reuse the memory of their weights (`plan.slots`), ea
 is dropped as soon as it is complete: no gradient is added to another, so a layer runs exactly the kernels that it runs in the
 whole model. The optimizer also updates one parameter for every layer, some of which share memory: it moves as many bytes as for
 the whole model. Its learning rate is zero.
+
+A step may be captured as one CUDA graph (forward, backward and optimizer together): the CPU launches one graph instead of
+thousands of kernels. All captured steps use the same memory: one runs at a time, and nothing outlives a step.
 """
 
+import gc
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.step.blocks import Block, Prediction
+from gemmscope.step.blocks import Block, Prediction, Shards
 from gemmscope.step.kept import kept_layers
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
-from gemmscope.step.plan import StackPlan
-from gemmscope.step.shards import Shards
+from gemmscope.step.stack_plan import StackPlan
+
+WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 
 
 class Weights:
@@ -192,3 +197,78 @@ def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.
     if vocabulary and plan.embeds:
         return torch.randint(vocabulary, (plan.tokens,), device=device), labels
     return torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True), labels
+
+
+class Capturable(Protocol):
+    """A step that can be captured. Its optimizer must be set to capturable."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def mixer_kernels(self) -> MixerKernels: ...
+
+    def run(self) -> None: ...
+
+    def loss(self) -> float: ...
+
+
+class GraphMemory:
+    """Memory that captured steps share. It must never be without a graph, so it has one of its own."""
+
+    def __init__(self) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=self.pool):
+            self._tensor = torch.zeros(1, device="cuda")
+
+
+class CapturedStep:
+    """Captures a step when it is made; `run` replays it.
+
+    After a failed capture, the process cannot be used any more: PyTorch's allocator and random generator still expect its end.
+    """
+
+    def __init__(self, step: Capturable, memory: GraphMemory) -> None:
+        for group in step.optimizer.param_groups:
+            group["capturable"] = True
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # as the stream of a capture, it must not be the default one
+            for _ in range(WARM_UP):
+                step.run()
+            self._loss = step.loss()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # the memory of launched steps: a captured one has its own
+        self._step, self._graph, self.mixer_kernels = step, torch.cuda.CUDAGraph(), step.mixer_kernels
+        try:
+            with torch.cuda.graph(self._graph, pool=memory.pool, capture_error_mode="thread_local"):
+                step.run()
+        except Exception as error:
+            raise _first(error) from error
+
+    def run(self) -> None:
+        """One step."""
+        self._graph.replay()
+
+    def loss(self) -> float:
+        """The loss before it was captured."""
+        return self._loss
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: that the capture could not be ended is only its consequence.
+
+    >>> try:
+    ...     try:
+    ...         raise ValueError("synchronizes")
+    ...     finally:
+    ...         raise RuntimeError("capture failed")
+    ... except RuntimeError as error:
+    ...     _first(error)
+    ValueError('synchronizes')
+    """
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

@@ -2,20 +2,21 @@
 
 Every kernel of a profiled step belongs to a block of the model (`marks.py`) and has a class (`engine/kernels.py`); both
 together tell which part of the step it is. Each part adds its time to both sides, and the speedup after it is that of everything
-so far: the first one is what the hardware gives, the last one what training gains.
+so far: the first one is what the hardware gives, the last one what training gains. Findings say it in words, for a step that was
+measured or forecast.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 
 from gemmscope.bench.evidence import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
-from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import BASELINE, Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.step import ProfiledPart, WaterfallLevel
+from gemmscope.results.step import AtBatch, ProfiledPart, StepTime, StepTimes, WaterfallLevel
 from gemmscope.workload.ops import Pass
 
 LINEARS = ("qkv", "attn out", "mixer in", "mixer out", "mlp", "experts", "shared expert", "prediction")
@@ -30,6 +31,13 @@ BY_CLASS: dict[str, StepPart] = {
 }  # fmt: skip
 PASSES_OF: dict[str, tuple[Pass, ...]] = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 IN_BF16 = ("bf16", "bf16")
+
+
+RUN_TO_RUN = 0.02  # the same step on another day or machine
+NO_GAIN = 0.25  # a smaller share of the predicted gain is not explained by dilution
+
+
+LEAST_SEQUENCE = 256
 
 
 @dataclass(frozen=True)
@@ -229,3 +237,126 @@ def attention_kernels(placed: Sequence[PlacedKernel]) -> dict[str, float]:
         unfused = [kernel for kernel in placed if kernel.block in ("attention", "model") and is_softmax(kernel.name)]
         sums |= {MATH: sum(kernel.time_us for kernel in unfused) / 1000} if unfused else {}
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
+    """What explains the speedup of each recipe, what is host-bound or too close to call, what is missing. `graphs`: CUDA graphs
+    were requested."""
+    findings = [entry for time in times.recipes for entry in _of_recipe(time)]
+    if waiting := [time for time in times.recipes if _says_host_bound(time)]:
+        idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
+        findings.append(finding("step-host-bound", recipe=[time.recipe for time in waiting], idle_ms=idle_ms))
+    if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
+        facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
+        findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
+    if (waiting or bound) and times.origin == "measured" and not graphs:
+        findings.append(finding("graphs-not-measured"))
+    findings += _captured(times)
+    code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
+    findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
+    findings += _attention(times)
+    if any(time.mfu is not None for time in times.recipes):
+        findings.append(finding("mfu-definition"))
+    return findings
+
+
+def _attention(times: StepTimes) -> Iterator[Finding]:
+    """Which implementation of attention ran: once for all recipes in which it is the same one."""
+    alike: dict[tuple[str, ...], list[StepTime]] = {}
+    for time in times.recipes:
+        if time.attention_kernels:
+            alike.setdefault(tuple(time.attention_kernels), []).append(time)
+    for group in alike.values():
+        kernels_ms = max((time.attention_kernels for time in group), key=lambda kernels: sum(kernels.values()))
+        yield finding("attention-ran", recipes=[time.recipe for time in group], kernels_ms=dict(kernels_ms))
+
+
+def _captured(times: StepTimes) -> Iterator[Finding]:
+    """What CUDA graphs change, in one line; and what could not be captured."""
+    both = [(time, time.captured) for time in times.recipes if time.captured is not None]
+    if both:
+        gains = [(time.recipe, time.speedup, captured.speedup) for time, captured in both]
+        known = [(name, launched, as_graph) for name, launched, as_graph in gains if launched and as_graph]
+        yield finding(
+            "step-captured" if known else "step-captured-alone",
+            captured_ms={time.recipe: captured.step_ms.value for time, captured in both},
+            launched_ms={time.recipe: time.step_ms.value for time, _ in both},
+            captured={name: as_graph.value for name, _, as_graph in known},
+            launched={name: launched.value for name, launched, _ in known},
+        )
+    for name, reason in times.not_captured.items():
+        yield finding("step-not-captured", recipe=name, reason=reason)
+
+
+def _of_recipe(time: StepTime) -> Iterator[Finding]:
+    name = time.recipe
+    if time.verdict is not None and not _says_host_bound(time):
+        yield named_verdict(time, time.verdict)
+        if time.verdict.facts.get("fused_casts"):
+            yield finding("fused-casts", recipe=name, share=CAST_SHARE)
+    if time.speedup is not None and time.speedup.includes_one:
+        yield finding("too-close-to-call", recipe=name, over=BASELINE, what="the training step")
+    if time.named_share is not None and time.named_share < 1:
+        yield finding("unknown-kernels", recipe=name, share=1 - time.named_share, kernels=list(time.unknown_kernels))
+
+
+def _says_host_bound(time: StepTime) -> bool:
+    return time.verdict is not None and time.verdict.code == "step-host-bound"
+
+
+def named_verdict(time: StepTime, why: Finding) -> Finding:
+    """The verdict with the name of its recipe."""
+    return replace(why, facts={**why.facts, "recipe": time.recipe})
+
+
+def observed_findings(times: StepTimes, observed: float) -> list[Finding]:
+    """The speedup of the user's own run compared with every prediction."""
+    return [
+        finding(_observed(time, observed), recipe=time.recipe, observed=observed, predicted=time.speedup)
+        for time in times.recipes
+        if time.recipe != BASELINE
+    ]
+
+
+def _observed(time: StepTime, observed: float) -> str:
+    predicted = time.speedup
+    if time.fell_back:
+        return "observed-fallback"
+    if predicted is None or predicted.low is None or predicted.high is None:
+        return "observed-unknown"
+    low, high = predicted.low * (1 - RUN_TO_RUN), predicted.high * (1 + RUN_TO_RUN)
+    if low <= observed <= high:
+        return "observed-as-expected"
+    if observed > high:
+        return "observed-more"
+    lost = 1 - RUN_TO_RUN <= observed <= 1 + NO_GAIN * (predicted.value - 1)
+    return "observed-no-gain" if lost else "observed-less"
+
+
+def smaller_batches(micro_batch_size: int, sequence_length: int) -> list[tuple[int, int]]:
+    """Batches to try below this one, the smallest first: half the micro-batch and so on; of one sequence, half its length.
+
+    >>> smaller_batches(8, 4096), smaller_batches(1, 1024), smaller_batches(3, 512)
+    ([(1, 4096), (2, 4096), (4, 4096)], [(1, 256), (1, 512)], [(1, 512)])
+    """
+    if micro_batch_size > 1:
+        return [(size, sequence_length) for size in _halves(micro_batch_size)]
+    return [(1, length) for length in _halves(sequence_length) if length >= LEAST_SEQUENCE]
+
+
+def _halves(number: int) -> list[int]:
+    """A half, a quarter and so on down to 1, the smallest first."""
+    return [number >> shift for shift in range(number.bit_length() - 1, 0, -1)]
+
+
+def break_even_finding(measured: Sequence[AtBatch], recipe: str) -> Finding:
+    """The batch from which this recipe wins: it is faster than BF16 beyond its interval, on this batch and every larger one."""
+    own = [batch for batch in measured if recipe in batch.speedups]
+    own.sort(key=lambda batch: -batch.micro_batch_size * batch.sequence_length)
+    wins = list(takewhile(lambda batch: batch.speedups[recipe].above_one, own))
+    if wins:
+        code = "break-even-at-smallest" if len(wins) == len(own) else "break-even-from"
+        return finding(code, recipe=recipe, batch=wins[-1].name)
+    if any(batch.speedups[recipe].above_one for batch in own):
+        return finding("break-even-not-at-largest", recipe=recipe, batch=own[0].name)
+    return finding("break-even-never", recipe=recipe)

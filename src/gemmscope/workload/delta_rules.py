@@ -25,7 +25,7 @@ the kernels may compute these without tensor cores.
 
 from typing import NamedTuple
 
-from gemmscope.model.mixers import MixerKind
+from gemmscope.model.layer_spec import MixerKind
 
 BLOCK = 16
 DELTA_RULES: tuple[MixerKind, ...] = ("gated delta rule", "kda")

@@ -9,8 +9,9 @@ from itertools import accumulate
 from math import gcd
 
 from gemmscope.errors import UserError, option, shown
+from gemmscope.model.layer_spec import MlpSpec, MoeSpec
 from gemmscope.model.limits import divisors_text
-from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ranks import dp_step
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, mamba, sparse
-from gemmscope.model.spec import LayerSpec
+from gemmscope.model.hybrids import gemma, linear, mamba, sparse_attention
+from gemmscope.model.layer_spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
 """From a config, its hidden size and its number of layers."""
@@ -21,15 +21,15 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "falcon_h1": mamba.falcon_h1,
     "zamba2": mamba.zamba2,
     "nemotron_h": mamba.nemotron_h,
-    "indexed_attention": sparse.indexed_attention,
-    "llama4": llama4.llama4,
+    "indexed_attention": sparse_attention.indexed_attention,
+    "llama4": sparse_attention.llama4,
     "gemma4": gemma.gemma4,
     "gemma3n": gemma.gemma3n,
-    "deepseek_v4": deepseek_v4.deepseek_v4,
+    "deepseek_v4": sparse_attention.deepseek_v4,
 }
 
 EndsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
 """Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
 
-ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": deepseek_v4.ends}
+ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": sparse_attention.deepseek_v4_ends}
 """By `ends_by` in families.toml."""

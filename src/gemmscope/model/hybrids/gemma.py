@@ -7,11 +7,9 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.mixers import LinearSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
-from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from gemmscope.model.hf_blocks import FULL, SLIDING
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, StreamsSpec
+from gemmscope.model.spec import LayerInputsSpec
 
 
 def gemma4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
@@ -87,8 +85,8 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     pattern = blocks.per_layer(family, "activation_sparsity_pattern", count)
     rank = family.size("laurel_rank")
     laurel = (
-        LinearSpec("Laurel Left", hidden, rank, quantized=False),
-        LinearSpec("Laurel Right", rank, hidden, quantized=False),
+        LinearSpec("laurel-left", hidden, rank),
+        LinearSpec("laurel-right", rank, hidden),
     )
     streams = StreamsSpec("alternating updates", family.number("streams") or 0)
     layers = []
@@ -117,10 +115,10 @@ def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     linears = []
     if width:
         parts["layer_inputs"] = LayerInputsSpec(family.size("vocab_size_per_layer_input"), width)
-        linears.append(LinearSpec("Layer Input Model Proj", hidden, count * width))
+        linears.append(LinearSpec("layer-input-model", hidden, count * width))
     if streams > 1:
-        linears.append(LinearSpec("Stream Proj", hidden, hidden, count=streams - 1))
-        parts["last_linears"] = (LinearSpec("Stream Out Proj", hidden, hidden, count=streams - 1),)
+        linears.append(LinearSpec("stream-in", hidden, hidden, count=streams - 1))
+        parts["last_linears"] = (LinearSpec("stream-out", hidden, hidden, count=streams - 1),)
     return {**parts, "first_linears": tuple(linears)}
 
 
@@ -129,9 +127,7 @@ def _kinds(family: FamilyConfig, count: int) -> list[str]:
     kinds = blocks.per_layer(family, "layer_types", count)
     every = family.facts["full_every"]
     kinds = [SLIDING if (index + 1) % every else FULL for index in range(count)] if kinds is None else list(kinds)
-    if unknown := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
-        known = f"layer_types may contain {SLIDING} and {FULL}"
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
+    blocks.check_kinds(family, kinds, (SLIDING, FULL))
     return kinds
 
 

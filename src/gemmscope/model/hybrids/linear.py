@@ -6,18 +6,17 @@ from dataclasses import replace
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.limits import check_size
-from gemmscope.model.mixers import MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from gemmscope.model.hf_blocks import FULL, LINEAR
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec
 
-LINEAR, FULL, CONVOLUTION = "linear_attention", "full_attention", "conv"
+CONVOLUTION = "conv"
 
 
 def gated_delta_net(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     """Qwen3-Next and Qwen3.5: gated delta rule, and in the last of every four layers attention with an output gate."""
     kinds = blocks.per_layer(family, "layer_types", count)
     if kinds is None:
-        interval = check_size("full_attention_interval", family.size("full_attention_interval"), "layers")
+        interval = family.size("full_attention_interval", "layers")
         kinds = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     return _hybrid(family, hidden, kinds, _delta_rule(family))
 
@@ -52,7 +51,7 @@ def _delta_rule(family: FamilyConfig) -> MixerSpec:
         value_dim=family.size("linear_value_head_dim"),
         groups=family.size("linear_num_key_heads"),
         key_dim=family.size("linear_key_head_dim"),
-        conv_kernel=check_size("linear_conv_kernel_dim", family.size("linear_conv_kernel_dim"), "sequence_length"),
+        conv_kernel=family.size("linear_conv_kernel_dim", "sequence_length"),
         norm="head",
         stored=tuple(family.facts["mixer_stored"]),
     )
@@ -79,7 +78,7 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         value_dim=head_dim,
         groups=heads,
         key_dim=head_dim,
-        conv_kernel=check_size("linear_conv_kernel_dim", family.size("linear_conv_kernel_dim"), "sequence_length"),
+        conv_kernel=family.size("linear_conv_kernel_dim", "sequence_length"),
         rank=head_dim,
         norm="head",
         stored=tuple(family.facts["mixer_stored"]),
@@ -106,7 +105,7 @@ def _kimi_kinds(inner: Mapping[str, object], count: int) -> list[str]:
 def minimax(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     """MiniMax-Text-01: lightning attention, and attention in some layers; experts in all."""
     attention = blocks.attention(family, hidden)
-    check_size("block_size", family.size("block_size"), "sequence_length")  # of transformers' loop; kernels have their own
+    family.size("block_size", "sequence_length")  # of transformers' loop; kernels have their own
     mixer = MixerSpec(
         "lightning attention",
         heads=attention.heads,
@@ -125,9 +124,7 @@ def lfm2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if kinds is None and family.facts.get("moe_layers"):
         raise UserError("this config has no layer_types", 'add "layer_types": a list of "conv" and "full_attention"')
     if kinds is None:
-        chosen = family.value("full_attn_idxs")
-        if chosen is not None and not isinstance(chosen, list):
-            raise UserError(f"full_attn_idxs must be a list of layer numbers, not {shown(chosen)}", "for example [2, 5, 8]")
+        chosen = blocks.layer_numbers(family, "full_attn_idxs")
         kinds = [FULL if chosen is None or index in chosen else CONVOLUTION for index in range(count)]
     bias = family.flag("conv_bias")
     mixer = MixerSpec(
@@ -135,7 +132,7 @@ def lfm2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         heads=hidden,
         value_dim=1,
         groups=hidden,
-        conv_kernel=check_size("conv_L_cache", family.size("conv_L_cache"), "sequence_length"),
+        conv_kernel=family.size("conv_L_cache", "sequence_length"),
         conv_bias=bias,
         in_bias=bias,
         out_bias=bias,
@@ -156,29 +153,20 @@ def _adjusted(family: FamilyConfig, size: int) -> int:
         return size
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < 2**20:
         raise UserError(f"block_ffn_dim_multiplier must be a positive number, not {shown(factor)}", "correct it in the config")
-    multiple = check_size("block_multiple_of", family.size("block_multiple_of"), "intermediate_size")
+    multiple = family.size("block_multiple_of", "intermediate_size")
     return -(-int(factor * size) // multiple) * multiple
 
 
 def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpec) -> list[LayerSpec]:
     """Layers of attention where the kind is full attention, else of the mixer; each with its feed-forward block."""
-    count, other = len(kinds), CONVOLUTION if mixer.kind == "short convolution" else LINEAR
-    unknown = next((kind for kind in kinds if kind not in (FULL, other)), None)
-    if unknown is not None:
-        raise UserError(
-            f"layer_types of {family.model_type} must not contain {shown(unknown)}", f"write {FULL} or {other} for each layer"
-        )
+    other = CONVOLUTION if mixer.kind == "short convolution" else LINEAR
+    blocks.check_kinds(family, kinds, (FULL, other))
     attention: AttentionSpec | None = None
     if FULL in kinds:
         window = family.optional_size("sliding_window") if family.facts.get("window") == "all" else None
         attention = replace(blocks.attention(family, hidden), window=window or None)
-    sparse = blocks.moe_layers(family, count)
-    dense: MlpSpec | None = blocks.mlp(family, hidden) if not all(sparse) else None
-    moe: MoeSpec | None = blocks.moe(family) if any(sparse) else None
-    norms = family.facts["norms"]
-    layers: dict[tuple[bool, bool], LayerSpec] = {}
-    for full in (False, True):
-        for experts in (False, True):
-            mlp = moe if experts else dense
-            layers[full, experts] = LayerSpec(attention if full else None, mlp, norms, mixer=None if full else mixer)
-    return [layers[kind == FULL, experts] for kind, experts in zip(kinds, sparse, strict=True)]
+    norms, mlps = family.facts["norms"], blocks.feed_forwards(family, hidden, len(kinds))
+    return [
+        LayerSpec(attention, mlp, norms) if kind == FULL else LayerSpec(None, mlp, norms, mixer=mixer)
+        for kind, mlp in zip(kinds, mlps, strict=True)
+    ]

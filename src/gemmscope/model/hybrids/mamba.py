@@ -3,15 +3,14 @@
 The config keys with the sizes of a mixer differ from family to family: `mixer_heads` and so on in families.toml name them.
 """
 
-from typing import Any, cast
+from typing import cast
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids.linear import FULL, LINEAR
+from gemmscope.model.hf_blocks import FULL, LINEAR
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MixerKind, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_size
-from gemmscope.model.mixers import LinearSpec, MixerKind, MixerSpec
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 
 def mamba(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
@@ -28,14 +27,11 @@ def mamba_or_attention(family: FamilyConfig, hidden: int, count: int) -> list[La
         _heads(family, hidden)  # the class compares them, also where no layer has them
     moe = blocks.moe(family) if any(sparse) else None
     dense = _dense(family, hidden) if not all(sparse) else None
-    kinds = {
-        (attend, experts): LayerSpec(
-            attention if attend else None, moe if experts else dense, family.facts["norms"], mixer=None if attend else mixer
-        )
-        for attend in (False, True)
-        for experts in (False, True)
-    }
-    return [kinds[key] for key in zip(attends, sparse, strict=True)]
+    norms = family.facts["norms"]
+    return [
+        LayerSpec(attention if attend else None, moe if experts else dense, norms, mixer=None if attend else mixer)
+        for attend, experts in zip(attends, sparse, strict=True)
+    ]
 
 
 def falcon_h1(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
@@ -54,11 +50,11 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
         kinds = [LINEAR, *[*[LINEAR] * 5, "hybrid"] * 7, *[LINEAR] * 4, "hybrid", *[LINEAR] * 3, "hybrid", *[LINEAR] * 2]
-    _check_kinds(family, _counted(kinds, count), (LINEAR, "hybrid"))
+    blocks.check_kinds(family, _counted(kinds, count), (LINEAR, "hybrid"))
     mixer, norms = _mixer(family, hidden), family.facts["norms"]
     if "hybrid" not in kinds:
         return [LayerSpec(None, None, norms, mixer=mixer)] * count
-    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    heads = family.size("num_attention_heads", "heads")
     kv_heads = family.optional_size("num_key_value_heads")
     wide, mlp, rank = 2 * hidden, _zamba_mlp(family, hidden), family.size("adapter_rank")
     sizes = [family.optional_size(key) for key in ("head_dim", "attention_head_dim") if family.value(key) is not None]
@@ -67,7 +63,7 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         input_size=wide, rotary=family.flag("rotary"),
     )  # fmt: skip
     blocks.check_pairs(family, "attention_head_dim", attention.head_dim)
-    extra = [LinearSpec("MLP Adapter Down", hidden, rank), LinearSpec("MLP Adapter Up", rank, 2 * mlp.intermediate_size)]
+    extra = [LinearSpec("mlp-adapter-down", hidden, rank), LinearSpec("mlp-adapter-up", rank, 2 * mlp.intermediate_size)]
     if family.value("use_shared_attention_adapter"):
         if attention.k_width != wide or attention.q_width != wide:
             raise UserError(
@@ -75,10 +71,10 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
                 f"{attention.q_width} and {attention.k_width}",
                 f"give it as many key/value heads as heads ({heads}), of {wide // heads} each",
             )
-        extra += [LinearSpec("QKV Adapter Down", wide, rank, count=3), LinearSpec("QKV Adapter Up", rank, wide, count=3)]
+        extra += [LinearSpec("qkv-adapter-down", wide, rank, count=3), LinearSpec("qkv-adapter-up", rank, wide, count=3)]
     adapters = sum(one.inputs * one.outputs * one.count for one in extra)
-    extra.append(LinearSpec("Shared Block Out", hidden, hidden))
-    uses, sets = kinds.count("hybrid"), check_size("num_mem_blocks", family.size("num_mem_blocks"), "layers")
+    extra.append(LinearSpec("shared-block-out", hidden, hidden))
+    uses, sets = kinds.count("hybrid"), family.size("num_mem_blocks", "layers")
     tied = bool(family.value("tie_word_embeddings"))
     hybrids = [
         LayerSpec(
@@ -123,7 +119,7 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
             )
         kinds = [_PATTERN[letter] for letter in pattern]
     check_size("the number of layers", len(kinds), "layers")
-    _check_kinds(family, kinds, tuple(_PATTERN.values()))
+    blocks.check_kinds(family, kinds, tuple(_PATTERN.values()))
     norms, layers = family.facts["norms"], dict[str, LayerSpec]()
     if LINEAR in kinds:
         layers[LINEAR] = LayerSpec(None, None, norms, mixer=_mixer(family, hidden))
@@ -162,7 +158,7 @@ def _mixer(family: FamilyConfig, hidden: int) -> MixerSpec:
         value_dim=head_dim,
         groups=family.size(facts["mixer_groups"]) if ssd else 1,
         key_dim=family.size(facts["mixer_state"]),
-        conv_kernel=check_size(facts["mixer_conv"], family.size(facts["mixer_conv"]), "sequence_length"),
+        conv_kernel=family.size(facts["mixer_conv"], "sequence_length"),
         conv_bias=family.flag("mixer_conv_bias"),
         in_bias=family.flag("mixer_in_bias"),
         out_bias=family.flag("mixer_out_bias"),
@@ -183,7 +179,7 @@ def _heads(family: FamilyConfig, hidden: int) -> tuple[int, int]:
     """Heads of Mamba-2 and their size, which must add up to its width."""
     facts = family.facts
     key, size_key = facts["mixer_heads"], facts.get("mixer_head_dim")
-    heads = check_size(key, family.size(key), "intermediate_size")
+    heads = family.size(key, "intermediate_size")
     if "mixer_expand" not in facts:
         return heads, family.size(facts["mixer_head_dim"])
     width = _width(family, hidden)
@@ -200,7 +196,7 @@ def _heads(family: FamilyConfig, hidden: int) -> tuple[int, int]:
 def _rank(family: FamilyConfig, hidden: int) -> int:
     """Width of the time step's projection: a sixteenth of the hidden size, or as given."""
     key = family.facts["mixer_rank"]
-    return -(-hidden // 16) if family.value(key) == "auto" else check_size(key, family.size(key), "intermediate_size")
+    return -(-hidden // 16) if family.value(key) == "auto" else family.size(key, "intermediate_size")
 
 
 def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
@@ -209,12 +205,10 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
     if rule == "layer_types":
         listed = _listed(family, "layers_block_type", "layer_types")
         kinds = [LINEAR] * count if listed is None else listed
-        _check_kinds(family, _counted(kinds, count), (LINEAR, FULL))
+        blocks.check_kinds(family, _counted(kinds, count), (LINEAR, FULL))
         return [kind == FULL for kind in kinds]
     if rule == "attn_layer_indices":
-        chosen = family.value(rule) or []
-        if not isinstance(chosen, list):
-            raise UserError(f"{rule} must be a list of layer numbers, not {shown(chosen)}", "for example [9, 18, 27]")
+        chosen = blocks.layer_numbers(family, rule) or []
         return [index in chosen for index in range(count)]
     return _periodic(family, rule, count)
 
@@ -261,9 +255,3 @@ def _counted(kinds: list[str], count: int) -> list[str]:
         given = f"the config lists the kinds of {len(kinds)} layers, but num_hidden_layers = {count}"
         raise UserError(given, f"give it {count} entries")
     return kinds
-
-
-def _check_kinds(family: FamilyConfig, kinds: list[Any], possible: tuple[str, ...]) -> None:
-    unknown = next((kind for kind in kinds if kind not in possible), None)
-    if unknown is not None:
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown)}", f"kinds of layers: {', '.join(possible)}")

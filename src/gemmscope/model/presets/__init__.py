@@ -5,10 +5,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, did_you_mean, shown
 from gemmscope.model import hf
-from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSource, from_hyperparameters
 from gemmscope.toml import load_data
 
 
@@ -54,9 +53,6 @@ def load(name: str) -> ModelSource:
 def _load(name: str) -> dict[str, Any]:
     wanted = name.strip().lower()
     if wanted not in names():
-        similar = closest(wanted, names())
-        raise UserError(
-            f"unknown preset {shown(name)}",
-            (f"did you mean {' or '.join(similar)}? " if similar else "") + "gemmscope shapes --list-presets lists all presets",
-        )
+        known = did_you_mean(wanted, names())
+        raise UserError(f"unknown preset {shown(name)}", f"{known}gemmscope shapes --list-presets lists all presets")
     return load_data(__name__, f"{wanted}.toml")

@@ -13,7 +13,7 @@ from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.step.kept import parts_of
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan
 
 
 class TorchaoKit(Kit):

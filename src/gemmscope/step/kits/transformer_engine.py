@@ -17,12 +17,13 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
 
-from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
+from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
+from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.plan import StackPlan, activation_kind
+from gemmscope.step.stack_plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
 ACTIVATIONS: dict[tuple[str | None, bool], str] = {

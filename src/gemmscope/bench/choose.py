@@ -1,0 +1,199 @@
+"""What to measure with: the backend, the recipes and the modes, decided before anything starts.
+
+Whatever cannot run here is rejected at once, with the reason and with what can run. The parent only reads the driver, the list of
+installed packages and the tables of recipes; the worker then asks the framework itself.
+"""
+
+import importlib.util
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from gemmscope.errors import UserError, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.gpu.environment import Environment, GpuFacts, environment
+from gemmscope.gpu.specs import gpu
+from gemmscope.gpu.visible import usable_gpu, visible_gpu
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.recipe.recipes import recipes as all_recipes
+from gemmscope.recipe.support import support
+from gemmscope.workload.cases import MODES, Mode
+
+# Backend → the packages it needs, in the order of preference.
+PACKAGES = {
+    "transformer_engine": ("torch", "transformer_engine"),
+    "torchao": ("torch", "torchao"),
+    "torch": ("torch",),
+    "cpu": ("torch",),
+}
+ON_GPU = ("transformer_engine", "torchao", "torch")
+CACHE_WEIGHTS = ("transformer_engine",)
+GEMMS_ONLY = ("torch",)
+BACKEND_OF = {"torchtitan": "torchao"}  # framework → what it trains with, where that is not Transformer Engine
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was requested; None leaves it open. `left_out` are recipes not to measure."""
+
+    recipes: Sequence[str] | None = None
+    left_out: Collection[str] = ()
+    modes: Sequence[Mode] | None = None
+    backend: str | None = None
+    device: str | None = None
+    share_gpu: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return "cpu" in (self.device, self.backend)
+
+    def named_recipes(self) -> list[str] | None:
+        """The recipes that were named, BF16 always among them and first; None if they are to be chosen."""
+        if self.recipes is None:
+            return None
+        if not self.recipes:
+            raise UserError(f"{option('recipes')} is empty", f"recipes: {', '.join(all_recipes())}")
+        names = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in self.recipes)]))
+        if both := [name for name in names if name in self.left_out]:
+            raise UserError(f"{option('recipes')} includes {both[0]}, which is also skipped", "use only one of them")
+        return names
+
+    def chosen_modes(self) -> list[Mode]:
+        """Both, or those that were named."""
+        if unknown := [mode for mode in self.modes or () if mode not in MODES]:
+            raise UserError(f"there is no mode {shown(unknown[0])}", f"modes: {', '.join(MODES)}")
+        return list(self.modes) if self.modes else list(MODES)
+
+    def check_for_step(self) -> None:
+        """A `UserError` for what a training step does not have: GEMMs alone."""
+        if self.chosen_modes() == ["pre-quantized"]:
+            message = f"a training step includes quantization; {option('pre_quantize')} is only for GEMMs"
+            raise UserError(message, "remove it, or use gemmscope bench")
+
+
+def _for_framework(choices: Choices, framework: str) -> tuple[Choices, tuple[Finding, ...]]:
+    """The choices, with the backend that this framework trains with unless something else was requested or is installed."""
+    backend = BACKEND_OF.get(framework)
+    if backend is None or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
+        return choices, ()
+    if _missing(backend):
+        return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
+    return replace(choices, backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
+
+
+DEFAULT_CHOICES = Choices()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision. `findings` tell what was decided differently from the request."""
+
+    backend: str
+    recipes: list[str]
+    modes: list[Mode]
+    findings: tuple[Finding, ...] = ()
+
+
+def choose(choices: Choices, machine: Environment, *, cache_weights: bool = False, framework: str = "") -> Choice:
+    """Decide, or a `UserError` with the reason. `framework`: whose config it is; its own backend is preferred."""
+    choices, findings = _for_framework(choices, framework)
+    modes, named = choices.chosen_modes(), choices.named_recipes()
+    device = _device(choices)
+    gpu = usable_gpu(machine, share=choices.share_gpu) if device == "cuda" else None
+    backend = _backend(choices.backend, device, named)
+    if cache_weights and backend not in CACHE_WEIGHTS:
+        raise UserError(
+            f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
+            f"remove it, or add {option('backend', 'transformer_engine')}",
+        )
+    if backend in GEMMS_ONLY and "autocast" in modes:
+        if modes == ["autocast"]:
+            raise UserError(
+                f"the {backend} backend has no autocast mode: it measures GEMMs only, on inputs quantized beforehand",
+                "measure the pre-quantized mode, or install transformer_engine or torchao",
+            )
+        modes, findings = ["pre-quantized"], (*findings, finding("gemms-only-backend", backend=backend))
+    return Choice(backend, _recipes(named, choices.left_out, backend, gpu), modes, findings)
+
+
+def _device(choices: Choices) -> str:
+    device = choices.device or ("cpu" if choices.backend == "cpu" else "cuda")
+    if device not in ("cuda", "cpu"):
+        raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cuda or cpu")
+    return device
+
+
+def supported(name: str, gpus: Sequence[str] | None = None) -> bool | None:
+    """Whether any of these GPUs, or the one that is here, supports a recipe; None if no GPU is here.
+
+    >>> supported("MXFP8", ["h200"]), supported("MXFP8", ["h200", "b200"])
+    (False, True)
+    """
+    if gpus is not None:
+        return any(support(name, gpu(chip).capability).runs for chip in gpus)
+    here = visible_gpu(environment())
+    return support(name, here.capability).runs if here is not None and here.capability is not None else None
+
+
+def _backend(requested: str | None, device: str, named: Sequence[str] | None) -> str:
+    """The backend that was requested, or the first that is installed and has every named recipe."""
+    possible: tuple[str, ...] = ("cpu",) if device == "cpu" else ON_GPU
+    if requested is not None:
+        requested = requested.replace("-", "_")
+        if requested not in PACKAGES:
+            raise UserError(f"{option('backend')} {shown(requested)} is not known", f"it can be {', '.join(PACKAGES)}")
+        if requested not in possible:
+            raise UserError(
+                f"the {requested} backend does not measure on {device}",
+                f"remove {option('backend')} or {option('device')}, or name a pair that fits",
+            )
+        possible = (requested,)
+    elif named is not None and device == "cuda":
+        possible = _with_recipes(named)
+    missing = {backend: _missing(backend) for backend in possible}
+    chosen = next((backend for backend in possible if not missing[backend]), None)
+    if chosen is None:
+        needed = " or ".join(dict.fromkeys(missing.values()))
+        raise UserError(
+            f"measuring on {device} needs {needed}, which is not installed", "gemmscope doctor shows what is installed"
+        )
+    return chosen
+
+
+def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
+    wanted = [recipe(name) for name in named if recipe(name).quantizes]
+    able = tuple(backend for backend in ON_GPU if all(backend in given.backends for given in wanted))
+    if not able:
+        homes = "; ".join(f"{given.name}: {', '.join(given.backends)}" for given in wanted)
+        raise UserError("no single backend has all these recipes", f"measure them in separate runs ({homes})")
+    return able
+
+
+def is_installed(backend: str) -> bool:
+    """Whether all packages that a backend needs are there."""
+    return not _missing(backend)
+
+
+def _missing(backend: str) -> str:
+    return next((package for package in PACKAGES[backend] if importlib.util.find_spec(package) is None), "")
+
+
+def _recipes(named: Sequence[str] | None, left_out: Collection[str], backend: str, gpu: GpuFacts | None) -> list[str]:
+    """The named ones, each of which must be able to run here; or all that can."""
+    reasons = {name: _why_not(name, backend, gpu) for name in all_recipes()}
+    able = [name for name, reason in reasons.items() if not reason]
+    if reasons[BASELINE]:
+        raise UserError(f"{BASELINE}, which every other recipe is compared with, cannot run here: {reasons[BASELINE]}")
+    for name in named or ():
+        if reasons[name]:
+            raise UserError(f"{name} cannot be measured here: {reasons[name]}", f"recipes that can run here: {', '.join(able)}")
+    return [name for name in (named or able) if name not in left_out]
+
+
+def _why_not(name: str, backend: str, gpu: GpuFacts | None) -> str:
+    """Why this recipe does not run there; empty if it does, as far as the tables know."""
+    homes = recipe(name).backends
+    if backend not in homes:
+        return f"the {backend} backend does not have it, {option('backend', ' or '.join(homes))} does"
+    if gpu is None or gpu.capability is None:
+        return ""
+    return support(name, gpu.capability).why_not(f"this {gpu.name}", gpu.capability)

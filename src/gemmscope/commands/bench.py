@@ -1,0 +1,193 @@
+"""`gemmscope bench`: times a model's linears, or bare GEMMs, in every precision on this GPU."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
+from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
+from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape, check_te_benchmark
+from gemmscope.engine.journal import not_resumed, open_journal
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.fleet.quote import read_fleet, with_spread
+from gemmscope.gpu.environment import Environment, environment
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import LinearCases, as_forward_calls, linear_cases, rank_workload
+from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.recipes import recipes
+from gemmscope.results.base import Result
+from gemmscope.results.bench import BenchResult, TaskResult
+from gemmscope.signals import defer_signals
+from gemmscope.workload.cases import bare_gemms, tasks_of
+
+LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384)
+LADDER_ON_CPU = LADDER[:3]  # larger ones take minutes there and show nothing more
+NSYS = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope --capture-range-end=stop"
+
+
+def run_bench(
+    job: ModelRun | None = None,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    timing: BenchTiming = DEFAULT_TIMING,
+    resume: bool = False,
+    verify_dgrad: bool = False,
+    as_te_benchmark: bool = False,
+    fleet: str | Path | Result | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+    deliver: Callable[[BenchResult], None] = lambda _: None,
+) -> BenchResult:
+    """Measure the linears of a model, or bare GEMMs of these shapes; without either, a ladder of square GEMMs.
+
+    Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
+    `verify_dgrad` has no effect: dgrad is always measured. `as_te_benchmark`: every GEMM as a forward call of its own, as
+    Transformer Engine's GEMM benchmark script runs them. `fleet`: a fleet, or its run file; the result then says what another GPU
+    of that fleet would give. `deliver` writes the result; the measurement is finished only after that.
+    """
+    quoted = read_fleet(fleet, "bench") if fleet is not None else None
+    prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
+    with prepared as bench, defer_signals() as signals:
+        campaign = bench.campaign
+        beside = [*bench.linears.findings, *bench.choice.findings]
+        beside += [finding("dgrad-always-measured")] if verify_dgrad else []
+        if resume and (warning := not_resumed(campaign.recording)) is not None:
+            beside.append(warning)
+            reporter.say(warning.text)
+        ended = _measure(campaign, reporter)
+        shown_recipes = bench.choice.recipes
+        if choices.recipes is None:  # those that were named have their column, measured or not
+            measured = {task.task.recipe for task in campaign.results.tasks.values() if task.measured}
+            shown_recipes = [name for name in shown_recipes if name in measured]
+        linears = measured_linears(
+            campaign.results,
+            shown_recipes,
+            bench.choice.modes,
+            layers=bench.linears.layers,
+            layer_counts=bench.linears.layer_counts,
+            backend=campaign.settings.backend,
+            cache_weights=campaign.settings.cache_weights,
+            as_te_benchmark=campaign.settings.as_te_benchmark,
+        )
+        result = BenchResult(
+            command=command,
+            **bench.about,
+            findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
+            settings=campaign.settings,
+            precision=None if campaign.settings.counts else timing.precision,
+            time_limit_s=None if campaign.settings.counts else timing.time_limit,
+            environment=bench.machine,
+            device=dict(campaign.results.hello.device),
+            versions=dict(campaign.results.hello.versions),
+            fingerprint=campaign.part,
+            rounds=campaign.results.complete_rounds,
+            interrupted=campaign.interrupted,
+            linears=linears,
+            tasks=tuple(campaign.results.tasks.values()),
+        )
+        result = with_spread(result, quoted)
+        campaign.recording.deliver(lambda: deliver(result), complete=not campaign.interrupted)
+        signals.answered = True
+    return result
+
+
+def run_for_nsight(
+    job: ModelRun | None = None,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    timing: BenchTiming = DEFAULT_TIMING,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> list[TaskResult]:
+    """Run everything a few times in NVTX ranges, for Nsight Systems to record; nothing is timed."""
+    with _prepared(job, shapes, choices, timing, command, reporter, for_nsight=True) as bench:
+        reporter.say(f"to record this with Nsight Systems, run:\n  {NSYS} {command}")
+        with reporter.measuring(bench.campaign) as on_message:
+            bench.campaign.on_message = on_message
+            bench.campaign.run()
+    return list(bench.campaign.results.tasks.values())
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A campaign that is ready to run. `about` are the fields of the result that name the model."""
+
+    linears: LinearCases
+    about: Mapping[str, Any]
+    choice: Choice
+    campaign: LinearCampaign = field(repr=False)
+    machine: Environment = field(repr=False)
+
+
+@contextmanager
+def _prepared(
+    job: ModelRun | None,
+    shapes: Sequence[Shape] | None,
+    choices: Choices,
+    timing: BenchTiming,
+    command: str,
+    reporter: Reporter,
+    *,
+    for_nsight: bool = False,
+    resume: bool = False,
+    as_te_benchmark: bool = False,
+) -> Iterator[_Bench]:
+    """Check everything, start the worker, derive what to measure."""
+    timing.check()
+    if as_te_benchmark:
+        check_te_benchmark(model=job is not None, cache_weights=timing.cache_weights)
+    if job is not None and shapes is not None:
+        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "give one of the two")
+    for shape in shapes or ():
+        check_shape(shape)
+    machine = environment()
+    framework = job.source.framework if job is not None else ""
+    choice = choose(choices, machine, cache_weights=timing.cache_weights, framework=framework)
+    same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
+    with LocalWorkers() as workers, closing(open_journal()) as journal:
+        workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read
+        if job is not None:
+            linears, about = _model_linears(job, reporter)
+            linears = as_forward_calls(linears) if as_te_benchmark else linears
+        else:
+            linears, about = _bare_gemms(shapes, on_cpu=choices.on_cpu), {"origin": "shapes"}
+        tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
+        settings = timing.settings(choice.backend, for_nsight=for_nsight, as_te_benchmark=as_te_benchmark)
+        with journal.recording(fingerprint_of(tasks, settings), command, resume=resume) as recording:
+            campaign = LinearCampaign(tasks=tasks, settings=settings, rule=timing.rule(), recording=recording, workers=workers)
+            yield _Bench(linears, about, choice, campaign, machine)
+
+
+def _bare_gemms(shapes: Sequence[Shape] | None, *, on_cpu: bool) -> LinearCases:
+    """The given shapes, or squares from a ladder of sizes."""
+    ladder = LADDER_ON_CPU if on_cpu else LADDER
+    findings = (finding("small-shapes-on-cpu"),) if on_cpu and shapes is None else ()
+    return LinearCases(tuple(bare_gemms(shapes or [(side, side, side) for side in ladder])), findings)
+
+
+def _model_linears(job: ModelRun, reporter: Reporter) -> tuple[LinearCases, dict[str, Any]]:
+    """The model's linears, and the fields of the result that name the model."""
+    subject = rank_workload(job, reporter.say)
+    linears = linear_cases(subject.workload)
+    if not linears.cases:
+        raise UserError(f"{subject.name} has no linear layers to measure", "gemmscope shapes lists what it runs")
+    return replace(linears, findings=(*subject.findings, *linears.findings)), subject.about()
+
+
+def _measure(campaign: LinearCampaign, reporter: Reporter) -> Finding:
+    """Run the campaign. Returns how it ended."""
+    with reporter.measuring(campaign) as campaign.on_message:
+        campaign.run()
+    if campaign.interrupted:
+        return finding("interrupted" if campaign.results.any_samples() else "interrupted-early")
+    if campaign.settings.counts:
+        return fixed_counts(campaign.settings)
+    return campaign.rule.ended or finding("all-measured")

@@ -1,0 +1,64 @@
+"""`gemmscope compare`: runs of the same thing, row by row, for people and for CI."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from gemmscope.compare.fleets import compare_fleets
+from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps, verdict_findings
+from gemmscope.errors import UserError, option
+from gemmscope.results.base import Result, command_of, damage_reported
+from gemmscope.results.compare import CompareResult
+from gemmscope.results.fleet import FleetResult
+from gemmscope.results.read import read_result
+from gemmscope.results.sweep import SweepResult
+
+KINDS = ("bench", "step", "sweep", "fleet")  # with rows of times
+Comparable = MeasuredResult | SweepResult | FleetResult
+
+
+def compare(runs: Sequence[str | Path | Comparable], *, fail_if_slower: float | None = None, command: str = "") -> CompareResult:
+    """Compare results of bench, step, their sweeps or fleet, or their run files, the oldest first.
+
+    `fail_if_slower`: the slowdown that is allowed, 0.03 for 3%; the result says whether it holds.
+    """
+    if len(runs) < 2:
+        raise UserError("compare needs at least two runs", "gemmscope compare before.json after.json")
+    if fail_if_slower is not None and not 0 <= fail_if_slower < 1:
+        raise UserError(
+            f"{option('fail_if_slower', fail_if_slower)} must be between 0 and 1, or a percentage such as 3%",
+            f"for example {option('fail_if_slower', '0.03')}",
+        )
+    names = [str(run) if isinstance(run, (str, Path)) else f"run {number}" for number, run in enumerate(runs, start=1)]
+    results = [_measured(run, name) for run, name in zip(runs, names, strict=True)]
+    several = {
+        type(result): name for name, result in zip(names, results, strict=True) if isinstance(result, (SweepResult, FleetResult))
+    }
+    others = [(name, result) for name, result in zip(names, results, strict=True) if type(result) not in several]
+    if several and (others or len(several) > 1):
+        one = next(iter(several.values()))
+        kind = next(result.kind for name, result in zip(names, results, strict=True) if name == one)
+        other, other_kind = next((name, result.kind) for name, result in zip(names, results, strict=True) if result.kind != kind)
+        raise UserError(
+            f"{one} is a result of {command_of(kind)}, {other} of {command_of(other_kind)}: they cannot be compared",
+            "compare results of the same kind",
+        )
+    with damage_reported(*results):
+        if FleetResult in several:
+            fleets = [result for result in results if isinstance(result, FleetResult)]
+            compared = compare_fleets(fleets, names, limit=fail_if_slower, command=command)
+            return compared.model_copy(update={"findings": (*verdict_findings(compared), *compared.findings)})
+        if SweepResult in several:
+            sweeps = [result for result in results if isinstance(result, SweepResult)]
+            return compare_sweeps(sweeps, names, limit=fail_if_slower, command=command)
+        return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=command)
+
+
+def _measured(run: str | Path | Result, name: str) -> Comparable:
+    """A result that has rows to compare."""
+    result = read_result(run, KINDS) if isinstance(run, (str, Path)) else run
+    if result.kind not in KINDS:
+        raise UserError(
+            f"{name} is a result of {command_of(result.kind)}, and only bench, step, sweeps and fleet have times to compare"
+        )
+    return cast(Comparable, result)

@@ -1,0 +1,400 @@
+"""`gemmscope forecast`: linears and the training step on GPUs that need not be here. Nothing is measured, torch is not needed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gemmscope import signals
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
+from gemmscope.bench.findings import linear_findings
+from gemmscope.bench.timing import Shape, check_shape, check_te_benchmark
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.communication import Network, network_of
+from gemmscope.forecast.gemm import State, model
+from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
+from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common_fields, known_state, mixes_on
+from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
+from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.step_findings import (
+    accumulation_finding,
+    bubble_findings,
+    cheapest_finding,
+    eager_finding,
+    graphs_finding,
+    layers_finding,
+)
+from gemmscope.forecast.sweep import Configuration, forecast_sweep
+from gemmscope.forecast.training import gemm_format
+from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.job.load import SIZES, ModelRun, as_frameworks_run
+from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
+from gemmscope.model.limits import check_size
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, requested_mix
+from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.base import ModelSummary, Result
+from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepTimes
+from gemmscope.results.sweep import GpuSweep, SweepPoint
+from gemmscope.step.cost import Budget
+from gemmscope.step.stack_plan import not_run
+from gemmscope.step.waterfall import step_findings
+from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations
+from gemmscope.workload.cases import Mode, bare_gemms
+from gemmscope.workload.derive import HEAD
+from gemmscope.workload.ops import Linear
+from gemmscope.workload.ranks import Given, solve
+from gemmscope.workload.sharding import check, check_schedule
+
+SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
+Price = float | Mapping[str, float] | None
+
+
+def forecast(
+    job: ModelRun | None,
+    gpus: Sequence[str],
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    state: str = "sustained",
+    cache_weights: bool = False,
+    as_te_benchmark: bool = False,
+    network: str | float | None = None,
+    nvlink_domain: int | None = None,
+    tokens: float | None = None,
+    gpu_count: int | None = None,
+    price: Price = None,
+    mix: str | Path | Result | None = None,
+    keep_higher: str | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> ForecastResult:
+    """A model's linears and its training step (or bare GEMMs: `shapes`) on each GPU, with 90% error bars.
+
+    `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
+    `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
+    `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
+    Engine's GEMM benchmark script counts them. The step is also forecast for the mix that a run of numerics chose (`mix`), or for
+    every recipe with `keep_higher` in BF16.
+    """
+    asked = requested_mix(mix, keep_higher)
+    chips, clocks = chips_of(gpus), known_state(state)
+    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
+    job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
+    known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
+    budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
+    by_gpu = choose_recipes(chips, choices, job.source.framework if job is not None else "")
+    subject = rank_workload(job, reporter.say) if job is not None else None
+    if subject is not None:
+        _check_schedule(subject.source, subject.run)
+    linears = _cases(subject, shapes)
+    if as_te_benchmark:
+        check_te_benchmark(model=job is not None, cache_weights=cache_weights)
+        linears = as_forward_calls(linears)
+    task = _ForecastTask(subject, linears, choices.chosen_modes(), clocks, asked, cache_weights, as_te_benchmark)
+    _check_step(task, tokens, asks_for_cost=bool(budgets) or gpu_count is not None)
+    forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
+    about = subject.about() if subject is not None else {"origin": "shapes"}
+    cheapest = cheapest_finding(forecasts)
+    findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
+    common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
+    return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
+
+
+@dataclass(frozen=True)
+class _ForecastTask:
+    """What is forecast on every GPU. `subject`: the model; None for bare GEMMs."""
+
+    subject: RankWorkload | None
+    linears: LinearCases
+    modes: Sequence[Mode]
+    clocks: State
+    asked: MixRequest | None
+    cache_weights: bool
+    as_te_benchmark: bool
+
+    @property
+    def stepping(self) -> RankWorkload | None:
+        """The model, if its training step is forecast too."""
+        return self.subject if not self.as_te_benchmark else None
+
+    @property
+    def may_stay(self) -> list[str]:
+        """Linears that frameworks leave in BF16 where a recipe cannot run them: the output head, and all of a module."""
+        traced = self.subject is not None and self.subject.trace is not None
+        return [case.op for case in self.linears.cases] if traced else _heads(self.subject)
+
+    def on(
+        self, chip: GpuSpec, names: Sequence[str], recipe_findings: Sequence[Finding], links: Network, budget: Budget | None
+    ) -> GpuForecast:
+        """The forecast for one GPU, in the recipes `names`."""
+        adjustment, calibration_findings = calibrated(chip.name)
+        forecaster = Forecaster(
+            chip, self.clocks, cache_weights=self.cache_weights, measured=adjustment, forward_only=self.as_te_benchmark
+        )
+        linears = forecast_linears(
+            forecaster,
+            self.linears.cases,
+            names,
+            self.modes,
+            self.linears.layers,
+            self.linears.layer_counts,
+            heads=self.may_stay,
+            as_te_benchmark=self.as_te_benchmark,
+        )
+        step, memory, about_step, mixes = None, tuple[RecipeMemory, ...](), _StepFindings(), Mixes()
+        if (stepping := self.stepping) is not None:
+            step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, links)
+            mixes = mixes_on(chip, self.asked, names, stepping)
+            of_step = list(dict.fromkeys([*names, *mixes.names]))
+            memory = tuple(memory_of_recipe(stepping, name, chip, step_forecast) for name in of_step)
+            step = forecast_step(step_forecast, of_step, budget, memory)
+            about_step = _StepFindings.of(step_forecast, step, stepping.trace.layers if stepping.trace is not None else 0)
+        return GpuForecast(
+            gpu=chip.name,
+            title=chip.title,
+            capability=chip.architecture,
+            basis=_basis(chip, self.clocks, names),
+            linears=linears,
+            step=step,
+            memory=memory,
+            findings=(
+                *mixes.findings,
+                *about_step.first,
+                *_findings(linears, step, self.subject),
+                *(memory_findings(memory, self.subject.run) if self.subject is not None else ()),
+                *about_step.last,
+                *recipe_findings,
+                *calibration_findings,
+            ),
+        )
+
+
+def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: bool) -> None:
+    """A `UserError` for options that apply to a training step if there is none, or to tokens if its inputs are others."""
+    step = task.stepping
+    if step is None and asks_for_cost:
+        problem = f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none"
+        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
+    if step is not None and step.run.inputs is not None and tokens is not None:
+        problem = f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}"
+        raise UserError(problem, f"remove {option('tokens')}")
+    if step is None and task.asked is not None:
+        problem = f"{task.asked.given} applies to a training step, but there is none"
+        raise UserError(problem, f"remove it, or name a model: {option('preset')}")
+
+
+class _StepFindings(NamedTuple):
+    """Findings about other ways to run the step: those to list before the others, and those to list after them."""
+
+    first: tuple[Finding, ...] = ()
+    last: tuple[Finding, ...] = ()
+
+    @classmethod
+    def of(cls, forecast: StepForecast, step: StepTimes, layers: int) -> "_StepFindings":
+        """The findings of one forecast. `layers`: the number of layers of a traced module; 0 for other models."""
+        graphs, repeated = graphs_finding(forecast, step), accumulation_finding(forecast, step)
+        by_layer = layers_finding(forecast, step, layers) if layers else None
+        return cls(tuple(filter(None, (graphs, by_layer, eager_finding(forecast)))), tuple(filter(None, (repeated,))))
+
+
+def sweep(
+    model: Mapping[str, Any],
+    run: Mapping[str, Any],
+    axes: Mapping[str, Sequence[int]],
+    gpus: Sequence[str],
+    *,
+    choices: Choices = DEFAULT_CHOICES,
+    state: str = "sustained",
+    network: str | float | None = None,
+    nvlink_domain: int | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> ForecastResult:
+    """The training step over one size or two: the best recipe at each point, and from where on each recipe is faster than BF16.
+
+    `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
+    it early, with the points that were computed until then.
+    """
+    chips, clocks = chips_of(gpus), known_state(state)
+    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
+    by_gpu = choose_recipes(chips, choices)
+    check_axes(axes, SWEEP_SIZES, model)
+    sweeps: list[GpuSweep] = []
+    with signals.defer_signals() as deferred:
+        possible, impossible = _configurations(model, run, axes, deferred)
+        points, wanted = 0, len(possible) * len(chips)
+        with reporter.counting("points", wanted) as show:
+
+            def on_points(count: int) -> None:
+                nonlocal points
+                points += count
+                show(points)
+
+            for chip in chips:
+                (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
+                forecaster = Forecaster(chip, clocks, measured=adjustment)
+                swept = forecast_sweep(forecaster, possible, impossible, names, networks[chip.name], on_points)
+                if swept is not None:
+                    findings = (*swept.findings, *recipe_findings, *calibration_findings)
+                    sweeps.append(swept.model_copy(update={"findings": findings}))
+        interrupted = deferred.first is not None
+        if interrupted and not sweeps:
+            raise deferred.interruption()
+        if interrupted:
+            deferred.answered, deferred.outcome = True, f"{points} of {wanted} points were computed"
+    about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
+    reasons = by_reason(impossible)
+    about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
+    replicas = {run.data_parallel for _, _, run in possible}
+    common = {**common_fields(command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
+    return ForecastResult(
+        **common,
+        origin="sweep",
+        model=_swept_model(possible, axes),
+        findings=(finding("forecast-not-measured"), *about),
+        interrupted=interrupted,
+        sweeps=tuple(sweeps),
+    )
+
+
+def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[int]]) -> ModelSummary | None:
+    """Which model; without its sizes where some of them vary."""
+    if not possible:
+        return None
+    model = possible[0][1]
+    about = ModelSummary.of(model, model.name, model.source)
+    varied = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
+
+
+def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
+    """Single GEMMs from a CSV file (`-`: standard input), as CSV with four more columns of milliseconds.
+
+    `library`: as this library was measured; without it the user's own calibration is applied.
+    """
+    by = library.strip().lower() if library else None
+    chips, adjustments, findings = chips_of(gpus), {}, list[Finding]()
+    for chip in chips:
+        adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
+        findings += about
+    result = forecast_gemm_list(file, chips, adjustments, known_state(state), by)
+    return GemmForecast(result.csv, (finding("forecast-not-measured"), *result.findings, *findings))
+
+
+def _on_gpus(job: ModelRun | None, gpu_count: int | None) -> ModelRun | None:
+    """The job on so many GPUs; a `UserError` if its layout does not divide them."""
+    if job is None:
+        return None
+    if gpu_count is not None:
+        check_size(option("gpus"), gpu_count, "parallel")
+        job = replace(job, run=replace(job.run, dp=solve(job.run, Given(gpus=gpu_count, dp=job.run.dp)).dp))
+    return job
+
+
+def _check_schedule(source: ModelSource, run: RunSpec) -> None:
+    if source.framework != "torchtitan":  # its schedules take any number of micro-batches
+        check_schedule(run)
+
+
+def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
+    """The budget of the run by GPU; empty if no cost was requested."""
+    by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
+    budget = Budget.asked(tokens, gpu_count, 0.0 if isinstance(price, Mapping) else price)
+    if budget is None:
+        return {}
+    names = [chip.name for chip in chips]
+    if strange := [name for name in by_gpu or () if name not in names]:
+        raise UserError(f"{option('price')} names {strange[0]}, which is not among the GPUs", f"they are {', '.join(names)}")
+    return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
+
+
+def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
+    """The linears to forecast: of the model, or bare GEMMs."""
+    if subject is None:
+        if shapes is None:
+            raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
+        for shape in shapes:
+            check_shape(shape)
+        return LinearCases(tuple(bare_gemms(shapes)))
+    if shapes is not None:
+        raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
+    linears = linear_cases(subject.workload)
+    if not linears.cases:
+        problem = f"{subject.name} has no linear layers, and low precision speeds up only these"
+        raise UserError(problem, "gemmscope shapes lists what it runs")
+    return linears
+
+
+def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
+    """What the GEMMs of every format on this GPU are based on."""
+    formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
+    return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
+
+
+def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None) -> Iterator[Finding]:
+    if step is not None:
+        yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
+        winner = step.winner
+        if winner is not None and winner.best != BASELINE and (rivals := [name for name in winner.rivals if name != BASELINE]):
+            yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
+        yield from bubble_findings(step, subject.run) if subject is not None else ()
+    yield from linear_findings(linears)
+    left = subject is not None and subject.trace is not None
+    if left and step is not None and step.failures and len(step.recipes) == 1:
+        yield finding("nothing-quantized", reason=next(iter(step.failures.values())))
+    yield from misaligned(linears.cases, linears.recipes, _heads(subject), left=left)
+
+
+def _heads(subject: RankWorkload | None) -> list[str]:
+    """The linears of the output head, which frameworks leave in BF16."""
+    ops = subject.workload.ops if subject is not None else ()
+    return list(dict.fromkeys(op.name for op in ops if isinstance(op, Linear) and op.section == HEAD))
+
+
+def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecasts: Sequence[GpuForecast]) -> Iterator[Finding]:
+    yield finding("forecast-not-measured")
+    if subject is None:
+        return
+    has_step = any(gpu.step is not None for gpu in forecasts)
+    yield from subject.findings
+    for about in linears.findings:
+        yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
+    if not has_step:
+        return
+    if subject.source.model is not None and (special := not_run(subject.source.model)):
+        yield finding("layers-not-run", what=special)
+    if subject.run.dp is None and subject.source.run_settings.get("zero"):
+        sharing = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}
+        yield finding("gpus-unknown", origin=subject.source.origin, zero=subject.run.zero_stage, **sharing)
+    if subject.run.pp > 1 and subject.run.pp_stage is not None:
+        yield finding("one-stage-only", stage=subject.run.pp_stage)
+    left = {cell.op for gpu in forecasts for cell in gpu.linears.ops if cell.left_in_baseline}
+    heads = [op for op in _heads(subject) if op not in left]
+    steps = [gpu.step for gpu in forecasts if gpu.step is not None]
+    if heads and any(recipe(time.recipe).quantizes for step in steps for time in step.recipes):
+        yield finding("head-in-baseline", ops=heads)
+
+
+def _configurations(
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], deferred: signals.DeferredSignals
+) -> tuple[list[Configuration], list[SweepPoint]]:
+    """Every combination that is possible, and the others with the reason; only a model with a closed form can be varied."""
+
+    def described(job: ModelRun) -> tuple[ModelSpec, RunSpec]:
+        source, run = job.source, as_frameworks_run(job).run
+        if source.model is None:
+            raise UserError(f"{source.origin} is traced and cannot be varied", "give a model that has a closed form")
+        check(source.model, run)
+        _check_schedule(source, run)
+        return source.model, run
+
+    possible, impossible = configurations(model, run, axes, described, deferred)
+    return [(values, *pair) for values, pair in possible], [SweepPoint(values=values, why_not=why) for values, why in impossible]

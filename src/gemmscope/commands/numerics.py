@@ -1,0 +1,356 @@
+"""`gemmscope numerics`: what every recipe loses in accuracy, linear by linear, beside what it gains in speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_args
+
+from gemmscope.bench.choose import Choices
+from gemmscope.commands.forecast import forecast
+from gemmscope.errors import UserError, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.gpus_and_recipes import forecastable
+from gemmscope.gpu.specs import gpu as gpu_named
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import linear_cases, rank_workload
+from gemmscope.numerics.evaluation.mixes import recipes_and_mix
+from gemmscope.numerics.evaluation.requests import (
+    CheckpointSource,
+    ComputedErrors,
+    DepthModel,
+    ErrorsRequest,
+    RecordingSource,
+    SyntheticKind,
+    SyntheticSource,
+    TensorsOpened,
+    compute_errors,
+    model_linears,
+)
+from gemmscope.numerics.evaluation.speeds import SpeedResult
+from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
+from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.recipes import BASELINE, recipe, recipes
+from gemmscope.results.base import Result, command_of, damage_reported
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
+from gemmscope.results.read import read_result
+from gemmscope.results.step import StepResult
+from gemmscope.signals import defer_signals
+from gemmscope.units import steps
+from gemmscope.workload.derive import HEAD
+
+PathLike = str | Path
+BACKENDS = ("transformer_engine", "torchao")
+KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
+LARGEST_SEED = 2**63 - 1  # that PyTorch takes
+
+
+def run_numerics(
+    recording: PathLike | None = None,
+    *,
+    checkpoint: PathLike | None = None,
+    synthetic: str | None = None,
+    job: ModelRun | None = None,
+    recipes: Sequence[str] | None = None,
+    backend: str | None = None,
+    speed: PathLike | Result | None = None,
+    gpu: str | None = None,
+    bound: float | None = None,
+    depth: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+    command: str = "",
+    reporter: Reporter | None = None,
+    deliver: Callable[[NumericsResult], None] = lambda _: None,
+) -> NumericsResult:
+    """The errors of every linear in every recipe, and what to keep in a higher precision.
+
+    One source of tensors: a `recording` (of `gemmscope.record_tensors`), a `checkpoint` (weights alone), or `synthetic` tensors
+    of the model in `job`: normal, heavy or outliers. `recipes`: by default BF16 and all of Transformer Engine, or of `backend`.
+    `speed`: a result of bench, step or forecast, or its run file; with `gpu` and `job`, a forecast. `bound`: the largest error
+    that the recommended mix may have. `depth`: also run the model of `job` with each recipe in all linears, for the error that
+    accumulates from layer to layer; a Hugging Face config runs with random weights, a module is run without being asked. Ctrl-C
+    ends it early, with the linears computed until then. `deliver` writes the result.
+    """
+    begin, reporter = time.monotonic(), reporter or QUIET
+    request = ErrorsRequest(
+        source=_source(recording, checkpoint, synthetic, job, reporter),
+        recipes=tuple(chosen_recipes(recipes, backend or "")),
+        backend=backend or "",
+        device=device,
+        seed=seed,
+        depth=_depth(job, depth),
+    )
+    _check(bound, device, seed)
+    speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
+    with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
+        computed = _computed(request, reporter)
+        opened = computed.opened
+        assert opened is not None
+        with damage_reported(*([speeds] if speeds is not None else [])):
+            comparison = recipes_and_mix(computed.linears, speeds, bound, speed_gpu)
+        result = NumericsResult(
+            command=command,
+            findings=(*_findings(computed, opened, backend or ""), *comparison.findings),
+            **vars(opened.facts),
+            recipes=comparison.recipes,
+            linears=tuple(computed.linears),
+            stale=tuple(computed.stale),
+            depth=computed.depth.depth,
+            speed_origin=comparison.speed_origin,
+            speed_of=comparison.speed_of,
+            speed_gpu=comparison.speed_gpu,
+            speed_file=str(speed) if isinstance(speed, (str, Path)) else "",
+            mixed=comparison.mixed,
+            seconds=time.monotonic() - begin,
+        )
+        deliver(result)
+    return result
+
+
+def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
+    """The recipes to compute, in the order of recipes.toml if none is named.
+
+    >>> chosen_recipes(None, "")[:3], chosen_recipes(["mxfp8", "MXFP8"], "")
+    (['BF16', 'FP8Current', 'FP8Delayed'], ['MXFP8'])
+    """
+    if backend and backend not in BACKENDS:
+        raise UserError(f"{option('backend')} {shown(backend)} does not quantize", f"it can be {' or '.join(BACKENDS)}")
+    if names is None:
+        library = backend or BACKENDS[0]
+        return [BASELINE, *(name for name, one in recipes().items() if one.quantizes and library in one.backends)]
+    if not names:
+        raise UserError(f"{option('recipes')} is empty", f"one of: {', '.join(recipes())}")
+    chosen = [recipe(name) for name in names]
+    for one in chosen:
+        if backend and one.quantizes and backend not in one.backends:
+            raise UserError(f"{one.name} does not run with the backend {backend}", f"one of: {', '.join(one.backends)}")
+    return list(dict.fromkeys(one.name for one in chosen))
+
+
+def _source(
+    recording: PathLike | None, checkpoint: PathLike | None, synthetic: str | None, job: ModelRun | None, reporter: Reporter
+) -> RecordingSource | CheckpointSource | SyntheticSource:
+    """The source of tensors, as the worker is told."""
+    given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        listed = " and ".join("a recording" if name == "recording" else option(name) for name in named)
+        problem = f"{listed} are given" if named else "no tensors are given"
+        raise UserError(
+            f"{problem}; give exactly one source of tensors",
+            f"a recording of gemmscope.record_tensors, {option('checkpoint', 'FILE')} or {option('synthetic', 'normal')}",
+        )
+    if checkpoint == "":  # a Path would be the current folder
+        raise UserError(f"{option('checkpoint')} is empty", "give a safetensors file, or a folder of them")
+    if recording is not None:
+        read_recording(recording)  # an invalid file is rejected before a process is started
+        return RecordingSource(str(recording))
+    if checkpoint is not None:
+        model = job.source.model if job is not None else None
+        return CheckpointSource(str(checkpoint), model_linears(model) if model is not None else None)
+    if synthetic not in KINDS:
+        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(KINDS)}")
+    if job is None:
+        raise UserError(
+            f"{option('synthetic', synthetic)} needs a model, for the shapes of its linears",
+            f"for example {option('preset', 'llama-3.1-8b')}",
+        )
+    subject = rank_workload(job, reporter.say)
+    heads = {op.name for op in subject.workload.ops if op.section == HEAD}  # they stay in BF16
+    cases = [case for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
+    if not cases:
+        raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
+    return SyntheticSource(synthetic, {case.op: (case.inputs, case.outputs) for case in cases}, subject.name)
+
+
+def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
+    """The model to run for errors along depth; None if none was requested."""
+    source = job.source if job is not None else None
+    if job is None or source is None or (source.module is None and source.config is None):
+        if wanted:
+            raise UserError(
+                f"{option('depth')} runs a model, but there is none that can be run",
+                f"add {option('module', 'file.py:build')}, or {option('config', 'config.json')}",
+            )
+        return None
+    if not wanted and source.module is None:
+        return None
+    config = dict(source.config) if source.config is not None else None
+    return DepthModel(source.module, config, job.micro_batch, job.sequence)
+
+
+def _check(bound: float | None, device: str, seed: int) -> None:
+    if bound is not None and not (isinstance(bound, (int, float)) and isfinite(bound) and 0 < bound < 1):
+        raise UserError(f"{option('bound')} must be between 0 and 1, not {shown(bound)}", f"for example {option('bound', 0.05)}")
+    if not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
+        limits = f"a whole number between 0 and {LARGEST_SEED}"
+        raise UserError(f"{option('seed')} must be {limits}, not {shown(seed)}", f"for example {option('seed', 0)}")
+    if device != "cpu" and device.split(":")[0] != "cuda":
+        raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cpu or cuda")
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            "torch is needed to compute errors, but it is not installed", "pip install torch, in gemmscope's environment"
+        )
+
+
+def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:
+    """Let the worker compute the errors. Progress begins once it has opened the file and knows how many linears there are."""
+    state: list[Any] = []
+
+    def progress(done: int, count: int) -> None:
+        if not state:
+            state.append(reporter.counting("linears", count))
+            state.append(state[0].__enter__())
+        state[1](done)
+
+    try:
+        return compute_errors(request, progress)
+    finally:
+        if state:
+            state[0].__exit__(None, None, None)
+
+
+def _findings(computed: ComputedErrors, opened: TensorsOpened, backend: str) -> list[Finding]:
+    tensors = opened.facts
+    findings = [finding("numerics-recording-note", text=note) for note in opened.notes]
+    if not computed.complete:
+        facts = {"done": computed.done, "count": computed.count}
+        ended = computed.ended
+        findings.append(
+            finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
+        )
+    if tensors.source != "checkpoint" and not opened.probed:
+        findings.append(finding("numerics-no-probes"))
+    if computed.depth.failure:
+        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
+    if computed.depth.notes:
+        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
+    with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
+    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
+    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
+    if tensors.source == "recording" and delayed:
+        earlier = max(len(tensors.steps) - 1, 0)
+        if not computed.stale:
+            findings.append(finding("numerics-no-history"))
+        elif earlier < HISTORY:
+            findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
+    counted = counted_linears(computed.linears)
+    if tensors.source == "recording":
+        passes = {one.pass_name for linear in counted for one in linear.passes}
+        dropped = any(linear.dropped for linear in counted)
+        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
+    return [*findings, *failures(counted), *dropped_passes(counted)]
+
+
+def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
+    """One finding for every number that recipes want tokens to be a multiple of, where they are not."""
+    needs: dict[int, list[str]] = {}
+    for name in names:
+        multiple = recipe(name).multiple_in(backend)
+        if recipe(name).quantizes and tokens % multiple:
+            needs.setdefault(multiple, []).append(name)
+    for multiple, names in needs.items():
+        padded = -(-tokens // multiple) * multiple
+        yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=names, padded=padded)
+
+
+def failures(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason: the linears, and the recipes, that it applies to."""
+    reasons: dict[str, list[LinearError]] = {}
+    for linear in linears:
+        if linear.failure:
+            reasons.setdefault(linear.failure, []).append(linear)
+    return [
+        finding(
+            "numerics-failed",
+            linears=list(dict.fromkeys(one.name for one in failed)),
+            recipes=list(dict.fromkeys(one.recipe for one in failed)),
+            reason=reason,
+        )
+        for reason, failed in reasons.items()
+    ]
+
+
+def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
+    known = {one.pass_name for linear in linears for one in linear.passes}
+    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
+    for linear in linears:
+        computed = {one.pass_name for one in linear.passes}
+        for one in linear.dropped:
+            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
+            key = code, one.reason, steps(one.steps), one.pass_name in known
+            passes, names = groups.setdefault(key, ({}, {}))
+            passes[one.pass_name] = names[linear.name] = None
+    return [
+        finding(
+            code,
+            passes=[name for name in OPERANDS if name in passes],
+            linears=list(names),
+            reason=reason,
+            steps=where,
+            counted="count as the mean of the other linears" if others else "do not count",
+        )
+        for (code, reason, where, others), (passes, names) in groups.items()
+    ]
+
+
+def speed_result(
+    speed: str | Path | Result | None,
+    gpu: str | None,
+    job: ModelRun | None = None,
+    recipes: Sequence[str] | None = None,
+    reporter: Reporter = QUIET,
+) -> tuple[SpeedResult | None, str]:
+    """The result with the speeds, and which GPU of it; None if no speeds were asked for.
+
+    `speed`: a result, or its run file. Without one, `gpu` is forecast with the model of `job` in those `recipes` that it runs.
+    """
+    if speed is None:
+        return (_forecast(gpu, job, recipes, reporter), gpu) if gpu is not None else (None, "")
+    result = read_result(speed, ("bench", "step", "forecast")) if isinstance(speed, (str, Path)) else speed
+    given = f"{option('speed')} {shown(str(speed))}" if isinstance(speed, (str, Path)) else option("speed")
+    if not isinstance(result, Result):
+        raise UserError(
+            f"{given} must be a result or a run file, not {shown(result)}", "speeds come from bench, step or forecast"
+        )
+    if not isinstance(result, (BenchResult, StepResult, ForecastResult)):
+        raise UserError(f"{given} is a result of {command_of(result.kind)}", "speeds come from bench, step or forecast")
+    if isinstance(result, BenchResult) and result.linears.bare:
+        raise UserError(f"{given} has times of bare GEMMs, not of a model's linears", "run gemmscope bench with the model")
+    if isinstance(result, ForecastResult):
+        return result, _gpu_of(result, gpu, given)
+    if gpu is not None:
+        raise UserError(f"{given} was measured on {result.where}, so {option('gpu', gpu)} does not apply", "use only one of them")
+    return result, ""
+
+
+def _gpu_of(result: ForecastResult, gpu: str | None, given: str) -> str:
+    """The GPU of a forecast that was named, or its only one."""
+    names = [forecast.gpu for forecast in result.gpus]
+    if not names or any(forecast.linears.bare for forecast in result.gpus):
+        what = "a sweep" if result.sweeps else "a forecast of bare GEMMs"
+        raise UserError(f"{given} is {what}, and has no times of a model's linears", "forecast one configuration of the model")
+    if gpu is None and len(names) > 1:
+        raise UserError(f"{given} has several GPUs: {', '.join(names)}", f"name one: {option('gpu', names[0])}")
+    name = gpu_named(gpu).name if gpu is not None else names[0]
+    if name not in names:
+        raise UserError(f"{given} does not have {shown(name)}", f"it has {', '.join(names)}")
+    return name
+
+
+def _forecast(gpu: str, job: ModelRun | None, recipes: Sequence[str] | None, reporter: Reporter) -> ForecastResult:
+    if job is None:
+        raise UserError(
+            f"{option('gpu', gpu)} forecasts the speeds, which needs the model and its batch",
+            f"add {option('preset', 'NAME')} or {option('config', 'PATH')}, {option('micro_batch_size', 1)} and "
+            f"{option('sequence_length', '8k')}, or give {option('speed', 'RUNFILE')} instead",
+        )
+    able = forecastable(gpu, recipes) if recipes is not None else None
+    return forecast(job, [gpu], choices=Choices(able), reporter=reporter)

@@ -1,0 +1,372 @@
+"""`gemmscope plan`: the fastest layouts of a model on a number of GPUs, among all that divide and fit. Nothing is measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from gemmscope import signals
+from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
+from gemmscope.errors import UserError, closest, in_python, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.communication import network_of
+from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
+from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.interval import Interval
+from gemmscope.model.limits import check_size
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
+from gemmscope.model.vary import SIZES, check_varied, varied
+from gemmscope.paste.emit import layout_to_paste
+from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.recipes import recipe
+from gemmscope.results.base import ModelSummary
+from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
+from gemmscope.step.cost import Budget
+from gemmscope.workload.summary import count_parameters
+
+PARTS = AXES  # of a layout, which can be restricted
+VARIED = (*SIZES, "sequence")
+ALSO_CALLED = {
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "intermediate_size": "intermediate",
+    "num_attention_heads": "heads",
+    "num_experts": "experts",
+    "sequence_length": "sequence",
+}
+MOST_POINTS = 100
+WORTH_SAYING = 0.005  # of a step
+KINDS = {"context": "keys and values (context parallelism)", "stages": "activations between pipeline stages"}
+MOST_GPUS = 1 << 17
+MOST_DOUBLINGS = 10
+SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
+"""Settings that all layouts of a plan share."""
+OF_FILE = (*SETTINGS, "vocab_multiple", "separate_projections", "sequence_parallel_linears")
+"""Settings taken from the model's file: those that are not part of a layout."""
+
+
+def plan(
+    source: ModelSource,
+    gpu: str | Sequence[str],
+    gpus: int | None,
+    *,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    restrict: Mapping[str, Any] = {},
+    vary: Mapping[str, Sequence[int]] = {},
+    settings: Mapping[str, Any] = {},
+    choices: Choices = DEFAULT_CHOICES,
+    state: str = "sustained",
+    network: str | float | None = None,
+    nvlink_domain: int | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> PlanResult:
+    """The layouts of a model on `gpus` GPUs of one type, with a global batch of so many sequences: the fastest first.
+
+    `restrict` fixes axes of the search, each to some values (tp, pp, vp, cp, ep, etp, micro_batch_size, recompute, zero);
+    `settings` are other fields of `RunSpec` that all layouts have. `vary` gives sizes of the model their values. `tokens` and a
+    `price` per GPU-hour: what the run costs. A signal ends it early, with the layouts that were computed until then.
+    """
+    chip, clocks = one_chip(gpu), known_state(state)
+    links = network_of(chip, network, nvlink_domain)
+    if source.model is None:
+        raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")
+    count = _count("gpus", gpus, "the number of GPUs to train on", 64)
+    batch = _batch(source, global_batch)
+    length = _count("sequence_length", sequence_length or source.run_settings.get("sequence_length"), "the sequence length", 8192)
+    budget = _budget(tokens, count, price)
+    names, recipe_findings = _recipes(chip, choices, source.framework)
+    space = Space(_restricted(restrict), {"optimizer_state": "fp32", **_of_file(source), **settings})  # the same in all layouts
+    sizes = _axes(vary, source.model)
+    adjustment, calibration_findings = calibrated(chip.name)
+    forecaster = Forecaster(chip, clocks, measured=adjustment)
+    with signals.defer_signals() as deferred:
+        task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
+        tasks, impossible = _tasks(source.model, sizes, task)
+        searches = [Search(task, space) for _, task in tasks]
+        wanted, done = sum(len(search.runs) for search in searches) * len(names), 0
+        _check_any(searches, space)
+        with reporter.counting("layouts", wanted) as show:
+
+            def on_layouts(more: int) -> None:
+                nonlocal done
+                done += more
+                show(done)
+
+            complete = run_searches(forecaster, searches, names, links, deferred, on_layouts)
+        if not complete:
+            if not any(search.candidates for search in searches):
+                raise deferred.interruption()
+            deferred.answered, deferred.outcome = True, f"{done} of {wanted} layouts were computed"
+    most = MOST_LISTED // len(searches)
+    points = [_point(values, search, forecaster, names, most) for (values, _), search in zip(tasks, searches, strict=True)]
+    points += impossible
+    best = next((point.best for point in points if point.best is not None), None)
+    if best is None:
+        raise _nothing_fits(points[0], chip, count, sizes)
+    findings = [finding("forecast-not-measured"), *source.findings]
+    findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
+    findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
+    first = next(place for place, point in enumerate(points) if point.best is not None)
+    return PlanResult(
+        **common_fields(command, clocks),
+        origin=source.origin,
+        model=ModelSummary.of(source.model, source.model.name, source.origin),
+        run=_run_of(searches[first]),
+        findings=tuple(findings),
+        gpu=chip.name,
+        title=chip.title,
+        gpus=count,
+        memory_gb=chip.memory_bytes / 1e9,
+        network_gbps=links.gbps,
+        network=links.name,
+        nvlink_domain=links.domain,
+        tokens=budget.tokens if budget is not None and tokens is not None else None,
+        price=price,
+        recipes=tuple(names),
+        points=tuple(points),
+        varied=tuple(sizes),
+        ready_to_paste=_paste(best, points[first], searches[first]) if not sizes else {},
+        interrupted=not complete,
+    )
+
+
+def _count(name: str, value: object, what: str, example: int) -> int:
+    if value is None:
+        raise UserError(f"{option(name)} is not given: {what}", f"for example {option(name, example)}")
+    return check_size(option(name), value, "parallel" if name == "gpus" else "sequence_length")
+
+
+def _batch(source: ModelSource, given: int | None) -> int:
+    """The global batch: as given, or as the model's file says."""
+    if given is not None:
+        return check_size(option("global_batch"), given, "sequence_length")
+    if source.global_batch is not None:
+        return source.global_batch
+    raise UserError(
+        f"{option('global_batch')} is not given: the sequences of one optimizer step",
+        f"for example {option('global_batch', 256)}",
+    )
+
+
+def _budget(tokens: float | None, gpus: int, price: float | None) -> Budget | None:
+    """Checked; a price alone gives the cost of a billion tokens."""
+    return Budget(tokens if tokens is not None else 1e9, gpus, price) if tokens is not None or price is not None else None
+
+
+def _recipes(chip: GpuSpec, choices: Choices, framework: str) -> tuple[list[str], tuple[Finding, ...]]:
+    """The recipes to try: those that were named, or all that the GPU runs."""
+    names, findings = choose_recipes([chip], choices, framework)[chip.name]
+    named = {recipe(name).name for name in choices.recipes} if choices.recipes else set(names)
+    return [name for name in names if name in named], tuple(findings)
+
+
+def _of_file(source: ModelSource) -> dict[str, Any]:
+    return {name: value for name, value in source.run_settings.items() if name in OF_FILE}
+
+
+def _restricted(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of each axis, checked; one value stands for a list of it."""
+    result = {}
+    for name, values in given.items():
+        if name not in AXES:
+            raise UserError(f"{shown(name)} is not part of a layout", f"parts: {', '.join(AXES)}, recipes")
+        if values is None:
+            continue
+        listed = tuple(values) if isinstance(values, (list, tuple, range, set)) else (values,)
+        if not listed:
+            raise UserError(f"{option(name)} has no values", f"for example {option(name, '1,2,4')}")
+        for value in listed:
+            if name in LISTS:
+                if value not in LISTS[name]:
+                    known = ", ".join(map(str, LISTS[name]))
+                    raise UserError(f"{option(name)} must be some of {known}, not {shown(value)}", "separate several by commas")
+            else:
+                check_size(option(name), value, "micro_batch_size" if name == "micro_batch_size" else "parallel")
+        result[name] = tuple(dict.fromkeys(listed))
+    return result
+
+
+def _axes(vary: Mapping[str, Sequence[int]], model: ModelSpec) -> dict[str, list[int]]:
+    """The sizes to vary by their short names, with their values; a `UserError` for what cannot vary."""
+    axes: dict[str, list[int]] = {}
+    for name, values in vary.items():
+        size = ALSO_CALLED.get(name, name)
+        if size not in VARIED:
+            similar = closest(name, [*VARIED, *ALSO_CALLED], 1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UserError(f"{shown(name)} is not a size that a plan can vary", f"{hint}sizes: {', '.join(VARIED)}")
+        if not values:
+            raise UserError(f"{option('vary')} gives {name} no values", f"for example {option('vary', 'hidden=5120,6144')}")
+        axes[size] = list(dict.fromkeys(values))
+    if (points := prod(map(len, axes.values()))) > MOST_POINTS:
+        raise UserError(f"{option('vary')} makes {points} models, more than {MOST_POINTS}", "give fewer values")
+    check_varied(model, axes)
+    return axes
+
+
+def _tasks(
+    model: ModelSpec, axes: Mapping[str, Sequence[int]], task: PlanTask
+) -> tuple[list[tuple[dict[str, int], PlanTask]], list[PlanPoint]]:
+    """A task for every combination of sizes, and the combinations that make no model, with the reason."""
+    tasks: list[tuple[dict[str, int], PlanTask]] = []
+    impossible: list[PlanPoint] = []
+    first: UserError | None = None
+    for combination in product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        of_model = {name: value for name, value in values.items() if name in SIZES}
+        try:
+            other = varied(model, of_model)
+            length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
+        except UserError as error:
+            first = first or error
+            summary = ModelSummary.of(model, model.name, model.source)
+            impossible.append(
+                PlanPoint(
+                    values=values, model=summary, parameters=0, global_batch=task.global_batch,
+                    sequence_length=task.sequence_length, why_not=in_python(error.message),
+                )
+            )  # fmt: skip
+            continue
+        tasks.append((values, replace(task, model=other, sequence_length=length)))
+    if not tasks and first is not None:
+        raise first
+    return tasks, impossible
+
+
+def _check_any(searches: Sequence[Search], space: Space) -> None:
+    """A `UserError` if nothing divides, with sizes that do."""
+    if any(search.runs for search in searches):
+        return
+    task = searches[0].task
+    given = " ".join(option(name, ",".join(map(str, values))) for name, values in space.given.items())
+    if ranks := sorted({split["dp"] for split in splits(task, space, Pruning())}):
+        size = min(space.given.get("micro_batch_size", (1,))) * ranks[0]
+        below = task.global_batch // size * size
+        near = [option("global_batch", batch) for batch in (below, below + size) if batch]
+        message = f"{option('global_batch', task.global_batch)} does not split over {task.gpus} GPUs in any layout"
+        raise UserError(f"{message} with {given}" if given else message, f"the nearest that work: {' or '.join(near)}")
+    for name, values in space.given.items():
+        others = Space({axis: kept for axis, kept in space.given.items() if axis != name}, space.settings)
+        if possible := sorted({getattr(run, name) for run in layouts(task, others, Pruning())}, key=str):
+            listed = ", ".join(map(str, sorted(possible)))
+            wrong = option(name, ",".join(map(str, values)))
+            raise UserError(f"{wrong}: no layout of {task.model.name} on {task.gpus} GPUs has it", f"possible values: {listed}")
+    message = f"no layout of {task.model.name} divides into {task.gpus} GPUs"
+    raise UserError(f"{message} with {given}" if given else message, f"for example {option('gpus', _power_below(task.gpus))}")
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names: Sequence[str], most: int) -> PlanPoint:
+    task = search.task
+    listed = ranked(search, forecaster, most)
+    smallest = None
+    if not listed:
+        smallest = smallest_layout(search)
+        if smallest is not None:
+            smallest = smallest.model_copy(update={"gpus_needed": _gpus_needed(search, forecaster.chip, names)})
+    return PlanPoint(
+        values=values,
+        model=ModelSummary.of(task.model, task.model.name, task.model.source),
+        parameters=count_parameters(task.model)[0],
+        global_batch=task.global_batch,
+        sequence_length=task.sequence_length,
+        layouts=tuple(listed),
+        fitting=len(search.candidates),
+        pruned=pruned(search.pruning),
+        smallest=smallest,
+        why_not="" if listed else "no layout fits in memory" if search.runs else "no layout divides",
+    )
+
+
+def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | None:
+    """The smallest number of GPUs with which some layout fits: doubled again and again, with as large a batch as they need."""
+    task, available = search.task, chip.memory_bytes
+    gpus = task.gpus
+    for _ in range(MOST_DOUBLINGS):
+        gpus *= 2
+        if gpus > MOST_GPUS:
+            return None
+        batch = -(-task.global_batch // gpus) * gpus
+        other = replace(task, gpus=gpus, global_batch=batch)
+        small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
+        for run in layouts(other, small, Pruning()):
+            if any(rank_memory(task.model, run, name, chip).total <= available for name in names):
+                return gpus
+    return None
+
+
+def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str, Any]) -> UserError:
+    smallest: SmallestLayout | None = point.smallest
+    if smallest is None:
+        return UserError(f"no layout of {point.model.name} can be forecast on {gpus} {chip.name}", "try other sizes")
+    model = "any of these models" if sizes else point.model.name
+    message = (
+        f"no layout of {model} fits on {gpus} {chip.name} with {chip.memory_bytes / 1e9:.0f} GB each: the smallest needs "
+        f"{smallest.memory_gb:.0f} GB per GPU ({smallest.recipe}, {smallest.layout})"
+    )
+    needed = smallest.gpus_needed
+    hint = f"it fits with {option('gpus', needed)}" if needed is not None else "use GPUs with more memory, or a shorter sequence"
+    if any(rule.rule.startswith("fsdp") for rule in point.pruned):
+        hint += f"; or try FSDP: {option('zero', 3)}"
+    return UserError(message, hint)
+
+
+def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]:
+    layers = search.task.model.layers
+    experts = any(layer.is_moe for layer in layers)
+    return layout_to_paste(best, point.global_batch, point.sequence_length, len(layers), experts=experts)
+
+
+def _run_of(search: Search) -> RunSpec:
+    """How the best layout is run."""
+    return search.runs[min(search.candidates, key=order).run]
+
+
+def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -> list[Finding]:
+    findings = []
+    best = points[0].best
+    if best is not None and best.tight:
+        findings.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=chip.memory_bytes / 1e9))
+    if best is not None and best.host_bound:
+        findings.append(finding("plan-host-bound"))
+    settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}
+    if settings and best is not None and not points[0].values:
+        findings.append(_file_layout(source.origin, settings, points[0]))
+    return findings
+
+
+def _priors(search: Search) -> list[Finding]:
+    """A finding if the best layout waits for communication whose overlap was not checked against any published run."""
+    if not search.candidates:
+        return []
+    step = min(search.candidates, key=order).step
+    kinds = [
+        KINDS.get(exchange.kind, exchange.kind)
+        for exchange in step.exchanged
+        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.total.value
+    ]
+    return [finding("plan-prior", kinds=kinds)] if kinds else []
+
+
+def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:
+    """Where the layout of the model's file stands, in the recipe that suits it best."""
+    layout = ", ".join(f"{name} {value}" for name, value in settings.items())
+    for rank, listed in enumerate(point.layouts, start=1):
+        if all(getattr(listed, name) == value for name, value in settings.items()):
+            slower = listed.slowdown if listed.slowdown is not None else Interval(1.0, 1.0, 1.0)
+            of_file = {"origin": origin, "layout": layout, "recipe": listed.recipe}
+            return finding("plan-file-layout", **of_file, rank=rank, fitting=point.fitting, slowdown=slower)
+    return finding("plan-file-layout-excluded", origin=origin, layout=layout)

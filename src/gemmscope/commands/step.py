@@ -1,0 +1,244 @@
+"""`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from gemmscope.bench.choose import Choice, Choices, choose, supported
+from gemmscope.bench.findings import state_findings
+from gemmscope.engine.journal import not_resumed, open_journal
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.rule import check_limits
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.fleet.quote import read_fleet, with_spread
+from gemmscope.gpu.environment import environment
+from gemmscope.job.load import ModelRun
+from gemmscope.job.rank_workload import RankWorkload, rank_workload
+from gemmscope.model.spec import RunSpec
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
+from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.recipes import recipe
+from gemmscope.results.base import Result
+from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
+from gemmscope.signals import defer_signals
+from gemmscope.step.cost import Budget, cost
+from gemmscope.step.kept import check_kept, keeps_half_an_mlp
+from gemmscope.step.live import for_live, layers_that_fit, live_plan, step_settings
+from gemmscope.step.module_plan import ModulePlan
+from gemmscope.step.session import MeasuredStep, StepSession
+from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.step_campaign import StepCampaign, fingerprint_of
+from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
+from gemmscope.units import counted
+from gemmscope.workload.summary import totals
+
+__all__ = ["Budget", "run_step"]
+
+CANNOT_CAPTURE = ("cpu",)
+
+
+def run_step(
+    job: ModelRun,
+    *,
+    choices: Choices,
+    verify: bool = False,
+    break_even: bool = False,
+    cuda_graphs: bool = False,
+    hugging_face: bool = False,
+    compile: Compile | None = None,  # noqa: A002
+    optimizer: Optimizer | None = None,
+    mix: str | Path | Result | None = None,
+    keep_higher: str | None = None,
+    precision: float = 0.01,
+    time_limit: float = 30.0,
+    observed_speedup: float | None = None,
+    budget: Budget | None = None,
+    fleet: str | Path | Result | None = None,
+    try_mixed: bool = True,
+    command: str = "",
+    resume: bool = False,
+    reporter: Reporter = QUIET,
+    deliver: Callable[[StepResult], None] = lambda _: None,
+) -> StepResult:
+    """Measure the training step in every recipe.
+
+    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured in CUDA
+    graphs; `hugging_face` runs the model's own Hugging Face class. `compile` is what torch.compile is applied to, `optimizer`
+    that of a module or a Hugging Face model. The mix that a run of numerics chose (`mix`), or every recipe with `keep_higher` in
+    BF16, is measured beside the recipes. Measuring ends when every speedup is known to `precision`, or after `time_limit`
+    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `fleet`: a fleet, or
+    its run file; the result then says what another GPU of that fleet would give. With `try_mixed`, a recipe with some linears in
+    BF16 is run too, where that may be faster. `resume` continues the same measurement if it was cut short. `deliver` writes the
+    result; the measurement is finished only after that.
+    """
+    check_limits(precision, time_limit)
+    asked = requested_mix(mix, keep_higher)
+    quoted = read_fleet(fleet, "step") if fleet is not None else None
+    _check_arguments(job, choices, observed_speedup, budget)
+    live = hugging_face or job.source.module is not None
+    if live:
+        choices = for_live(job, choices, verify=verify, break_even=break_even, cuda_graphs=cuda_graphs)
+    model = job.source.model
+    if model is None and not live:
+        hint = f"add {option('hugging_face')}, to run its Hugging Face class"
+        raise UserError(f"{job.source.origin} has no closed form, so its step cannot be built from sizes", hint)
+    machine = environment()
+    choice = choose(choices, machine, framework=job.source.framework)
+    settings = step_settings(choice.backend, compile, optimizer, live=live)
+    _check_backend(choice.backend, cuda_graphs=cuda_graphs)
+    subject = rank_workload(job, reporter.say)
+    summed = totals(subject.workload, subject.run, model, subject.trace.parameters if subject.trace is not None else 0)
+    plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
+    mixes = _mixes(asked, choice, subject, live=live)
+    recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
+    most_layers = None
+    if isinstance(plan, ModulePlan):
+        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend == "cpu")
+    with (
+        closing(open_journal()) as journal,
+        journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,
+        LocalWorkers() as workers,
+        defer_signals() as signals,
+    ):
+        if resume and (warning := not_resumed(recording)) is not None:
+            reporter.say(warning.text)
+        session = StepSession(plan, recipes, settings, precision, time_limit, recording, workers, reporter, most_layers)
+        of = counted(plan.depth, "layer") if plan.depth else job.source.origin
+        requests = {"verify": verify, "break_even": break_even, "cuda_graphs": cuda_graphs, "try_mixed": try_mixed}
+        measured = session.measure(of, summed, subject.run, **requests)
+        result = StepResult(
+            command=command,
+            **subject.about(),
+            findings=(
+                *_findings(measured, session, observed_speedup, graphs=cuda_graphs or live),  # a live model cannot be captured
+                *choice.findings,
+                *mixes.findings,
+                *differences,
+                *(about for about in subject.findings if about.code != "no-loss-traced"),  # a step always has a loss
+            ),
+            environment=machine,
+            device=dict(measured.predicted.results.hello.device),
+            versions=dict(measured.predicted.results.hello.versions),
+            settings=settings,
+            ran="stack" if not live else "module" if job.source.module is not None else "huggingface",
+            depth=measured.depth,
+            layers=plan.depth,
+            interrupted=session.interrupted,
+            seconds=_seconds(measured.runs),
+            step=measured.times if budget is None else _with_cost(measured.times, job.run, budget),
+            recommendation=measured.recommendation,
+            break_even=measured.batches,
+            observed_speedup=observed_speedup,
+            variants=tuple(measured.variants),
+        )
+        result = with_spread(result, quoted)
+        recording.deliver(lambda: deliver(result), complete=not session.interrupted)
+        signals.answered = True
+    return result
+
+
+def _check_arguments(job: ModelRun, choices: Choices, observed_speedup: float | None, budget: Budget | None) -> None:
+    if observed_speedup is not None and not 0 < observed_speedup < 100:
+        message = f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}"
+        raise UserError(message, f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16")
+    if budget is not None:
+        budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
+    choices.check_for_step()
+
+
+def _check_backend(backend: str, *, cuda_graphs: bool) -> None:
+    if backend == "torch":
+        raise UserError("PyTorch itself has no low-precision layers for training", "install transformer_engine or torchao")
+    if cuda_graphs and backend in CANNOT_CAPTURE:
+        raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
+
+
+def _mixes(asked: MixRequest | None, choice: Choice, subject: RankWorkload, *, live: bool) -> Mixes:
+    """The mixes to measure; a `UserError` for what this machine or a stack of layers cannot run."""
+    if asked is None:
+        return Mixes()
+    model = subject.source.model
+    if live or model is None:
+        raise UserError(
+            f"{asked.given} is not yet supported for a live module: a step converts all its linears to one recipe",
+            "remove it, or use gemmscope forecast",
+        )
+    for name in (recipe(given).name for given in (asked.recipe, asked.higher) if given is not None):
+        if choice.backend not in recipe(name).backends:
+            homes = " or ".join(recipe(name).backends)
+            raise UserError(f"{asked.given} needs {name}, which {choice.backend} does not have", f"{option('backend')}: {homes}")
+        if supported(name) is False:
+            raise UserError(
+                f"{asked.given} needs {name}, which this GPU does not support", "use gemmscope forecast for another GPU"
+            )
+    ops = quantized_ops(model, subject.run, subject.workload)
+    mixes = priced_mixes(asked, choice.recipes, ops, model)
+    for name in mixes.names:
+        check_kept(name, ops)
+    unfused = choice.backend == "transformer_engine" and any(keeps_half_an_mlp(name) for name in mixes.names)
+    return Mixes(mixes.names, (*mixes.findings, *([finding("mix-mlp-unfused")] if unfused else [])))
+
+
+def _with_cost(times: StepTimes, run: RunSpec, budget: Budget) -> StepTimes:
+    costed = [time.model_copy(update={"cost": cost(time.step_ms, run, budget)}) for time in times.recipes]
+    return times.model_copy(update={"recipes": tuple(costed)})
+
+
+def _findings(measured: MeasuredStep, session: StepSession, observed_speedup: float | None, *, graphs: bool) -> Iterator[Finding]:
+    """Findings about how the step ran, the most important first. `graphs`: no advice to capture the step."""
+    times, batches, results = measured.times, measured.batches, measured.variants
+    yield from _ended(measured.predicted, interrupted=session.interrupted)
+    if not times.recipes:
+        yield finding("nothing-measured")
+    yield from without_repeats(message for run in measured.runs for message in (*run.results.findings, *run.findings))
+    yield from step_findings(times, graphs=graphs)
+    yield from _failures(results, times)
+    if observed_speedup is not None:
+        yield from observed_findings(times, observed_speedup)
+    yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
+    yield from _extrapolated(measured.depth, session.plan.depth, times, measured.predicted.results.weights)
+    yield from session.findings
+    yield from state_findings([state for result in results for state in result.states if state.get("sm_mhz")])
+
+
+def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
+    ended = predicted.rule.ended
+    if not interrupted:
+        return [ended or finding("all-measured")]
+    if ended is not None:
+        return [ended, finding("step-interrupted-later")]
+    return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
+
+
+def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
+    """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
+    failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
+    failed = [result for result in failed if not result.variant.captured]  # reported by `step-not-captured`
+    return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
+
+
+def _extrapolated(depth: int, layers: int, times: StepTimes, weights: Mapping[int, float] | None) -> list[Finding]:
+    if not 0 < depth < layers:
+        return []
+    of_stack = [finding("parts-of-stack", depth=depth)] if any(time.parts_ms for time in times.recipes) else []
+    if weights is not None:
+        return [finding("step-extrapolated-kinds", layers=layers, depths=list(map(str, weights))), *of_stack]
+    return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
+
+
+def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
+    """What each purpose took, all its runs together."""
+    sums: dict[str, float] = {}
+    for run in runs:
+        purpose = (
+            "verifying"
+            if run.real
+            else "capturing"
+            if run.captured_depth
+            else "trying mixed plans"
+            if run.mixed
+            else "predicting"
+        )
+        sums[purpose] = sums.get(purpose, 0.0) + run.seconds
+    return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}

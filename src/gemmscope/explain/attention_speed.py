@@ -1,0 +1,241 @@
+"""Attention: which implementation ran, how fast, and whether a faster one exists for the shape on this GPU."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from gemmscope.engine.kernels import MATH, attention_backend
+from gemmscope.explain.gemms import is_shape
+from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
+from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
+from gemmscope.explain.trace_view import TimedWork, add_up
+from gemmscope.findings import finding
+from gemmscope.gpu.specs import spec_of
+from gemmscope.recipe.precisions import precisions
+from gemmscope.results.explain import AttentionTotal, Cause
+from gemmscope.toml import load_data
+
+MATH_OPERATOR = "_scaled_dot_product_attention_math"
+LONG = 1024  # the least number of keys for which the rates of the table hold
+SLOW = 0.7  # a backend below this share of another one's rate is slow: closer rates depend on the shape
+FASTEST = 1.1  # a rate above this multiple of the best known rate is not possible
+LARGEST_HEAD = 256
+BACKWARD_FLOPS = 2.5  # over those of forward: five GEMMs instead of two
+HEADS_SECOND = re.compile(r"scaled_dot_product|_cudnn_attention")  # [batch, heads, sequence, head size]; others swap the middle
+PRECISIONS = tuple(precisions()[name] for name in ("bf16", "fp16", "fp8", "fp32"))
+FORWARD = re.compile(r"fprop|fwd|[Ff]orward")
+BACKWARD = re.compile(r"bprop|bwd|[Bb]ackward|dot_do_o|convert_dq|reduce_head")
+# The place of is_causal among the arguments of PyTorch's operators
+CAUSAL_AT = {"aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention": 4,
+             "aten::_scaled_dot_product_efficient_attention": 6, "aten::_scaled_dot_product_cudnn_attention": 6,
+             "aten::_cudnn_attention_forward": 9, "aten::_efficient_attention_forward": 11}  # fmt: skip
+FLASH_TEMPLATE = re.compile(r"_traits<.*?>\s*>?, ?(?:\(bool\))?(?:true|false|0|1), ?(?:\(bool\))?(true|false|0|1)")
+
+PassName = Literal["forward", "backward", ""]
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What the kernels of one row have in common."""
+
+    backend: str
+    pass_name: PassName
+    shape: tuple[int, int, int, int, int] | None = None  # batch, heads, queries, keys, head size
+    causal: bool | None = None
+    precision: str = ""
+
+
+def attention_totals(step: StepEvidence) -> tuple[AttentionTotal, ...]:
+    """The time of attention by backend, pass and shape, the longest first."""
+    return tuple(row for row, _ in _rows(step))
+
+
+def attention_causes(step: StepEvidence) -> Iterator[Cause]:
+    """Attention that another implementation runs clearly faster on this GPU."""
+    slow = [(row, items) for row, items in _rows(step) if row.faster_ms is not None]
+    items = [item for _, group in slow for item in group]
+    if not slow or not step.ms(items):
+        return
+    longest = slow[0][0]
+    time_ms, saved_ms = step.ms(items), sum(row.time_ms - (row.faster_ms or 0.0) for row, _ in slow)
+    evidence = finding(
+        "cause-slow-attention", **step.time_facts(time_ms), backend=longest.backend, tflops=longest.tflops or 0.0,
+        faster=longest.faster, faster_ms=time_ms - saved_ms, queries=longest.queries or 0, keys=longest.keys or 0,
+        head_dim=longest.head_dim or 0,
+    )  # fmt: skip
+    yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", spans_of(items, longest.backend))
+
+
+def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
+    groups: dict[_Key, list[TimedWork]] = {}
+    softmax: list[TimedWork] = []
+    for item in step.items:
+        if item.is_gemm and "bmm" in item.gemm.layer:
+            if (key := _math_key(item)) is not None:
+                groups.setdefault(key, []).append(item)
+        elif item.name == "attention":
+            if "oft" in item.work.name and "ax" in item.work.name.lower():
+                softmax.append(item)
+            else:
+                groups.setdefault(_key(item), []).append(item)
+    if not softmax and not any(_is_softmax(item) for item in step.items):  # GEMMs of something else, such as DLRM's interactions
+        groups = {key: items for key, items in groups.items() if key.backend != MATH or items[0].scope.inside(MATH_OPERATOR)}
+    _share_softmax(groups, softmax)
+    _share_helpers(groups)
+    rows = [(_row(step, key, items), items) for key, items in groups.items()]
+    return sorted(rows, key=lambda row: -row[0].time_ms)
+
+
+def _is_softmax(item: TimedWork) -> bool:
+    """Whether it normalizes scores: not the logarithm of a softmax, which losses use."""
+    name = item.work.name.lower()
+    return "softmax" in name and "log" not in name and item.name != "loss"
+
+
+def _share_softmax(groups: dict[_Key, list[TimedWork]], softmax: list[TimedWork]) -> None:
+    """The softmax between two bmm belongs to the longest attention by bmm."""
+    math = [key for key in groups if key.backend == MATH]
+    if softmax and math:
+        groups[max(math, key=lambda key: sum(item.work.time for item in groups[key]))] += softmax
+
+
+def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
+    """Kernels without a shape (reductions, conversions of dQ) belong to the only shape of their backend and pass."""
+    for key in [key for key in groups if key.shape is None]:
+        same = [
+            other
+            for other in groups
+            if other.shape is not None and (other.backend, other.pass_name) == (key.backend, key.pass_name)
+        ]
+        if len(same) == 1:
+            groups[same[0]] += groups.pop(key)
+
+
+def _key(item: TimedWork) -> _Key:
+    name = item.work.name
+    pass_name: PassName = "backward" if BACKWARD.search(name) else "forward" if FORWARD.search(name) else ""
+    backend = attention_backend(name) or "other"
+    operator = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
+    backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)
+    chosen = backward if backward is not None else operator
+    if backward is not None:
+        pass_name = "backward"
+    elif operator is not None and not pass_name:
+        pass_name = "forward"
+    shape = _shape(chosen) if chosen is not None else None
+    causal = _causal(item, operator)
+    types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
+    return _Key(backend, pass_name, shape, causal, next((known.title for known in PRECISIONS if known.torch_type in types), ""))
+
+
+def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:
+    """Batch, heads, queries, keys and head size, from the inputs of PyTorch's operators; the backward's begin with a gradient."""
+    shapes = [shape for shape in operator.shapes if is_shape(shape) and len(shape) == 4]
+    if ATTENTION_BACKWARD.match(operator.name):
+        shapes = shapes[1:]
+    if len(shapes) < 2:
+        return None
+    middle = (1, 2) if HEADS_SECOND.search(operator.name) else (2, 1)
+    query, key = shapes[0], shapes[1]
+    sizes = query[0], query[middle[0]], query[middle[1]], key[middle[1]], query[3]
+    return sizes if min(sizes) > 0 else None
+
+
+def _causal(item: TimedWork, operator: Operator | None) -> bool | None:
+    if operator is not None and operator.concrete:
+        at = CAUSAL_AT.get(operator.name)
+        value = operator.concrete[at] if at is not None and at < len(operator.concrete) else ""
+        if value in ("True", "False"):
+            return bool(value == "True")
+    template = FLASH_TEMPLATE.search(item.work.name[:2000])
+    if template is not None:
+        return template[1] in ("true", "1")
+    return True if "Causal" in item.work.name else None
+
+
+def _math_key(item: TimedWork) -> _Key | None:
+    """A batched GEMM that multiplies queries and keys, or scores and values: one of its sizes is that of a head."""
+    size, pass_name = item.gemm.size, item.gemm.pass_name
+    inside = item.scope.inside(MATH_OPERATOR)
+    if size is None or item.gemm.flops <= 0:
+        return _Key(MATH, "") if inside else None
+    m, k, n = size
+    if min(size) <= 0:
+        return None
+    batch = round(item.gemm.flops / (2.0 * m * k * n))
+    keys, head = (n, k) if n == m else (k, n) if k == m else (max(k, n), min(k, n))
+    if batch < 2 or (head > LARGEST_HEAD and not inside):
+        return None
+    phase: PassName = "forward" if pass_name in ("fprop", "recomputed") else "backward" if pass_name else ""
+    return _Key(MATH, phase, (1, batch, m, keys, head), None, item.gemm.precision)
+
+
+def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> AttentionTotal:
+    time_us = sum(item.work.time for item in items)
+    main = main_kernels(items, 1)[0]
+    # Several kernels make up one attention: the one that runs longest counts. Where shapes are not known, layers of different
+    # kinds may run different ones, each about as long.
+    times = add_up((item.work.name, item.work.time) for item in items)
+    longest = max(times, key=lambda name: times[name])
+    counted = {name for name, time in times.items() if name == longest or (key.shape is None and time > times[longest] / 2)}
+    runs = sum(item.work.name in counted for item in items)
+    flops = _flops(key, items, runs)
+    tflops = flops / time_us / 1e6 if flops and time_us else None
+    if tflops is not None and key.causal is None and _too_fast(tflops, key, step):
+        key = replace(key, causal=True)  # without the mask it would be faster than anything that exists
+        tflops /= 2
+    batch, heads, queries, keys, head = key.shape if key.shape is not None else (None,) * 5
+    row = AttentionTotal(
+        backend=key.backend, pass_name=key.pass_name, batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head,
+        causal=key.causal, precision=key.precision, count=runs / step.view.count, time_ms=time_us / 1000 / step.view.count,
+        tflops=tflops, kernel=main,
+    )  # fmt: skip
+    return _with_faster(row, step)
+
+
+def _too_fast(tflops: float, key: _Key, step: StepEvidence) -> bool:
+    rates, peak = _rates(step)
+    best = max((rate[key.pass_name] for rate in rates), default=None) if key.pass_name else None
+    square = key.shape is not None and key.shape[2] == key.shape[3]
+    return best is not None and peak is not None and square and tflops > FASTEST * best * peak
+
+
+def _rates(step: StepEvidence) -> tuple[list[dict[str, Any]], float | None]:
+    """The rates of the GPU's architecture, and its rate in BF16."""
+    spec = spec_of(step.view.trace.gpu_name)
+    capability = spec.capability[0] if spec is not None else 7 if "V100" in step.view.trace.gpu_name else None
+    peak = step.gpu.peak("BF16") or step.gpu.peak("FP16") if step.gpu is not None else None
+    return [rate for rate in _facts()["rate"] if rate["capability"] == capability], peak
+
+
+def _flops(key: _Key, items: Sequence[TimedWork], runs: int) -> float:
+    if key.backend == MATH:
+        return sum(item.gemm.flops for item in items)
+    if key.shape is None:
+        return 0.0
+    batch, heads, queries, keys, head = key.shape
+    forward = 4.0 * batch * heads * queries * keys * head * (0.5 if key.causal and queries == keys else 1.0)
+    return runs * forward * (BACKWARD_FLOPS if key.pass_name == "backward" else 1.0)
+
+
+def _with_faster(row: AttentionTotal, step: StepEvidence) -> AttentionTotal:
+    """Name the backend that the table gives a clearly higher rate than this one reached."""
+    rates, peak = _rates(step)
+    if peak is None or row.tflops is None or row.pass_name == "" or (row.keys or 0) < LONG:
+        return row
+    if row.precision not in ("BF16", "FP16") or (row.head_dim or 0) > LARGEST_HEAD or (row.head_dim or 0) % 8:
+        return row
+    own = next((rate[row.pass_name] for rate in rates if rate["name"] == row.backend), 0.0)
+    for rate in rates:
+        reached = rate[row.pass_name]
+        if rate["name"] != row.backend and own < SLOW * reached and row.tflops < SLOW * reached * peak:
+            faster_ms = row.time_ms * row.tflops / (reached * peak)
+            return row.model_copy(update={"faster": rate["name"], "faster_ms": faster_ms})
+    return row
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    return load_data("gemmscope.explain", "attention.toml")

@@ -1,0 +1,215 @@
+"""How fast the GEMMs of a step are: by shape, and how close they come to what the GPU can do; and why some are slow: the GPU runs
+below its speed, or the sizes do not fit its tensor cores."""
+
+from collections.abc import Iterator, Sequence
+from math import gcd, prod
+
+from gemmscope.explain.gemms import Size
+from gemmscope.explain.gpu_rates import WEIGHTS, facts_clock
+from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.trace_view import TimedWork, add_up
+from gemmscope.findings import Fact, Finding, finding
+from gemmscope.recipe.precisions import precision_in_traces
+from gemmscope.results.explain import Cause, GemmShapeTotal
+
+SLOW_CLOCK = 0.55  # of the highest clock
+SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
+IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
+BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
+LOADED_BYTES = 16  # that tensor cores load at once
+TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
+SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
+TINY = 32  # a side that does not fill a tile of a tensor core
+
+
+MOST_SHAPES = 200
+ALIGNED_BYTES = 16
+HIGH_BYTES = 2.0  # per element, where the precision is not known
+
+Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
+
+
+def slow_gemm_causes(step: StepEvidence) -> Iterator[Cause]:
+    """All causes, in no order."""
+    yield from _throttled(step)
+    yield from _misfits(step)
+
+
+def _throttled(step: StepEvidence) -> Iterator[Cause]:
+    """A GPU that ran slowly: by the clock recorded with the trace, else if the best GEMM of every precision is slow for it."""
+    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
+    computing = [item for item in step.items if item.work_class.rank == 0]
+    if clock is not None:
+        mean, highest, reasons = clock
+        bad = [reason for reason in reasons if reason in BAD_REASONS]
+        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
+            evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
+            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow], shortened=computing)
+        elif bad:
+            lost = max(1 - mean / (0.8 * highest), 0.0)
+            limits = finding("cause-throttle-reasons", reasons=bad)
+            yield step.cause("throttled", busy_ms * lost, [limits, *slow], shortened=computing)
+    elif slow and step.gpu is not None:
+        share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
+        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=computing)
+
+
+def best_rates(step: StepEvidence) -> dict[str, float]:
+    """TFLOP/s of the fastest size of each precision, among GEMMs that are large in every direction."""
+    fit = [item for item in step.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0 and item.gemm.size]
+    large = [item for item in fit if min(item.gemm.sides) >= SMALLEST and not _misaligned(item)]
+    flops = add_up(((item.gemm.precision, item.gemm.sides), item.gemm.flops) for item in large)
+    times = add_up(((item.gemm.precision, item.gemm.sides), item.work.time) for item in large)
+    best: dict[str, float] = {}
+    for (precision, sides), total in flops.items():
+        best[precision] = max(best.get(precision, 0.0), total / times[precision, sides] / 1e6)
+    return best
+
+
+def _peak_shares(step: StepEvidence, rates: dict[str, float]) -> dict[str, float]:
+    """Rates as shares of the GPU's peak, where that is known."""
+    known = precision_in_traces()
+    measured = [name for name in rates if name in known and known[name].timed_as]
+    peaks = {name: step.gpu.peak(name) for name in measured} if step.gpu is not None else {}
+    return {name: rates[name] / peak for name, peak in peaks.items() if peak}
+
+
+def _slow_gemms(step: StepEvidence) -> list[Finding]:
+    """If the best GEMM of every precision is slow; a single slow precision is a matter of its kernels."""
+    rates = best_rates(step)
+    shares = _peak_shares(step, rates)
+    if step.gpu is None or not shares:
+        return []
+    usual = step.gpu.usual
+    if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
+        return []
+    tflops = {name: rates[name] for name in shares}
+    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
+
+
+def implausible_times(step: StepEvidence) -> list[Finding]:
+    """If GEMMs are so slow or fast for the GPU that the times in the file cannot be microseconds."""
+    shares = _peak_shares(step, step.rates).values()
+    if not shares or IMPOSSIBLE_RATE <= max(shares) <= 1.5:
+        return []
+    return [finding("times-not-microseconds", share=max(shares), gpu=step.view.trace.gpu_name)]
+
+
+def _misaligned(item: TimedWork) -> bool:
+    """Whether the rows of an operand begin between the 16 bytes that tensor cores load at once."""
+    known = precision_in_traces().get(item.gemm.precision)
+    multiple = LOADED_BYTES / known.bytes if known else 1
+    return item.gemm.size is not None and any(side % multiple for side in item.gemm.size[1:])
+
+
+def _tiny(item: TimedWork) -> bool:
+    return "bmm" in item.gemm.layer and bool(item.gemm.size) and min(item.gemm.sides) < TINY
+
+
+def _misfits(step: StepEvidence) -> Iterator[Cause]:
+    """GEMMs that take far longer than their FLOPs and bytes need, because of their sizes."""
+    best = best_rates(step)
+    lost: dict[str, list[tuple[TimedWork, float]]] = {"misaligned": [], "tiny": []}
+    for item in step.items:
+        code = "misaligned" if _misaligned(item) else "tiny" if _tiny(item) else ""
+        least_us = _least_us(step, item, best) if code and item.gemm.flops > 0 and item.scope.phase != "optimizer" else None
+        if least_us is not None and item.work.time > TOO_SLOW * least_us:
+            lost[code].append((item, item.share * (1 - least_us / item.work.time)))
+    for code, pairs in lost.items():
+        if pairs:
+            items = [item for item, _ in pairs]
+            cost_ms = sum(cost for _, cost in pairs) / 1000 / step.view.count
+            where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
+            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, spans_of(items, code))
+
+
+def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
+    precisions = add_up((item.gemm.precision, item.share) for item in items)
+    precision = max(precisions, key=lambda name: precisions[name])
+    own = [item for item in items if item.gemm.precision == precision]
+    tflops = sum(item.gemm.flops for item in own) / sum(item.work.time for item in own) / 1e6
+    shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops, "precision": precision}
+    shown |= step.time_facts(step.ms(items))
+    sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
+    facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
+    if code == "misaligned":
+        multiple = int(LOADED_BYTES / precision_in_traces()[precision].bytes)
+        odd = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})
+        facts.append(finding("cause-misaligned-sizes", sizes=list(map(str, odd[:5])), multiple=multiple, precision=precision))
+    if precision in best:
+        facts.append(finding("cause-best-gemm", tflops=best[precision], precision=precision))
+    return facts
+
+
+def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> float | None:
+    """What the GEMM would take with sizes that fit: by the GPU's rates, else at the rate of the best GEMM of the step."""
+    gemm = item.gemm
+    known = precision_in_traces().get(gemm.precision)
+    if gemm.size is None or known is None:
+        return None
+    if step.gpu is not None and step.gpu.peak(gemm.precision):
+        m, k, n = gemm.size
+        batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
+        size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
+        return step.gpu.least_us(gemm.precision, gemm.flops, size_bytes)
+    return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
+
+
+def gemm_shapes(step: StepEvidence) -> tuple[GemmShapeTotal, ...]:
+    """The shapes by time, the longest first. GEMMs of unknown size are left out."""
+    groups: dict[Key, list[TimedWork]] = {}
+    for item in step.items:
+        size = item.gemm.size
+        if size is not None and min(size) > 0 and item.gemm.flops > 0 and item.work.time > 0:
+            batch = max(round(item.gemm.flops / (2.0 * size[0] * size[1] * size[2])), 1)
+            groups.setdefault((size, batch, item.gemm.precision), []).append(item)
+    rows = [_row(step, key, items) for key, items in groups.items()]
+    return tuple(sorted(rows, key=lambda row: -row.time_ms)[:MOST_SHAPES])
+
+
+def _row(step: StepEvidence, key: Key, items: Sequence[TimedWork]) -> GemmShapeTotal:
+    (m, k, n), batch, precision = key
+    time_us = sum(item.work.time for item in items)
+    flops = sum(item.gemm.flops for item in items)
+    passes = tuple(sorted({item.gemm.pass_name for item in items} - {""}))
+    row = GemmShapeTotal(
+        m=m, n=n, k=k, batch=batch, passes=passes, precision=precision,
+        count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=flops / time_us / 1e6,
+        alignment_bytes=alignment(m if passes == ("wgrad",) else k, n, precision), kernel=main_kernels(items, 1)[0],
+    )  # fmt: skip
+    peak = step.gpu.peak(precision) if step.gpu is not None else None
+    if step.gpu is None or not peak:
+        return row
+    compute_us = flops / peak / 1e6
+    bandwidth = step.gpu.bandwidth_tbps
+    memory_us = len(items) * gemm_bytes(m, k, n, batch, precision) / bandwidth / 1e6 if bandwidth else 0.0
+    return row.model_copy(
+        update={
+            "sustained_share": row.tflops / (peak * step.gpu.usual),
+            "roofline_share": max(compute_us, memory_us) / time_us,
+            "bound": "memory" if memory_us > compute_us else "compute",
+        }
+    )
+
+
+def gemm_bytes(m: int, k: int, n: int, batch: int, precision: str) -> float:
+    """Bytes that a GEMM has to move at least: both operands and the result.
+
+    >>> gemm_bytes(1024, 1024, 1024, 1, "BF16") / 2**20, gemm_bytes(1024, 1024, 1024, 1, "FP8") / 2**20
+    (6.0, 4.0)
+    """
+    known, weights = precision_in_traces().get(precision), precision_in_traces().get(precision.removesuffix(WEIGHTS))
+    operand, weight = (one.operand_bytes if one else HIGH_BYTES for one in (known, weights))
+    return batch * (m * k * operand + k * n * weight + m * n * max(operand, HIGH_BYTES))
+
+
+def alignment(inner: int, columns: int, precision: str) -> int:
+    """The largest power of two, up to 16, of which the rows of operands and result are a multiple, in bytes.
+
+    >>> alignment(64, 3137, "BF16"), alignment(4096, 4096, "BF16"), alignment(4090, 4096, "FP8")
+    (2, 16, 2)
+    """
+    known = precision_in_traces().get(precision)
+    bits = round(8 * (known.bytes if known else HIGH_BYTES))
+    whole = gcd(gcd(inner * bits, columns * bits), 8 * ALIGNED_BYTES)
+    return max(whole // 8, 1)

@@ -1,0 +1,210 @@
+"""Causes within low precision itself: it does not run, or not everywhere, or its casts cost too much."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
+from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
+from gemmscope.explain.work_class import LOW
+from gemmscope.findings import Fact, Finding, finding
+from gemmscope.recipe.precisions import precision_in_traces
+from gemmscope.results.explain import Cause
+
+GAIN_LOST = 0.5  # of the GEMMs' gain
+EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
+COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
+SMALL_SHARE = 0.5
+
+
+def low_causes(step: StepEvidence) -> Iterator[Cause]:
+    """All causes, in no order."""
+    if not step.gemms or not step.precision_known:
+        return
+    if not step.is_low:
+        if step.low_is_certain and step.has_fp8 and not step.weight_only:
+            yield _not_low(step)
+        return
+    yield from _high_gemms(step)
+    yield from _eager_casts(step)
+    recast = list(_recast(step))
+    yield from recast
+    yield from _quantization(step, sum(cause.cost_ms for cause in recast))
+    yield from _poor_kernel(step)
+
+
+def _not_low(step: StepEvidence) -> Cause:
+    saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
+    evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
+    full = [item for item in step.high if item.gemm.precision in ("TF32", "FP32")]
+    if step.weight(full) > 0.5 * step.known_weight:
+        evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
+    if step.casts:
+        evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
+    return step.cause("not-low", saved, evidence, step.gemms, "every layer")
+
+
+def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
+    """Backward kept in high precision, or whole layers left out."""
+    backward = [item for item in step.high if item.gemm.pass_name in ("dgrad", "wgrad")]
+    low_forward = [item for item in step.low if item.gemm.pass_name in ("fprop", "recomputed")]
+    low_sizes = {item.gemm.sides for item in low_forward if item.gemm.size}
+    kept = _unmatched([item for item in backward if item.gemm.sides in low_sizes], step.high)
+    if not kept and not step.flops_known and low_forward:  # without sizes, by pass
+        forward = [item for item in step.gemms if item.gemm.pass_name == "fprop"]
+        kept = backward if step.weight(low_forward) > 0.9 * step.weight(forward) else []
+    if kept and step.weight(kept) > 0.05 * step.known_weight:
+        passes: list[str] = sorted({item.gemm.pass_name for item in kept})
+        evidence = [finding("cause-high-backward", passes=passes, **_high_facts(step, kept)), _sizes(kept)]
+        yield step.cause("backward-high", _saved(step, kept), evidence, kept, "backward", spans_of(kept, "in BF16"))
+    counted = {item.index for item in kept}
+    left = [item for item in step.high if item.index not in counted]
+    if left and step.weight(left) > 0.05 * step.known_weight:
+        evidence = [finding("cause-high-layers", **_high_facts(step, left)), _sizes(left)]
+        if odd := sorted({size for item in left for size in item.gemm.sides if size % 16}):
+            evidence.append(finding("cause-odd-sizes", sizes=list(map(str, odd))))
+        names = sorted({item.gemm.layer for item in left if not item.gemm.layer.startswith("aten::")})
+        where = ", ".join(name.lstrip("_") for name in names[:3])
+        yield step.cause("left-out", _saved(step, left), evidence, left, where, spans_of(left, "in BF16"))
+
+
+def _high_facts(step: StepEvidence, items: list[TimedWork]) -> dict[str, Fact]:
+    precisions = sorted({item.gemm.precision for item in items})
+    return {"share": step.weight(items) / step.known_weight, "share_of": step.share_of, "precisions": precisions}
+
+
+def _sizes(items: list[TimedWork]) -> Finding:
+    sizes = sizes_of(items)
+    return finding("cause-gemm-sizes", sizes=sizes) if sizes else finding("cause-sizes-unknown")
+
+
+def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWork]:
+    """The backward GEMMs without those of layers whose forward already runs in high precision: two GEMMs of the same size per
+    forward GEMM."""
+    forward = Counter(item.gemm.sides for item in high if item.gemm.pass_name == "fprop")
+    kept: list[TimedWork] = []
+    by_sides: dict[tuple[int, ...], list[TimedWork]] = {}
+    for item in backward:
+        by_sides.setdefault(item.gemm.sides, []).append(item)
+    for sides, items in by_sides.items():
+        passes = Counter(item.gemm.pass_name for item in items)
+        items.sort(key=lambda item: passes[item.gemm.pass_name])  # the pass with the most GEMMs is the one kept in high precision
+        kept += items[2 * forward[sides] :]
+    return kept
+
+
+def _saved(step: StepEvidence, items: list[TimedWork]) -> float:
+    """What low precision would save there, minus the casts that it would need in proportion."""
+    casts_per_low = min(step.casting_ms / step.ms(step.low), 0.5) if step.low else 0.0
+    time = step.ms(items)
+    return max(time * (1 - 1 / step.ratio) - time / step.ratio * casts_per_low, 0.0)
+
+
+def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
+    eager = [item for item in step.casts if item.work_class.eager]
+    time = step.ms(eager)
+    per_gemm = len(eager) / max(len(step.low), 1)
+    if time > 0.05 * step.step_ms and per_gemm >= EAGER_KERNELS:
+        evidence = [
+            finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
+            finding("cause-eager-cast-time", **step.time_facts(time), gemm_ms=step.ms(step.low)),
+        ]
+        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear", removed=True)
+
+
+def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
+    """Quantization that costs much of the gain; casts that are repeated needlessly are a cause of their own."""
+    compiled = [item for item in step.casts if not item.work_class.eager]
+    eager_ms = step.ms(item for item in step.casts if item.work_class.eager)
+    time = step.casting_ms - eager_ms - repeated_ms
+    if not compiled or step.gain_ms <= 0 or time < GAIN_LOST * step.gain_ms or eager_ms > time:
+        return
+    kernels, per_gemm, gemm_ms = step.per_step(compiled), len(compiled) / max(len(step.low), 1), step.ms(step.low)
+    evidence = [
+        finding("cause-quantization-kernels", kernels=kernels, per_gemm=per_gemm, time_ms=time, gemm_ms=gemm_ms),
+        finding("cause-gain-lost", gain_ms=step.gain_ms, speedup=step.ratio, share=time / step.gain_ms),
+    ]
+    fused = step.ms(item for item in compiled if item.work_class.fused)
+    if fused:
+        evidence.append(finding("cause-fused-casts", time_ms=fused, share=CAST_SHARE))
+    small = [item for item in step.low if item.gemm.size and min(item.gemm.size) < 1024]
+    cost = time - 0.25 * step.gain_ms
+    if step.weight(small) > SMALL_SHARE * step.weight(step.low):
+        evidence.append(finding("cause-small-gemms", sizes=sizes_of(small)))
+        yield step.cause("small", cost, evidence, compiled)
+    else:
+        yield step.cause("quantization", cost, evidence, compiled, "around every converted linear")
+
+
+def _recast(step: StepEvidence) -> Iterator[Cause]:
+    """Weights that are cast again for every micro-batch: each forward casts as much as the first, and more than its inputs."""
+    stretches = [(casts, batches) for casts, batches in _forward_casts(step) if casts and batches]
+    count = step.account.micro_batches
+    if count < 2 or len(stretches) < 2 or sum(batches for _, batches in stretches) != count:
+        return
+    counts = [len(casts) / batches for casts, batches in stretches]
+    forward = [item for item in step.low if item.gemm.pass_name == "fprop"]
+    casts = [item for items, _ in stretches for item in items]
+    tensors = sum(item.work_class.facts.ends_tensor or item.mentions("_scaled_mm") for item in casts)  # by their last kernel
+    per_gemm = tensors * step.view.count / max(len(forward), 1)
+    if min(counts[1:]) < 0.9 * counts[0] or per_gemm < 1.2:
+        return
+    shares = _weight_shares(forward)
+    weights_ms = sum(item.share * shares.get(_layer(item), shares[""]) for item in casts) / 1000
+    cost = weights_ms * (count - 1) / count
+    kernels = ", ".join(f"{number:.0f}" for number in counts[:8])
+    evidence = [
+        finding("cause-casts-per-micro-batch", micro_batches=count, kernels=kernels),
+        finding("cause-weight-casts", tensors=per_gemm, weights_ms=weights_ms, repeated_ms=cost),
+    ]
+    again = [item for items, _ in stretches[1:] for item in items]
+    forward = [item for item in step.casts if item.scope.phase == "forward"]
+    where = "forward of micro-batches after the first"
+    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward, removed=True)
+
+
+def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
+    """The casts of each stretch of forward in the first step, and how many micro-batches the stretch holds."""
+    stretches: list[list[TimedWork]] = []
+    in_forward = False
+    for item in in_launch_order(next(step.view.by_step())):
+        if item.scope.phase == "forward":
+            if not in_forward:
+                stretches.append([])
+            in_forward = True
+            stretches[-1].append(item)
+        elif item.scope.phase == "backward" and item.is_gemm:
+            in_forward = False
+    batches = forwards([sum(item.is_gemm for item in stretch) for stretch in stretches])
+    casts = [[item for item in stretch if item.name == "quantization"] for stretch in stretches]
+    return list(zip(casts, batches, strict=True))
+
+
+def _layer(cast: TimedWork) -> str:
+    return cast.scope.operators[-1].name if cast.scope.operators else ""
+
+
+def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:
+    """Of each layer: the share of the weight among the elements that it quantizes in forward. "": of all layers together; a half
+    if sizes are unknown."""
+    inputs, weights = Counter[str](), Counter[str]()
+    for item in forward:
+        if item.gemm.size:
+            m, k, n = item.gemm.size
+            for layer in {item.gemm.layer, ""}:
+                inputs[layer] += m * k
+                weights[layer] += k * n
+    return {"": 0.5} | {layer: weights[layer] / ((inputs[layer] + weights[layer]) or 1) for layer in weights}
+
+
+def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:
+    """Large low-precision GEMMs that are hardly faster than large BF16 GEMMs of the same trace."""
+    rates = step.rates
+    if "BF16" not in rates:
+        return
+    for precision in LOW:
+        if precision in rates and precision_in_traces()[precision].timed_as and rates[precision] < 1.25 * rates["BF16"]:
+            items = [item for item in step.low if item.gemm.precision == precision]
+            rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates["BF16"])
+            usual = 1.5 * rates["BF16"]
+            yield step.cause("poor-kernel", step.ms(items) * (1 - rates[precision] / usual), [rate, _sizes(items)], items)

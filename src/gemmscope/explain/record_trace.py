@@ -1,0 +1,251 @@
+"""Records a trace from a training loop, with the settings that `gemmscope explain` needs: three lines in the user's own code.
+
+    import gemmscope
+
+    with gemmscope.trace_me("step.json.gz") as trace:      # 1
+        for batch in loader:
+            train(batch)
+            trace.step()                                   # 2: after every optimizer step
+
+It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
+and after that it costs nothing. torch is the user's own, imported only when the recording begins. Whatever goes wrong is said on
+standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs.
+
+What is written is small (`slim_file`): GPU work, the calls that launched it, the operators of those calls (with the shapes of
+their inputs), functions of frameworks, step marks and annotations. Python frames, allocator events, arrows and PyTorch operators
+that launched nothing are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE
+from gemmscope.explain.trace_file import EventStream
+from gemmscope.files import replacing, text_into
+from gemmscope.folders import temporary_folder
+from gemmscope.say import say
+from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
+
+CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
+MOST_STEPS = 1000  # the profiler keeps all of them in memory
+
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize", "StreamWaitEvent", "Malloc", "Free", "HostAlloc")
+KEPT_ARGUMENTS = (
+    "External id", "correlation", "stream", "device", "Input Dims", "Input type", "Sequence number", "Fwd thread id",
+    "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name", "Process Group Ranks",
+    "Process Group Description",
+)  # fmt: skip
+
+
+class trace_me:  # noqa: N801 (it reads as a verb where it is used)
+    """Skip `after` training steps, then record `steps` of them.
+
+    `ranks`: the processes of a distributed job that write a file; the others run at no cost. With more than one, each file name
+    includes the rank.
+    """
+
+    def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
+        if not 1 <= steps <= MOST_STEPS or after < 0:
+            limits = f"steps must be between 1 and {MOST_STEPS}, and after at least 0"
+            raise ValueError(f"{limits}, got steps={steps}, after={after}")
+        rank = own_rank()
+        self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
+        self.steps, self.after = steps, after
+        self.recorded = False
+        self._finished = self._failed = False
+        self._wanted = rank in ranks
+        self._passed = 0
+        self._profiler: Any = None
+        self._clock: _Clock | None = None
+
+    def __enter__(self) -> trace_me:
+        if self._wanted:
+            self._guarded(self._start)
+        return self
+
+    def step(self) -> None:
+        """Count one training step: call it after `optimizer.step()`."""
+        self._passed += 1
+        if self._profiler is not None:
+            self._guarded(self._step)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        self._guarded(self._stop)
+        if self._wanted and not self._finished and not self._failed and kind is None:
+            needed = self.after + self.steps
+            say(
+                f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
+                f"call trace.step() after every step, or use an after= smaller than {self.after}"
+            )
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run it; if it fails, say so, give up recording, and let the training go on."""
+        try:
+            action()
+        except Exception as error:
+            self._failed = True
+            profiler, self._profiler = self._profiler, None
+            with suppress(Exception):
+                if self._clock is not None:
+                    self._clock.stop()
+                if profiler is not None:
+                    profiler.on_trace_ready = None
+                    profiler.__exit__(None, None, None)
+            say(f"gemmscope: no trace is recorded, the training continues: {type(error).__name__}: {error}")
+
+    def _start(self) -> None:
+        if problem := why_not_writable(self.path):
+            say(f"gemmscope: {problem}: the trace cannot be written, unless this changes before step {self.after + self.steps}")
+        from torch import cuda
+        from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+        if not cuda.is_available() or ProfilerActivity.CUDA not in supported_activities():
+            say("gemmscope: PyTorch finds no GPU to profile: the trace will have no kernels, and gemmscope explain needs them")
+        activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
+        planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
+        self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
+        self._profiler.__enter__()
+        self._watch()
+
+    def _step(self) -> None:
+        self._profiler.step()
+        self._watch()
+        if self._finished:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+        if self._profiler is None:
+            return
+        if not self._finished:
+            self._profiler.on_trace_ready = None
+        self._profiler.__exit__(None, None, None)
+        self._profiler = None
+
+    def _watch(self) -> None:
+        """Read the clock from the first recorded step on, until the trace is written."""
+        if self._passed == self.after:
+            self._clock = _Clock()
+
+    def _write(self, profiler: Any) -> None:
+        self._finished = True
+        if self._clock is not None:
+            self._clock.stop()
+        try:
+            with temporary_folder() as folder:
+                raw = folder / "trace.json"
+                profiler.export_chrome_trace(str(raw))
+                slim_file(raw, self.path, _facts(self._clock))
+        except Exception as error:  # the training goes on
+            say(f"gemmscope: {error if isinstance(error, UserError) else f'{self.path} was not written: {error}'}")
+            return
+        self.recorded = True
+        say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
+
+
+class _Clock:
+    """Reads clock and power of the GPU in use at intervals, in a thread of its own, until stopped."""
+
+    def __init__(self) -> None:
+        self.readings: list[dict[str, Any]] = []
+        self._done = threading.Event()
+        self._gpu: Any = None
+        try:
+            import torch
+
+            from gemmscope.gpu.nvml import open_nvml
+
+            nvml = open_nvml() if torch.cuda.is_available() else None
+            if nvml is not None:
+                uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+                self._gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        except Exception:  # the trace is useful without it
+            self._gpu = None
+        if self._gpu is not None:
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with suppress(Exception):  # the trace is useful without it
+            while not self._done.wait(CLOCK_SECONDS):
+                self.readings.append(asdict(self._gpu.read()))
+
+    def stop(self) -> None:
+        self._done.set()
+
+    @property
+    def max_sm_mhz(self) -> int | None:
+        return self._gpu.max_sm_mhz() if self._gpu is not None else None
+
+
+def _facts(clock: _Clock | None) -> dict[str, Any]:
+    """What the trace itself does not contain."""
+    import torch
+
+    facts: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__} | package_versions()}
+    if clock is not None and clock.readings:
+        facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
+    return facts
+
+
+def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
+    first = EventStream(raw_path)
+    wanted = {_external_id(event) for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
+    head = {**first.head, "gemmscope": facts}
+    with replacing(target) as raw, text_into(raw, packed=True) as out:
+        out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
+        separator = ""
+        for event in EventStream(raw_path):
+            if _explains(event, wanted):
+                out.write(separator + json.dumps(_trimmed(event), separators=(",", ":")))
+                separator = ","
+        out.write("]}")
+
+
+def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
+    category, name = event.get("cat"), str(event.get("name", ""))
+    if event.get("ph") == "M":
+        return name in ("process_name", "process_labels") and "Spans" not in str(event.get("args"))
+    if event.get("ph") != "X":
+        return False
+    if category in (*GPU_CATEGORIES, "user_annotation"):
+        return True
+    if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
+        return any(part in name for part in LAUNCH_NAMES)
+    if category == "cpu_op":
+        forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
+        return not name.startswith("aten::") or forward or _external_id(event) in wanted
+    return False
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _external_id(event: dict[str, Any]) -> int | str | None:
+    identifier = _arguments(event).get("External id")
+    return identifier if isinstance(identifier, (int, str)) else None
+
+
+def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
+    if event.get("ph") == "M":
+        return event
+    small: dict[str, Any] = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
+    times = {key: event[key] for key in ("ts", "dur") if key in event}
+    small |= {key: round(time, 3) if isinstance(time, float) else time for key, time in times.items()}
+    kept = (*KEPT_ARGUMENTS, CONCRETE) if ATTENTION_FORWARD.match(str(event.get("name"))) else KEPT_ARGUMENTS
+    arguments = {key: value for key, value in _arguments(event).items() if key in kept and value not in ([], "", None)}
+    return {**small, "args": arguments} if arguments else small

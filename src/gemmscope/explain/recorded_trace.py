@@ -1,0 +1,504 @@
+"""Reads a profiler trace into plain records: GPU work, the calls that launched it, operators and annotations on the CPU.
+
+Profiler versions and other tools name things differently: categories are reduced to a few, times may be text, numbers may be
+missing. Events that cannot be read are skipped; only a trace without any GPU work is rejected. Times are microseconds from the
+first event of the trace.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.explain.host_activity import activity_of, activity_of_call
+from gemmscope.explain.trace_file import HOW_TO_RECORD, OTHER_DEVICES, EventStream, reject_foreign
+from gemmscope.explain.trace_file import MOST_NAMES as MOST_NAMES_LOOKED_AT
+from gemmscope.reading import InputFile
+
+# Category in lower case, as any profiler version writes it -> category here
+CATEGORIES = {
+    "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
+    "memset": "copy", "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch",
+    "hip_driver": "launch", "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
+    "gpu_user_annotation": "gpu mark", "python_function": "python",
+}  # fmt: skip
+GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
+ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
+CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
+CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
+# Names of operators, annotations and kernels that only training has
+TRAINING = re.compile(
+    r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
+)
+CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
+# Annotations of inference engines around one forward: vLLM, SGLang
+ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
+_WHOLE = re.compile(r"-?[0-9]{1,19}")
+SKEW_US = 20.0
+MOST_RECORDS = 4_000_000  # of about 1 KB each
+LONGEST_NAME = 5000  # characters: the demangled names of templates are long
+MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
+MOST_SHAPES = 2000  # of one operator: the weights of many experts
+LATEST_US = 1e20  # no valid timestamp is larger
+LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
+MOST_MEMORY = 100_000  # readings of the allocator
+LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
+
+
+NCCL_MARK = "nccl:"
+MOST_RANKS = 100_000
+DTYPE_BYTES = (
+    ("64", 8), ("double", 8), ("long", 8), ("complex", 8), ("bfloat16", 2), ("float8", 1), ("half", 2), ("16", 2), ("short", 2),
+    ("32", 4), ("float", 4), ("int8", 1), ("byte", 1), ("char", 1), ("bool", 1), ("8", 1), ("int", 4),
+)  # fmt: skip
+# A pattern in the names of operators, annotations and kernels -> the collective
+KINDS = (
+    ("reduce_?scatter", "reduce-scatter"), ("all_?reduce", "all-reduce"), ("all_?gather", "all-gather"),
+    ("all_?to_?all", "all-to-all"), ("broadcast", "broadcast"), ("send_?recv|send|recv", "send/receive"), ("barrier", "barrier"),
+    ("reduce", "reduce"), ("gather", "gather"), ("scatter", "scatter"),
+)  # fmt: skip
+# Bytes on each link over the bytes of the message, of n ranks: the bus bandwidth of NCCL's tests
+BUS_FACTORS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveMessage:
+    """`bytes_in`, `bytes_out`: of one rank; `ranks`: the members of the process group, empty if unknown; `size`: how many they
+    are, 0 if unknown."""
+
+    kind: str
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    size: int = 0
+
+    @property
+    def bytes_counted(self) -> float:
+        """As NCCL's tests count them: the whole buffer, whichever side holds it."""
+        return max(self.bytes_in, self.bytes_out)
+
+
+@dataclass(slots=True)
+class GpuWork:
+    """A kernel, copy or memset on the GPU."""
+
+    name: str
+    start: float
+    end: float
+    stream: int | str
+    device: int | str
+    correlation: Any
+    external: Any
+    copy: bool = False
+    collective: str = ""
+    message: CollectiveMessage | None = None
+
+    @property
+    def time(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Call:
+    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+
+
+@dataclass(slots=True)
+class Operator:
+    """An operator on the CPU, or an annotation (mark) set there by a person or a framework."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    external: Any = None
+    shapes: list[Any] = field(default_factory=list)
+    types: list[Any] = field(default_factory=list)
+    concrete: list[str] = field(default_factory=list)
+    sequence: int | None = None
+
+
+@dataclass
+class RecordedTrace:
+    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept. `activities`: what
+    the CPU did for long: operators, CUDA calls, Python functions. `memory`: time, bytes allocated, bytes reserved on the GPU."""
+
+    source: InputFile
+    work: list[GpuWork] = field(default_factory=list)
+    launches: dict[Any, Call] = field(default_factory=dict)
+    waits: list[Call] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    operator_names: dict[Any, str] = field(default_factory=dict)
+    marks: list[Operator] = field(default_factory=list)
+    gpu_marks: list[Operator] = field(default_factory=list)
+    activities: list[Call] = field(default_factory=list)
+    stream_waits: list[Call] = field(default_factory=list)
+    memory: list[tuple[float, float, float]] = field(default_factory=list)
+    head: dict[str, Any] = field(default_factory=dict)
+    other_gpus: int = 0  # whose work is ignored
+    host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
+    has_operators: bool = False
+    has_engine: bool = False  # annotations of an inference engine
+    trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
+    events: int = 0
+    categories: set[str] = field(default_factory=set)  # of events that are not read
+    processes: set[str] = field(default_factory=set)
+    zero_us: float = 0.0  # time of the first event, as written
+    skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
+
+    @property
+    def path(self) -> Path:
+        """The file as messages and results name it."""
+        return Path(str(self.source))
+
+    @property
+    def inference(self) -> bool:
+        """Whether operators were recorded, or annotations of an inference engine, and nothing trains."""
+        return (self.has_operators or self.has_engine) and not self.trains
+
+    @property
+    def rank(self) -> int | None:
+        return _integer(_table(self.head.get("distributedInfo")).get("rank"))
+
+    @property
+    def world_size(self) -> int:
+        return _integer(_table(self.head.get("distributedInfo")).get("world_size")) or 1
+
+    @property
+    def gpu_name(self) -> str:
+        names = [_table(device).get("name") for device in _list(self.head.get("deviceProperties"))]
+        return next((printable(name) for name in names if name), "")
+
+    @property
+    def gpu_properties(self) -> dict[str, Any]:
+        """What the profiler says about the GPU: its name, compute capability, and so on."""
+        return next((_table(device) for device in _list(self.head.get("deviceProperties")) if device), {})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `trace_me` recorded in addition to the events."""
+        return _table(self.head.get("gemmscope"))
+
+    def operators_by_id(self) -> dict[Any, Operator]:
+        return {operator.external: operator for operator in self.operators if operator.external is not None}
+
+
+def read_trace(path: str | Path | InputFile) -> RecordedTrace:
+    """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
+    stream = EventStream(path)
+    trace = RecordedTrace(stream.source)
+    names: dict[str, str] = {}  # each is kept once
+    for event in stream:
+        trace.events += 1
+        if event.get("ph", "X") in ("X", "M"):
+            _take(trace, event, names)
+        elif event.get("name") == "[memory]":
+            _take_memory(trace, event)
+        if not trace.events % 10_000:
+            _check_size(trace, names)
+    trace.head = stream.head
+    trace.trains = _trains(trace)
+    trace.has_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
+    _require_gpu_work(trace)
+    _one_device(trace)
+    _drop_false_ids(trace)
+    _align(trace)
+    _from_zero(trace)
+    return trace
+
+
+def _trains(trace: RecordedTrace) -> bool:
+    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
+    names = {record.name for some in records for record in some}.union(trace.operator_names.values())
+    return any(map(TRAINING.search, names))
+
+
+def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
+    """Reject a trace that would need far more memory or time than any that is worth explaining."""
+    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks, trace.activities)
+    if sum(map(len, kept)) + sum(map(len, trace.host_work.values())) > MOST_RECORDS:
+        raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
+    if sum(map(len, names)) > MOST_NAMES:
+        raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
+
+
+def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
+    phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
+    if phase is None:
+        return
+    arguments, thread = _table(event.get("args")), _key(event.get("tid"))
+    if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
+        trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
+    if phase != "X":
+        return
+    raw = event.get("cat")
+    kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
+    if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
+        trace.categories.add(raw.lower())
+    if kind is None:
+        return
+    start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
+    if start is None or duration is None or duration < 0:
+        return
+    if kind == "python" and duration < LONG_US:
+        return
+    name, end = printable(event.get("name", "")), start + duration
+    name = names.setdefault(name, name)
+    correlation = _key(arguments.get("correlation"))
+    external = _key(arguments.get("External id", arguments.get("external id")))
+    if duration >= LONG_US and kind in ("python", "operator"):
+        trace.activities.append(Call(name, start, end, thread))
+    if kind in ("kernel", "copy"):
+        copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
+        collective = printable(arguments.get("Collective name") or "")
+        collective = names.setdefault(collective, collective)
+        stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
+        message = message_of(arguments) if collective else None
+        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
+    elif kind == "launch":
+        call = Call(name, start, end, thread)
+        if duration >= LONG_US:
+            trace.activities.append(call)
+        if correlation is not None:
+            trace.launches[correlation] = call
+        if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
+            trace.waits.append(call)
+        elif "StreamWaitEvent" in name:
+            trace.stream_waits.append(call)
+        if activity := activity_of_call(name):
+            trace.host_work.setdefault(activity, []).append(call)
+    else:
+        if kind != "gpu mark" and not name.startswith("aten::") and (activity := activity_of(name)):
+            trace.host_work.setdefault(activity, []).append(Call(name, start, end, thread))
+        if kind == "python":
+            return
+        _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
+
+
+def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
+    if kind == "gpu mark":
+        trace.gpu_marks.append(operator)
+        return
+    if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
+        if operator.name.startswith(NCCL_MARK):
+            operator.shapes, operator.types = _list(arguments.get("Input Dims"))[:1], _list(arguments.get("Input type"))[:1]
+        trace.marks.append(operator)
+        return
+    trace.has_operators = True
+    if operator.external is not None:
+        trace.operator_names[operator.external] = operator.name
+    attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
+    if operator.name.startswith(("aten::", "triton_")) and not attention and not _explains(operator.name):
+        return
+    operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
+    operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
+    if attention:
+        operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
+    operator.sequence = _integer(arguments.get("Sequence number"))
+    trace.operators.append(operator)
+
+
+def _explains(name: str) -> bool:
+    """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
+    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
+
+
+def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
+    """A reading of the caching allocator, which the profiler makes with `profile_memory=True`."""
+    arguments = _table(event.get("args"))
+    moment, device = _number(event.get("ts")), _integer(arguments.get("Device Type"))
+    allocated, reserved = _number(arguments.get("Total Allocated")), _number(arguments.get("Total Reserved"))
+    if moment is not None and device == 1 and allocated is not None and len(trace.memory) < MOST_MEMORY:
+        trace.memory.append((moment, max(allocated, 0.0), max(reserved or 0.0, 0.0)))
+
+
+def _require_gpu_work(trace: RecordedTrace) -> None:
+    foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
+    if not all(work.copy for work in trace.work) and not foreign:
+        return
+    reject_foreign(trace.path, trace.categories, trace.processes)
+    if not trace.events:
+        raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
+    raise UserError(
+        f"{trace.path} has no GPU kernels: none of its {trace.events:,} events ran on a GPU",
+        f"profile with ProfilerActivity.CUDA, or {HOW_TO_RECORD}",
+    )
+
+
+def _one_device(trace: RecordedTrace) -> None:
+    """Of several GPUs in one file, keep the one with the most kernels."""
+    counts = Counter(work.device for work in trace.work)
+    chosen, _ = counts.most_common(1)[0]
+    trace.other_gpus = len(counts) - 1
+    trace.work = [work for work in trace.work if work.device == chosen]
+
+
+def _drop_false_ids(trace: RecordedTrace) -> None:
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
+    kernels = [work for work in trace.work if work.external is not None]
+    if not kernels or any(work.external != work.correlation for work in kernels):
+        return
+    operators = trace.operators_by_id()
+    pairs = [(operators.get(work.external), trace.launches.get(work.correlation)) for work in kernels]
+    inside = [
+        operator.start <= call.start <= operator.end for operator, call in pairs if operator is not None and call is not None
+    ]
+    if sum(inside) < 0.5 * len(inside):
+        for work in kernels:
+            work.external = None
+
+
+def _align(trace: RecordedTrace) -> None:
+    """Correct the GPU clock where kernels would start before their launch, or much too late after it."""
+    lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    if not lags:
+        return
+    least = lags[len(lags) // 200]
+    if -SKEW_US <= least <= LONGEST_QUEUE_US:
+        return
+    trace.skew_us = least
+    _shift([*trace.work, *trace.gpu_marks], least)
+
+
+def _from_zero(trace: RecordedTrace) -> None:
+    """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
+    timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
+    trace.zero_us = min(record.start for record in timed)
+    active = [call for calls in trace.host_work.values() for call in calls]
+    _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
+    trace.memory = sorted((moment - trace.zero_us, allocated, reserved) for moment, allocated, reserved in trace.memory)
+    trace.stream_waits.sort(key=lambda wait: wait.start)
+    trace.work.sort(key=lambda work: (work.start, work.end))
+    trace.waits.sort(key=lambda wait: wait.start)
+    for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities):
+        records.sort(key=lambda record: (record.start, -record.end))
+
+
+def _shift(records: list[Any], time_us: float) -> None:
+    """Subtract a time from each record, once: most waits are launches as well."""
+    for record in {id(record): record for record in records}.values():
+        record.start -= time_us
+        record.end -= time_us
+
+
+def _number(value: Any) -> float | None:
+    """A time; some tools write it as text.
+
+    >>> _number("1.5"), _number(None), _number("soon"), _number(float("nan"))
+    (1.5, None, None, None)
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) < LATEST_US else None  # rejects NaN, too
+
+
+def printable(value: Any) -> str:
+    """A name that can be written to any file: lone surrogates, which JSON allows, are replaced.
+
+    >>> printable("nvjet"), printable(chr(0xD800) + "x"), printable(None)
+    ('nvjet', '?x', 'None')
+    """
+    text = str(value)[:LONGEST_NAME]
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _integer(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None else None
+
+
+def _key(value: Any) -> Any:
+    """An id that can be a dictionary key: numbers written as text become numbers.
+
+    >>> _key("7"), _key(7), _key("-1"), _key("--1"), _key("²"), _key([7]), _key(float("nan"))
+    (7, 7, -1, '--1', '²', None, None)
+    """
+    if isinstance(value, str):
+        return int(value) if _WHOLE.fullmatch(value) else value
+    return value if isinstance(value, int) or (isinstance(value, float) and isfinite(value)) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def message_of(arguments: dict[str, Any]) -> CollectiveMessage:
+    """The message that the profiler describes in the arguments of a collective's kernel."""
+    width = element_bytes(arguments.get("dtype"))
+    ranks = _ranks(arguments.get("Process Group Ranks"))
+    description = arguments.get("Process Group Description")
+    group = description if isinstance(description, str) and description not in ("", "undefined") else ""
+    name = arguments.get("Process Group Name")
+    return CollectiveMessage(
+        kind=kind_of(str(arguments.get("Collective name", ""))),
+        bytes_in=width * _count(arguments.get("In msg nelems")),
+        bytes_out=width * _count(arguments.get("Out msg nelems")),
+        group=(group or str(name if name is not None else ""))[:100],
+        ranks=ranks,
+        size=int(_count(arguments.get("Group size"))) or len(ranks),
+    )
+
+
+def message_of_mark(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> CollectiveMessage:
+    """From the annotation `nccl:all_reduce` that PyTorch sets around the launch, with the shape of the first tensor.
+
+    >>> message_of_mark("nccl:all_reduce", [[1024, 2]], ["float"]).bytes_in
+    8192.0
+    """
+    shape = shapes[0] if shapes and isinstance(shapes[0], list) else None
+    known = shape is not None and shape and all(isinstance(size, int) and 0 <= size < 1 << 40 for size in shape)
+    size = float(prod(shape)) * element_bytes(types[0] if types else None) if known and shape is not None else 0.0
+    return CollectiveMessage(kind_of(name.removeprefix(NCCL_MARK)), size, size)
+
+
+def kind_of(name: str) -> str:
+    """The collective that a name shows; empty if it shows none.
+
+    >>> kind_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL"), kind_of("_reduce_scatter_base"), kind_of("ncclDevKernel_Generic")
+    ('all-reduce', 'reduce-scatter', '')
+    """
+    return next((kind for pattern, kind in KINDS if re.search(pattern, name.lower())), "")
+
+
+def element_bytes(dtype: Any) -> int:
+    """Bytes of one element; 0 if the type is unknown.
+
+    >>> [element_bytes(name) for name in ("BFloat16", "c10::Half", "float", "Float8_e4m3fn", "Long", "Byte", None)]
+    [2, 2, 4, 1, 8, 1, 0]
+    """
+    text = dtype.lower() if isinstance(dtype, str) else ""
+    return next((width for part, width in DTYPE_BYTES if part in text), 0)
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """The profiler writes a list as text, and shortens long ones with "...".
+
+    >>> _ranks("[0, 1, 2]"), _ranks("[0, 1, ...]"), _ranks(None)
+    ((0, 1, 2), (), ())
+    """
+    text = value if isinstance(value, str) else ",".join(map(str, value)) if isinstance(value, list) else ""
+    if not re.fullmatch(r"\[?[0-9, ]+\]?", text) or len(text) > 8 * MOST_RANKS:
+        return ()
+    return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", text))
+
+
+def _count(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < 1e18 else 0.0

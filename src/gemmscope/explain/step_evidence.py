@@ -1,0 +1,259 @@
+"""What all searches for causes share: the evidence of a step, and how a cause is made from it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from typing import Any, Literal
+
+from gemmscope import units
+from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.gpu_rates import GpuRates, gpu_rates, has_fp8, is_amd
+from gemmscope.explain.step_replay import Replay, StepChange
+from gemmscope.explain.timeline import Gap
+from gemmscope.explain.trace_view import TimedWork, TraceView, add_up
+from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
+from gemmscope.findings import Fact, Finding
+from gemmscope.recipe.precisions import precision_in_traces
+from gemmscope.results.explain import Cause, StepAccount
+from gemmscope.toml import load_data
+
+NAMED = 0.03  # of the step: causes that cost less are not reported
+WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
+MOST_SPANS = 2000  # of one cause in a trace viewer
+LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
+TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
+# Parts of kernel names that say more than the template that they are an argument of
+TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
+
+CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
+
+Span = tuple[float, float, str]
+
+
+class StepEvidence:
+    """A trace's steps and their account, with the quantities that several searches need."""
+
+    def __init__(self, view: TraceView, account: StepAccount) -> None:
+        self.view, self.account = view, account
+        self.items = view.items()
+        self.step_ms = account.step_ms
+
+    def cause(
+        self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
+        spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
+        removed: bool = False,
+    ) -> Cause:  # fmt: skip
+        """A cause with its title and advice; the advice for the framework in use comes first.
+
+        Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
+        none is given) less by the cost. `removed`: so much of that work would not be launched at all.
+        """
+        entry, kernels = _advice()[code], list(kernels)
+        inference = self.view.trace.inference
+        instead = ["amd_inference"] * (inference and self.is_amd) + ["inference"] * inference + ["amd"] * self.is_amd
+        advice = next((entry[kind] for kind in instead if kind in entry), None)
+        return Cause(
+            code=code,
+            title=entry["title"],
+            cost_ms=cost_ms,
+            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed),
+            evidence=tuple(evidence),
+            kernels=main_kernels(kernels),
+            where=where,
+            advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
+            spans=tuple(spans[:MOST_SPANS]),
+        )
+
+    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
+        time_ms = self.ms(shortened)
+        if gaps:
+            return self._replay.speedup(StepChange(gaps=gaps))
+        if time_ms > 0.95 * cost_ms:
+            share = min(max(cost_ms / time_ms, 0.0), 1.0)
+            return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
+        return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return Replay(self.view)
+
+    @cached_property
+    def gpu(self) -> GpuRates | None:
+        return gpu_rates(self.view.trace.gpu_name)
+
+    @property
+    def is_amd(self) -> bool:
+        return is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+
+    @cached_property
+    def has_fp8(self) -> bool | None:
+        """Whether the GPU multiplies in FP8; None if the trace does not show it."""
+        return has_fp8(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+
+    @property
+    def well_named(self) -> bool:
+        """Whether nearly all GPU time is in kernels of a known class."""
+        return self.account.named_share >= WELL_NAMED or not self.account.busy_ms
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """TFLOP/s of large GEMMs of linears by precision."""
+        large = [item for item in self.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0]
+        large = [item for item in large if "bmm" not in item.gemm.layer]
+        flops = add_up((item.gemm.precision, item.gemm.flops) for item in large)
+        times = add_up((item.gemm.precision, item.work.time) for item in large)
+        return {precision: flops[precision] / times[precision] / 1e6 for precision in flops}
+
+    @cached_property
+    def ratio(self) -> float:
+        """Speedup of low-precision GEMMs over BF16: from this trace, else the usual value."""
+        low = [self.rates[precision] for precision in LOW if precision in self.rates]
+        if low and "BF16" in self.rates:
+            return max(max(low) / self.rates["BF16"], 1.05)
+        present = {item.gemm.precision for item in self.items}
+        known = precision_in_traces()
+        return max((known[name].usual_ratio for name in LOW if name in present), default=known["FP8"].usual_ratio)
+
+    def of_class(self, name: str) -> list[TimedWork]:
+        return [item for item in self.items if item.name == name]
+
+    @cached_property
+    def gemms(self) -> list[TimedWork]:
+        """The GEMMs of linears, without those of attention and of the output head."""
+        gemms = [item for item in self.items if item.is_gemm and item.scope.phase != "optimizer"]
+        return [item for item in gemms if not item.gemm.head and "bmm" not in item.gemm.layer]
+
+    @cached_property
+    def low(self) -> list[TimedWork]:
+        return [item for item in self.gemms if item.gemm.low]
+
+    @cached_property
+    def high(self) -> list[TimedWork]:
+        """GEMMs in BF16 or above. Those of unknown precision, or with weights in fewer bits, are neither high nor low."""
+        neither = (UNKNOWN_PRECISION, *WEIGHT_ONLY)
+        return [item for item in self.gemms if not item.gemm.low and item.gemm.precision not in neither]
+
+    @cached_property
+    def known_weight(self) -> float:
+        """The weight of the GEMMs of linears whose precision is known."""
+        return self.weight(self.low) + self.weight(self.high)
+
+    @property
+    def precision_known(self) -> bool:
+        """Whether the trace shows the precision of most GEMMs."""
+        known = self.known_weight + self.weight(self.weight_only)
+        return known > 0 and known >= 0.5 * self.weight(self.gemms)
+
+    @cached_property
+    def weight_only(self) -> list[TimedWork]:
+        """GEMMs that decode weights of fewer bits and multiply in BF16."""
+        return [item for item in self.gemms if item.gemm.precision in WEIGHT_ONLY]
+
+    @cached_property
+    def unknown_share(self) -> float:
+        """Share of the time of linears in GEMMs whose precision the trace does not show."""
+        unknown = self.ms(item for item in self.gemms if item.gemm.precision == UNKNOWN_PRECISION)
+        return unknown / (self.ms(self.gemms) or 1.0)
+
+    @property
+    def low_is_certain(self) -> bool:
+        """Whether kernels and the precision of GEMMs are known well enough to say that low precision is not used."""
+        return self.precision_known and self.well_named and self.unknown_share <= 1 - WELL_NAMED
+
+    @cached_property
+    def casts(self) -> list[TimedWork]:
+        return self.of_class("quantization")
+
+    @cached_property
+    def framework(self) -> str:
+        """The framework of the layers, from kernel and operator names; empty if unknown."""
+        if any(item.mentions("transformer_engine") or item.scope.inside(*TE_FUNCTIONS) for item in self.items):
+            return "transformer_engine"
+        for item in self.items:
+            compiled = item.work.name.startswith("triton_") and item.mentions("_scaled_mm")
+            if compiled or item.scope.inside("float8", "Float8", "_scaled_mm"):
+                return "torchao"
+        return ""
+
+    def ms(self, items: Iterable[TimedWork]) -> float:
+        """Milliseconds per step."""
+        return self.view.ms(items)
+
+    def time_facts(self, time_ms: float) -> dict[str, Fact]:
+        """A time and its share of the step, for a finding."""
+        return {"time_ms": time_ms, "share": time_ms / self.step_ms}
+
+    def per_step(self, items: Sequence[Any]) -> float:
+        return len(items) / self.view.count
+
+    def weight(self, items: Iterable[TimedWork]) -> float:
+        """FLOPs where they are known, else microseconds: the unit in which shares of GEMMs are counted."""
+        return sum(item.gemm.flops if self.flops_known else item.share for item in items)
+
+    @cached_property
+    def flops_known(self) -> bool:
+        gemms = [item.gemm for item in self.gemms if not item.gemm.reduces]
+        return bool(gemms) and sum(gemm.flops > 0 for gemm in gemms) >= 0.95 * len(gemms)
+
+    @property
+    def share_of(self) -> Literal["FLOPs", "time"]:
+        return "FLOPs" if self.flops_known else "time"
+
+    @cached_property
+    def low_share(self) -> float:
+        """Share of the linears' GEMMs of known precision that ran in low precision."""
+        return self.weight(self.low) / self.known_weight if self.known_weight else 0.0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether any linears run in low precision."""
+        return self.low_share >= 0.01
+
+    @property
+    def gain_ms(self) -> float:
+        """Time that the low-precision GEMMs save over BF16."""
+        return self.ms(self.low) * (self.ratio - 1)
+
+    @cached_property
+    def casting_ms(self) -> float:
+        """Time of quantization itself; of a kernel that also does a norm or an activation, its share."""
+        fused = [item for item in self.casts if item.work_class.fused]
+        return self.ms(item for item in self.casts if not item.work_class.fused) + CAST_SHARE * self.ms(fused)
+
+
+def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:
+    """The names of the kernels that took the most time."""
+    times = add_up((item.work.name, item.share) for item in items)
+    return tuple(short_name(name) for name in sorted(times, key=lambda name: -times[name])[:count])
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its template arguments.
+
+    >>> short_name("void at::native::reduce_kernel<512, 1, Op<float>>(Op)"), short_name("nvjet_sm90_tst_128x64")
+    ('at::native::reduce_kernel', 'nvjet_sm90_tst_128x64')
+    >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
+    'cutlass_80_simt_sgemm_128x64'
+    """
+    plain = units.CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
+    if cutlass := CUTLASS_KERNEL.match(plain):
+        return cutlass[1][:100]
+    cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))
+    inner = next((f" ({argument})" for argument in TELLING_ARGUMENTS if argument in name), "")
+    return plain[:cut][:100] + (inner if cut < len(plain) else "")
+
+
+def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
+    """The sizes of GEMMs as MxKxN, most time first."""
+    times = add_up((item.gemm.size, item.share) for item in items if item.gemm.size)
+    return ["x".join(map(str, size)) for size in sorted(times, key=lambda size: -times[size])[:count]]
+
+
+def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
+    """Pieces of work, for a trace viewer."""
+    return [(item.work.start, item.work.end, label) for item in items]
+
+
+@cache
+def _advice() -> dict[str, Any]:
+    return load_data("gemmscope.explain", "advice.toml")

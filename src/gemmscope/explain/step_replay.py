@@ -1,0 +1,299 @@
+"""Replays the steps of a trace with some work shortened or some waiting of the GPU removed, to tell what that would gain.
+
+Subtracting a time from the step promises too much: behind shorter work the GPU may wait for the next launch, for another stream
+or for a collective. The replay keeps what the recording shows:
+
+* work of one stream runs in the same order;
+* nothing begins before its launch, and the CPU takes as long between its launches as it did;
+* a call that waits for the GPU returns when the work that it waited for has ended;
+* work that waited for another stream still waits for it: by the recorded calls (`cudaStreamWaitEvent`), else where it began right
+  after work of another stream had ended;
+* collectives take as long as they did.
+
+Without changes every piece of work begins when it did. A step is never shorter than the CPU's own time for it, because the CPU
+cannot run ahead for more than a few steps.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from statistics import median
+
+from gemmscope.explain.recorded_trace import Call
+from gemmscope.explain.steps import RecordedStep
+from gemmscope.explain.timeline import Gap
+from gemmscope.explain.trace_view import TimedWork, TraceView
+
+MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
+RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work
+LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
+OWN_US = 10.0  # such a call takes so long by itself
+AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
+USUAL_GAP_US = 5.0  # between two kernels of a stream
+BLOCKED_US = 100.0  # a longer launch waited for room in the queue
+LOOK_BACK = 64  # launches before a wait that may have started the work it waits for
+
+
+@dataclass(slots=True)
+class _Node:
+    """One piece of work in a step. `after`: the places of work that it follows; `slack`: from the end of the last of these to its
+    begin; `latency`: from its launch to its begin, if the launch is what it waited for."""
+
+    index: int
+    start: float
+    end: float
+    launched: float | None
+    after: list[int]
+    slack: float = 0.0
+    latency: float = 0.0
+    launching: float = 0.0  # time of the CPU since the launch before
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A call in which the CPU waited for the GPU. `until`: the place of the work that released it; None if none did. `copies`:
+    the index of the copy that the call itself launched, and may have waited for."""
+
+    start: float
+    end: float
+    until: int | None
+    copies: int | None = None
+
+
+@dataclass
+class _StepGraph:
+    """One step: its work in the order of their begin, the waits of the CPU, and the time that the CPU itself takes."""
+
+    step: RecordedStep
+    nodes: list[_Node]
+    waits: list[_Wait]
+    host_us: float
+
+
+@dataclass(frozen=True)
+class StepChange:
+    """What is different in a replay. `saved`: microseconds by which work is shorter, by its index. `gaps`: idle time in which the
+    CPU was late, and no longer is. `unlaunched`: the share of the CPU's time for launching work that is saved, by its index."""
+
+    saved: Mapping[int, float] = field(default_factory=dict)
+    gaps: Sequence[Gap] = ()
+    unlaunched: Mapping[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def shorten(items: Iterable[TimedWork], share: float, *, removed: bool = False) -> "StepChange":
+        """Take a share off the time of the work; of communication and copies, off the part that nothing hides. `removed`: so much
+        of the work does not run at all, and is not launched either."""
+        chosen = list(items)
+        saved = {item.index: share * (item.share if item.work_class.rank else item.work.time) for item in chosen}
+        return StepChange(saved, unlaunched={item.index: share for item in chosen} if removed else {})
+
+
+class Replay:
+    """The chosen steps of a trace, ready to be replayed."""
+
+    def __init__(self, view: TraceView) -> None:
+        self._view = view
+
+    @cached_property
+    def _graphs(self) -> list[_StepGraph]:
+        steps = list(zip(self._view.steps.chosen, self._view.by_step(), strict=True))
+        every = 1 + sum(len(items) for _, items in steps) // MOST_WORK
+        return [_graph(self._view, step, items) for step, items in steps[::every]]
+
+    def recorded_us(self) -> float:
+        return sum(graph.step.time for graph in self._graphs)
+
+    def replayed_us(self, change: StepChange) -> float:
+        """The time of the same steps with the change."""
+        return sum(_replay(graph, change) for graph in self._graphs)
+
+    def speedup(self, change: StepChange) -> float:
+        """The speedup of the step; 1 if the change gains nothing."""
+        return max(self.recorded_us() / max(self.replayed_us(change), 1e-6), 1.0)
+
+
+def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _StepGraph:
+    trace = view.trace
+    nodes: list[_Node] = []
+    before_step = (item.index for item in items if item.work.start < step.begin)
+    indices = [*before_step, *view.indices_in(step)]
+    calls = [trace.launches.get(trace.work[index].correlation) for index in indices]
+    last: dict[object, int] = {}
+    for place, (index, call) in enumerate(zip(indices, calls, strict=True)):
+        work = trace.work[index]
+        launched = call.start if call is not None and call.start <= work.start else None
+        before = last.get(work.stream)
+        after = [before] if before is not None and nodes[before].end <= work.start + 1e-3 else []
+        nodes.append(_Node(index, work.start, work.end, launched, after))
+        last[work.stream] = place
+    streams = [trace.work[index].stream for index in indices]
+    if len(last) > 1:
+        _follow_waits(nodes, streams, trace.stream_waits)
+        _follow_ends(nodes, streams)
+    for node in nodes:
+        base = _base(nodes, node)
+        if base == node.launched:
+            node.latency = max(node.start - base, 0.0)
+        else:
+            node.slack = max(node.start - base, 0.0)
+    _launch_times(nodes)
+    known = [call for call in calls if call is not None]
+    waits = _waits(nodes, trace.waits, step)
+    return _StepGraph(step, nodes, waits, _host_us(view, step, known, waits))
+
+
+def _launch_times(nodes: Sequence[_Node]) -> None:
+    launched = sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
+    for (before, _), (moment, place) in pairwise(launched):
+        nodes[place].launching = min(moment - before, LAUNCH_US)
+
+
+def _base(nodes: Sequence[_Node], node: _Node) -> float:
+    """The moment from which on it could have begun, as far as is known; its begin, if nothing is."""
+    ends = [nodes[place].end for place in node.after]
+    return max([*ends, *([node.launched] if node.launched is not None else [])], default=node.start)
+
+
+def _follow_waits(nodes: Sequence[_Node], streams: Sequence[object], calls: Sequence[Call]) -> None:
+    """The next work launched after `cudaStreamWaitEvent` waits for work of another stream: the last that was launched before and
+    had ended when it began."""
+    launched = sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
+    moments = [moment for moment, _ in launched]
+    if not moments:
+        return
+    first, end = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (moments[0], moments[-1]))
+    for call in calls[first:end]:
+        at = bisect_right(moments, call.start)
+        place = launched[at][1]
+        for _, other in reversed(launched[max(at - LOOK_BACK, 0) : at]):
+            if streams[other] != streams[place] and nodes[other].end <= nodes[place].start and other < place:
+                nodes[place].after.append(other)
+                break
+
+
+def _follow_ends(nodes: Sequence[_Node], streams: Sequence[object]) -> None:
+    """Work that began late for its launch and its stream, right after work of another stream had ended, waited for that."""
+    ends = sorted((node.end, place) for place, node in enumerate(nodes))
+    moments = [end for end, _ in ends]
+    for place, node in enumerate(nodes):
+        if node.start - _base(nodes, node) <= USUAL_GAP_US:
+            continue
+        for _, other in reversed(ends[bisect_left(moments, node.start - AT_ONCE_US) : bisect_right(moments, node.start)]):
+            if streams[other] != streams[place] and other < place:
+                node.after.append(other)
+                break
+
+
+def _waits(nodes: Sequence[_Node], calls: Sequence[Call], step: RecordedStep) -> list[_Wait]:
+    """Calls of the CPU that wait for the GPU, each with the work that released it."""
+    ends = sorted((node.end, place) for place, node in enumerate(nodes))
+    moments = [end for end, _ in ends]
+    begin = min((node.launched for node in nodes if node.launched is not None), default=step.end)
+    launched = {node.launched: node.index for node in nodes}
+    waits = []
+    starts = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (begin, step.end))
+    for call in calls[slice(*starts)]:
+        if call.end <= step.end:
+            first = bisect_right(moments, max(call.start, call.end - RELEASED_US))
+            released = ends[first : bisect_right(moments, call.end)]
+            copies = launched.get(call.start) if "Memcpy" in call.name else None
+            waits.append(_Wait(call.start, call.end, released[-1][1] if released else None, copies))
+    return sorted(waits, key=lambda wait: wait.end)
+
+
+def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: Sequence[_Wait]) -> float:
+    """The CPU's own time for the step: from its first launch to the first of the next step, without waiting for the GPU."""
+    if not calls:
+        return 0.0
+    begin = min(call.start for call in calls)
+    end = max(call.end for call in calls)
+    at = bisect_left(view.trace.work, step.end, key=lambda work: work.start)
+    after = view.trace.launches.get(view.trace.work[at].correlation) if at < len(view.trace.work) else None
+    end = max(end, after.start) if after is not None else end
+    usual = median(call.end - call.start for call in calls)
+    blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
+    blocked += [(wait.start + OWN_US, wait.end) for wait in waits if wait.until is not None and wait.end - wait.start > OWN_US]
+    return max(min(end - begin - _covered(blocked, begin, end), step.time), 0.0)
+
+
+def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """How much of the time from `begin` to `end` the spans cover together.
+
+    >>> _covered([(0, 4), (3, 5), (8, 20)], 1, 10)
+    6.0
+    """
+    total, until = 0.0, begin
+    for first, last in sorted(spans):
+        first, last = max(first, until), min(last, end)
+        if last > first:
+            total, until = total + last - first, last
+    return total
+
+
+def _replay(graph: _StepGraph, change: StepChange) -> float:
+    """Microseconds of the step."""
+    step, nodes = graph.step, graph.nodes
+    removed = [(_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end]
+    if change.unlaunched:
+        shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
+        removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
+    host = _HostTime(graph.waits, removed, change.saved)
+    ends: list[float] = []
+    for node in nodes:
+        time = node.end - node.start
+        begin = node.start
+        if node.start >= step.begin and (node.after or node.launched is not None):
+            begin = max((ends[place] for place in node.after), default=-inf) + node.slack
+            if node.launched is not None:
+                begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
+        ends.append(begin + max(time - change.saved.get(node.index, 0.0), 0.0))
+    inside = [place for place, node in enumerate(nodes) if node.end > step.begin]
+    last = max((min(nodes[place].end, step.end) for place in inside), default=step.begin)
+    new_last = max((ends[place] - max(nodes[place].end - step.end, 0.0) for place in inside), default=step.begin)
+    tail = step.end - last
+    end = new_last + tail if tail <= USUAL_GAP_US else max(new_last, step.end + host.shift_at(step.end, ends))
+    own = graph.host_us - sum(time for _, time in removed)
+    return min(max(end - step.begin, own, 0.0), step.time)
+
+
+def _host_moment(gap: Gap) -> float:
+    """When the CPU made the launch that ended the gap."""
+    return gap.scope.launched if gap.scope.launched is not None else gap.begin
+
+
+class _HostTime:
+    """How much earlier the CPU is than in the recording, at any moment of it."""
+
+    def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:
+        self._saved = saved
+        events: list[tuple[float, _Wait | float]] = [(wait.end, wait) for wait in waits]
+        events += [(moment, time) for moment, time in removed]
+        self._events = sorted(events, key=lambda event: event[0])
+        self._moments = [-inf]
+        self._shifts = [0.0]
+        self._at = 0
+
+    def shift_at(self, moment: float, ends: Sequence[float]) -> float:
+        """`ends`: of the work that has been replayed."""
+        while self._at < len(self._events) and self._events[self._at][0] <= moment:
+            when, event = self._events[self._at]
+            shift = self._shifts[-1]
+            if isinstance(event, _Wait):
+                time = event.end - event.start
+                saved = self._saved.get(event.copies, 0.0) if event.copies is not None else 0.0
+                own = min(time, OWN_US) if event.until is not None else max(time - saved, min(time, OWN_US))
+                new = event.start + shift + own
+                if event.until is not None and event.until < len(ends):
+                    new = max(new, ends[event.until])
+                shift = min(new - event.end, 0.0)
+            else:
+                shift -= event
+            self._moments.append(when)
+            self._shifts.append(shift)
+            self._at += 1
+        if moment >= self._moments[-1]:
+            return self._shifts[-1]
+        return self._shifts[bisect_right(self._moments, moment) - 1]

@@ -1,0 +1,208 @@
+"""Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
+
+The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
+the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
+use is limited by one piece and one event, not by the file. Files of other profilers are recognized, to say what they are and what
+to record instead.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError, option
+from gemmscope.reading import InputFile
+from gemmscope.toml import load_data
+
+PIECE = 4 << 20  # characters read at once
+LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
+LONGEST_HEAD = 16 << 20  # characters of everything besides the events
+MOST_MEMBERS = 10_000  # of the outermost object
+LONGEST_KEY = 100
+MOST_EVENTS = 20_000_000
+HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
+A_TRACE = "give a trace file written by the PyTorch profiler"
+
+
+MOST_NAMES = 200  # of categories and processes that are checked
+OTHER_DEVICES = ("mtia_", "hpu_")  # categories of accelerators that are not GPUs
+
+
+class EventStream:
+    """Iterate over it for the events; afterwards `head` holds what else the file says about GPU, ranks and recording."""
+
+    def __init__(self, source: str | Path | InputFile) -> None:
+        self.source = source if isinstance(source, InputFile) else InputFile(source, A_TRACE)
+        self.head: dict[str, Any] = {}
+        self._names: set[str] = set()  # of all members
+        self.characters = 0
+        self._head_size = self._length = self._members_read = self._events_read = 0
+        self._advanced, self._token_end = False, 0  # since the last piece; in characters from the beginning
+        self._text: io.TextIOBase | None = None
+        self._buffer, self._at, self._ended = "", 0, False
+        self._decode: Any = vars(json.JSONDecoder(strict=False))["scan_once"]  # raw_decode without its wrapper
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.source.open(unpack=True) as stream:
+            self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
+            yield from self._whole()
+
+    def _whole(self) -> Iterator[dict[str, Any]]:
+        first = self._peek()
+        if first not in "[{":
+            raise UserError(f"{self.source} is not a trace: it does not start like JSON", HOW_TO_RECORD)
+        self._at += 1
+        yield from self._events(may_stop=True) if first == "[" else self._members()
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
+        has_events = False
+        while self._peek(_BETWEEN) != "}":
+            key = self._value()
+            if not isinstance(key, str) or self._peek() != ":":
+                raise self._invalid()
+            self._at += 1
+            reject_member(self.source, key)
+            if key == "traceEvents" and self._peek() == "[":
+                has_events = True
+                self._at += 1
+                yield from self._events(may_stop=False)
+            else:
+                self._keep(key, self._value())
+                if not has_events and {"schema_version", "kind"} <= self._names:
+                    raise UserError(
+                        f"{self.source} is a run file, not a trace",
+                        f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
+                        f" gemmscope report {self.source} shows it",
+                    )
+        if not has_events:
+            raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents", HOW_TO_RECORD)
+
+    def _keep(self, key: str, value: Any) -> None:
+        """Keep a member of the outermost object if it is known, and reject a file with too many of them."""
+        self._head_size += self._length
+        self._members_read += 1
+        if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
+            limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
+            raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
+        if len(self._names) < MOST_MEMBERS:
+            self._names.add(key[:LONGEST_KEY])
+        if key in HEAD:
+            self.head[key] = value
+
+    def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
+        """The elements of an array; Chrome allows a bare array to end without its bracket."""
+        while True:
+            self._at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            try:
+                value, self._at = self._decode(self._buffer, self._at)
+            except RecursionError:
+                raise self._too_deep() from None
+            except (ValueError, StopIteration):  # also a number of thousands of digits
+                if self._buffer.startswith("]", self._at):
+                    self._at += 1
+                    return
+                if not self._more():
+                    if may_stop and self._at >= len(self._buffer):
+                        return
+                    raise self._invalid() from None
+                continue
+            self._advanced = True
+            self._events_read += 1
+            if self._events_read > MOST_EVENTS:
+                raise UserError(f"{self.source} has more than {MOST_EVENTS:,} events", "record fewer steps")
+            if isinstance(value, dict):
+                yield value
+
+    def _value(self) -> Any:
+        """The next value; `_length` is the number of its characters."""
+        while True:
+            at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            try:
+                value, end = self._decode(self._buffer, at)
+            except RecursionError:
+                raise self._too_deep() from None
+            except (ValueError, StopIteration):  # also a number of thousands of digits
+                end = len(self._buffer)
+            if end < len(self._buffer):  # a number at the end of the buffer may continue
+                self._at, self._length = end, end - at
+                self._advanced = True
+                return value
+            self._at = at
+            if not self._more():
+                raise self._invalid()
+
+    def _peek(self, skipped: re.Pattern[str] = _SPACE) -> str:
+        """The next character that is not space."""
+        while True:
+            self._at = skipped.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._more():
+                raise self._invalid()
+
+    def _more(self) -> bool:
+        """Read another piece; False at the end of the file, or if the text so far is too long for an event."""
+        if self._advanced:
+            self._advanced, self._token_end = False, self._place()
+        if self._ended or self.characters - self._token_end > LONGEST_EVENT:
+            return False
+        assert self._text is not None
+        piece = self._text.read(max(PIECE, len(self._buffer) - self._at))
+        self.characters += len(piece)
+        self._ended = not piece
+        self._buffer, self._at = self._buffer[self._at :] + piece, 0
+        return not self._ended
+
+    def _place(self) -> int:
+        """How many characters of the file come before the one that is next."""
+        return self.characters - (len(self._buffer) - self._at)
+
+    def _too_deep(self) -> UserError:
+        return UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD)
+
+    def _invalid(self) -> UserError:
+        place = self._place()
+        if not self.characters:
+            return UserError(f"{self.source} is empty", HOW_TO_RECORD)
+        if self._ended:
+            return UserError(
+                f"{self.source} is truncated or damaged: its JSON from character {place:,} to {self.characters:,} is incomplete",
+                "copy it again, or let the profiler finish writing before the job ends",
+            )
+        reason = f"or one value has more than {LONGEST_EVENT >> 20} MiB"
+        return UserError(f"{self.source} is not valid JSON from character {place:,} on, {reason}", HOW_TO_RECORD)
+
+
+def reject_member(source: object, key: str) -> None:
+    """Raise a `UserError` if only another profiler writes this member of the outermost object."""
+    for file in _files():
+        if file.get("member") == key:
+            raise _error(source, file)
+
+
+def reject_foreign(source: object, categories: Iterable[str], processes: Iterable[str]) -> None:
+    """Raise a `UserError` if the categories of events or the names of processes are those of another profiler."""
+    kinds, names = tuple(categories), tuple(processes)
+    for file in _files():
+        by_category = "category" in file and any(kind.startswith(file["category"]) for kind in kinds)
+        by_process = "process" in file and any(re.search(file["process"], name) for name in names)
+        if by_category or by_process:
+            raise _error(source, file)
+
+
+def _error(source: object, file: dict[str, Any]) -> UserError:
+    return UserError(f"{source} is {file['is']}", file["instead"])
+
+
+@cache
+def _files() -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = load_data("gemmscope.explain", "foreign.toml")["file"]
+    return files

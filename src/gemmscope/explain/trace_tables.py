@@ -1,0 +1,172 @@
+"""All tables of one diagnosis; and those of how the CPU feeds the GPU: the longest kernels, launches and their queue, what the
+CPU did in idle time, the allocator."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from gemmscope.explain.attention_speed import attention_totals
+from gemmscope.explain.collectives import collective_totals, collectives_of
+from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.gemm_speed import gemm_shapes
+from gemmscope.explain.recorded_trace import Call, Operator, RecordedTrace
+from gemmscope.explain.step_evidence import StepEvidence
+from gemmscope.explain.timeline import HOST_IDLE, Gap
+from gemmscope.explain.trace_view import TraceView, add_up
+from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+
+MOST_KERNELS = 20
+MOST_FRAMES = 15
+MOST_POINTS = 200
+MOST_OPEN = 200  # activities of the CPU at one moment
+SHORT_US = 10.0
+COVERED = 0.5  # of a gap: what the CPU did for that long explains it
+ALLOCATES = re.compile(r"^(cuda|hip|cu)(Malloc|Free|HostAlloc|HostFree|Mem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))")
+NOT_TELLING = ("ProfilerStep", "<built-in", "nccl:")
+FrameKind = Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
+
+
+def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
+    """The kernels that take the most time."""
+    times = add_up((item.work.name, item.work.time) for item in step.items)
+    counts = add_up((item.work.name, 1.0) for item in step.items)
+    classes = {item.work.name: item.name for item in step.items}
+    steps = step.view.count
+    return tuple(
+        TopKernel(
+            name=name, kernel_class=classes[name], count=counts[name] / steps, time_ms=times[name] / 1000 / steps,
+            mean_us=times[name] / counts[name],
+        )
+        for name in sorted(times, key=lambda name: -times[name])[:MOST_KERNELS]
+    )  # fmt: skip
+
+
+def launch_statistics(step: StepEvidence) -> LaunchStatistics:
+    """How the work that begins in the chosen steps was launched."""
+    view, trace = step.view, step.view.trace
+    steps = view.count
+    own = [trace.work[index] for chosen in view.steps.chosen for index in view.indices_in(chosen)]
+    kernels = [work for work in own if not work.copy]
+    short = [work for work in kernels if work.time < SHORT_US]
+    pairs = [(call.start, work) for work in own if (call := trace.launches.get(work.correlation)) is not None]
+    result = LaunchStatistics(
+        launches=len({work.correlation for work in own}) / steps,
+        short_kernels=len(short) / steps,
+        short_ms=sum(work.time for work in short) / 1000 / steps,
+    )
+    if not pairs:
+        return result
+    delays = sorted(work.start - moment for moment, work in pairs)
+    launched = sorted(call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    known = [work for work in trace.work if work.correlation in trace.launches]
+    started, ended = sorted(work.start for work in known), sorted(work.end for work in known)
+    # Of everything launched before each launch: what has not begun, and what has not ended.
+    before = [(bisect_left(launched, moment), moment) for moment, _ in pairs]
+    depths = [max(count - bisect_right(started, moment), 0) for count, moment in before]
+    empty = sum(count <= bisect_right(ended, moment) for count, moment in before)
+    return result.model_copy(
+        update={
+            "delay_median_us": delays[len(delays) // 2],
+            "delay_p90_us": delays[int(0.9 * (len(delays) - 1))],
+            "queue_mean": sum(depths) / len(depths),
+            "queue_most": max(depths),
+            "queue_empty_share": empty / len(pairs),
+        }
+    )
+
+
+def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
+    """Idle time in which the CPU was late, by what it did: the innermost activity that covers most of the gap."""
+    gaps = sorted((gap for shares in step.view.shares for gap in shares.gaps if gap.why in HOST_IDLE), key=lambda gap: gap.begin)
+    framed = list(zip(gaps, _frames(step.view.trace, gaps), strict=True))
+    times = add_up((frame, gap.time) for gap, frame in framed)
+    counts = add_up((frame, 1.0) for _, frame in framed)
+    steps = step.view.count
+    rows = [
+        IdleFrame(frame=name, kind=kind, gaps=counts[name, kind] / steps, time_ms=times[name, kind] / 1000 / steps)
+        for name, kind in sorted(times, key=lambda frame: -times[frame])
+    ]
+    return tuple(rows[:MOST_FRAMES])
+
+
+def _frames(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
+    """What the CPU did in each gap; `gaps` in the order of their begin."""
+    marks = [mark for mark in trace.marks if not mark.name.startswith(NOT_TELLING)]
+    every: list[Call | Operator] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
+    annotations = {id(mark) for mark in marks}
+    at, opened = 0, list[Call | Operator]()
+    for gap in gaps:
+        begin, end = gap.begin, max(min(gap.scope.launched or gap.end, gap.end), gap.begin)
+        needed = COVERED * (end - begin)
+        while at < len(every) and every[at].start <= end - needed:
+            opened.append(every[at])
+            at += 1
+        opened = [activity for activity in opened if activity.end > begin][-MOST_OPEN:]
+        covers = [
+            activity
+            for activity in opened
+            if min(activity.end, end) - max(activity.start, begin) >= needed and not activity.name.startswith(NOT_TELLING)
+        ]
+        if covers:
+            inner = min(covers, key=lambda activity: activity.end - activity.start)
+            yield inner.name, "annotation" if id(inner) in annotations else frame_kind(inner.name)
+        elif gap.scope.operators:
+            yield gap.scope.operators[-1].name, "operator"
+        else:
+            yield "", "nothing recorded"
+
+
+def frame_kind(name: str) -> FrameKind:
+    """What a name of the profiler stands for.
+
+    >>> [frame_kind(name) for name in ("cudaStreamSynchronize", "train.py(12): step", "aten::item")]
+    ['GPU API call', 'Python function', 'operator']
+    """
+    if re.match(r"(cuda|hip|cu)[A-Z]", name):
+        return "GPU API call"
+    return "Python function" if ".py(" in name or name.startswith(("nn.Module", "<")) else "operator"
+
+
+def allocator_calls(view: TraceView) -> tuple[AllocatorCall, ...]:
+    """Calls that allocate or free memory of the GPU during the chosen steps."""
+    calls = [call for call in view.trace.launches.values() if ALLOCATES.match(call.name)]
+    steps = sorted(view.steps.chosen, key=lambda step: step.begin)
+    begins = [step.begin for step in steps]
+    inside = [call for call in calls if (at := bisect_right(begins, call.start)) and call.start < steps[at - 1].end]
+    times = add_up((call.name, call.end - call.start) for call in inside)
+    counts = add_up((call.name, 1.0) for call in inside)
+    names = sorted(times, key=lambda name: -times[name])
+    return tuple(
+        AllocatorCall(name=name, count=counts[name] / view.count, time_ms=times[name] / 1000 / view.count) for name in names
+    )
+
+
+def memory_points(view: TraceView) -> tuple[MemoryPoint, ...]:
+    """Memory over the chosen steps: of each stretch of time, the reading with the most memory in use."""
+    begin, end = min(step.begin for step in view.steps.chosen), max(step.end for step in view.steps.chosen)
+    readings = [reading for reading in view.trace.memory if begin <= reading[0] <= end]
+    highest: dict[int, tuple[float, float, float]] = {}
+    for reading in readings:
+        place = int((reading[0] - begin) / max(end - begin, 1e-9) * MOST_POINTS)
+        if place not in highest or reading[1] > highest[place][1]:
+            highest[place] = reading
+    return tuple(
+        MemoryPoint(time_ms=(moment - begin) / 1000, allocated=allocated, reserved=reserved)
+        for moment, allocated, reserved in highest.values()
+    )
+
+
+def explain_tables(diagnosis: TraceDiagnosis, waits_us: Mapping[int, float]) -> ExplainTables:
+    """`waits_us`: how long this rank waits in each collective, by the identity of its work, if other ranks show it."""
+    step, view = diagnosis.evidence, diagnosis.view
+    return ExplainTables(
+        gemm_shapes=gemm_shapes(step),
+        attention=attention_totals(step),
+        collectives=collective_totals(collectives_of(view), view.count, view.trace.world_size, waits_us),
+        kernels=top_kernels(step),
+        launches=launch_statistics(step),
+        idle_frames=idle_frames(step),
+        allocator=allocator_calls(view),
+        memory=memory_points(view),
+    )

@@ -1,0 +1,235 @@
+"""Everything known about the steps of a trace: each piece of work with its operators, its class, its GEMM and its time; and the
+account of where the time went: by part of the step, by class of kernel, and in counts."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
+
+from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
+from gemmscope.explain.recorded_trace import GpuWork, RecordedTrace
+from gemmscope.explain.scopes import Scope, find_scopes
+from gemmscope.explain.steps import RecordedStep, Steps, find_steps
+from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED, Shares, share_out
+from gemmscope.explain.work_class import CLASSES, ORDER, WorkClass, classify_work
+from gemmscope.parts import StepPart, in_order
+from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+EXPOSED: StepPart = "exposed communication"
+HOST: StepPart = "idle, host-bound"
+IDLE: StepPart = "idle, other"
+UNRECORDED = "GPU busy, kernels not recorded"
+ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", UNRECORDED, HOST, IDLE)
+PARTS: dict[str, StepPart] = {
+    EXPOSED: EXPOSED,
+    HOST: HOST,
+    IDLE: IDLE,
+    UNRECORDED: "other",
+    **{entry["name"]: entry["part"] for entry in CLASSES},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWork:
+    """One piece of work in one step. `share` is its part of the step's time, in microseconds; `gemm`: NO_GEMM if it is none."""
+
+    index: int
+    work: GpuWork
+    scope: Scope
+    work_class: WorkClass
+    share: float
+    gemm: TracedGemm
+
+    @property
+    def name(self) -> str:
+        """The class of the kernel."""
+        return self.work_class.name
+
+    @property
+    def is_gemm(self) -> bool:
+        return self.work_class.is_gemm
+
+    def mentions(self, *texts: str) -> bool:
+        """Whether the name of the kernel contains one of the texts."""
+        return any(text in self.work.name for text in texts)
+
+
+@dataclass
+class TraceView:
+    """A trace with its steps. `shares`: how the time of each chosen step is divided; `every_shares`: of each step."""
+
+    trace: RecordedTrace
+    steps: Steps
+    scopes: list[Scope]
+    work_classes: list[WorkClass]
+    gemms: dict[int, TracedGemm]
+    shares: list[Shares]
+    every_shares: list[Shares]
+
+    @cached_property
+    def _timed(self) -> list[list[TimedWork]]:
+        work, scopes, work_classes, gemms = self.trace.work, self.scopes, self.work_classes, self.gemms
+        return [
+            [
+                TimedWork(index, work[index], scopes[index], work_classes[index], share, gemms.get(index, NO_GEMM))
+                for index, share in sorted(shares.of.items())
+            ]
+            for shares in self.shares
+        ]
+
+    def by_step(self) -> Iterator[list[TimedWork]]:
+        """The work of each chosen step, in the order it ran."""
+        return iter(self._timed)
+
+    def indices_in(self, step: RecordedStep) -> range:
+        """All work that begins in a step, also what is hidden behind other work."""
+        begin, end = (bisect_left(self.trace.work, moment, key=lambda work: work.start) for moment in (step.begin, step.end))
+        return range(begin, end)
+
+    def items(self) -> list[TimedWork]:
+        return [item for step in self.by_step() for item in step]
+
+    @property
+    def count(self) -> int:
+        """How many steps are averaged."""
+        return len(self.steps.chosen)
+
+    def ms(self, items: Iterable[TimedWork]) -> float:
+        """Milliseconds per step."""
+        return sum(item.share for item in items) / 1000 / self.count
+
+
+def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
+    """Find the steps and divide the time of each among its work."""
+    steps = find_steps(trace, step_count)
+    sources = find_scopes(trace)
+    work_classes = classify_work(trace, sources)
+    gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, work_classes)}
+    shares = share_out(trace, sources, steps.every, [work.rank for work in work_classes], steps.before)
+    chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
+    return TraceView(trace, steps, sources, work_classes, gemms, chosen, shares)
+
+
+def in_launch_order(items: Iterable[TimedWork]) -> list[TimedWork]:
+    """The work whose launch is known."""
+    launched = [item for item in items if item.scope.launched is not None]
+    return sorted(launched, key=lambda item: item.scope.launched or 0.0)
+
+
+def add_up(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """The sum of the values of each key.
+
+    >>> add_up([("norms", 1.0), ("loss", 2.0), ("norms", 3.0)])
+    {'norms': 4.0, 'loss': 2.0}
+    """
+    sums: dict[Key, float] = {}
+    for key, value in pairs:
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def account_of(view: TraceView) -> StepAccount:
+    """Milliseconds and counts per step."""
+    count, items = view.count, view.items()
+    times = [(EXPOSED if item.name == "communication" else item.name, item.share / 1000 / count) for item in items]
+    classes = add_up(times)
+    busy_ms = sum(classes.values())
+    reasons = add_up((gap.why, gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
+    idle: dict[str, float] = dict(sorted(reasons.items(), key=lambda reason: -reason[1]))
+    classes[UNRECORDED] = unrecorded_ms = idle.pop(NOT_RECORDED, 0.0)
+    classes[HOST] = sum(time for why, time in idle.items() if why in HOST_IDLE)
+    classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
+    classes = {name: classes[name] for name in ROWS if classes.get(name, 0.0) > 0}
+    # Work that runs beyond the end of a step counts for the step in which it began.
+    steps = zip(view.steps.chosen, view.by_step(), strict=True)
+    own = [item for step, work in steps for item in work if step.begin <= item.work.start < step.end]
+    gemms = [item.gemm for item in own if item.is_gemm and not item.gemm.reduces]
+    casts = sum(item.name == "quantization" for item in own)
+    return StepAccount(
+        step_ms=sum(step.time for step in view.steps.chosen) / 1000 / count,
+        busy_ms=busy_ms,
+        unrecorded_ms=unrecorded_ms,
+        parts_ms=_parts(view, classes, items),
+        classes_ms=classes,
+        idle_ms=idle,
+        hidden_ms=sum(shares.hidden for shares in view.shares) / 1000 / count,
+        overlapped_ms=sum(shares.overlapped for shares in view.shares) / 1000 / count,
+        gemms=_by_precision([item for item in items if item.is_gemm], count),
+        kernels=len(own) / count,
+        launches=len({item.work.correlation for item in own}) / count,
+        micro_batches=_micro_batches(view),
+        quantization_kernels=casts / count,
+        low_gemms=sum(gemm.low for gemm in gemms) / count,
+        kernels_per_gemm=(len(gemms) + casts) / len(gemms) if gemms else 0.0,
+        named_share=1 - classes.get("other", 0.0) / busy_ms if busy_ms else 0.0,
+        unknown=_unknown([item for item in items if item.name == "other"], count),
+    )
+
+
+def _parts(view: TraceView, classes: dict[str, float], items: Sequence[TimedWork]) -> dict[StepPart, float]:
+    """The classes as parts of a step. The GEMMs of the output head belong to the head, and the share of a fused cast that does a
+    norm or an activation belongs to those, as in a measured step."""
+    parts = add_up((PARTS.get(name, "GEMMs"), time) for name, time in classes.items())
+    head = view.ms(item for item in items if item.gemm.head)
+    fused = view.ms(item for item in items if item.name == "quantization" and item.work_class.fused)
+    moves: list[tuple[StepPart, StepPart, float]] = [
+        ("GEMMs", "head and loss", head),
+        ("quantization", "norms and activations", (1 - CAST_SHARE) * fused),
+    ]
+    for source, target, time in moves:
+        if time:
+            parts[source] = parts.get(source, 0.0) - time
+            parts[target] = parts.get(target, 0.0) + time
+    return in_order(parts)
+
+
+def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTotal, ...]:
+    counts = add_up((item.gemm.precision, float(not item.gemm.reduces)) for item in items)
+    times = add_up((item.gemm.precision, item.share / 1000 / count) for item in items)
+    flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
+    own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
+    totals = [
+        PrecisionTotal(precision=name, count=counts[name] / count, time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
+        for name, time in times.items()
+    ]
+    return tuple(sorted(totals, key=lambda total: -total.time_ms))
+
+
+def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...]:
+    """The kernels by name, the longest first."""
+    times = add_up((item.work.name, item.share / 1000 / count) for item in items)
+    counts = add_up((item.work.name, 1 / count) for item in items)
+    kernels = [UnknownKernel(name=name, time_ms=times[name], count=counts[name]) for name in times]
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.time_ms))
+
+
+def _micro_batches(view: TraceView) -> int:
+    """How many micro-batches a step runs: one for each forward that follows backward, or more.
+
+    In a pipeline several forwards run before the first backward: they are counted by the usual number of GEMMs of one forward.
+    """
+    counts = []
+    for items in view.by_step():
+        phases = [item.scope.phase for item in in_launch_order(items) if item.is_gemm]
+        runs = groupby(phase for phase in phases if phase in ("forward", "backward"))
+        counts.append(sum(forwards([len(list(run)) for phase, run in runs if phase == "forward"])))
+    return max(sorted(counts)[len(counts) // 2], 1) if counts else 1
+
+
+def forwards(gemms: list[int]) -> list[int]:
+    """Micro-batches in each stretch of forward, from the GEMMs in it: the most frequent number is one micro-batch.
+
+    >>> forwards([64]), forwards([64, 64, 64]), forwards([256, 64, 64, 64]), forwards([64, 1]), forwards([])
+    ([1], [1, 1, 1], [4, 1, 1, 1], [1, 0], [])
+    """
+    usual, times = Counter(count for count in gemms if count).most_common(1)[0] if any(gemms) else (1, 2)
+    if times < 2:
+        usual = max(gemms)
+    return [round(count / usual) for count in gemms]

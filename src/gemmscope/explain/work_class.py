@@ -1,0 +1,157 @@
+"""Gives every piece of GPU work a class: GEMMs of a precision, quantization, attention, and so on.
+
+The kernel name decides (`engine/kernel_names.toml`). Where it is not specific, the operators that launched the kernel decide
+(`operators.toml`). Work that neither identifies is `other`, and listed by name.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
+from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
+from gemmscope.explain.scopes import Scope
+from gemmscope.recipe.precisions import precision_shown, precisions
+from gemmscope.toml import load_data
+
+MULTIPLIED = [known for known in precisions().values() if known.rates]
+LOW = tuple(known.in_traces for known in MULTIPLIED if known.low)
+WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().values() if known.weight_only)
+UNKNOWN_PRECISION = "unknown precision"
+PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
+CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
+CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
+ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
+CHAIN = 14  # most kernels of one eager cast
+SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
+ANONYMOUS = ("elementwise", "memory", "other")
+OF_TORCH_TYPES = [known for known in MULTIPLIED if known.torch_type]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkClass:
+    """One piece of work with its class. `name`: as in `ORDER`; `eager`: a cast by PyTorch's own elementwise kernels; `fused`: a
+    cast in a kernel that also does a norm or an activation."""
+
+    name: str
+    facts: KernelFacts
+    precision: str = ""
+    eager: bool = False
+    fused: bool = False
+    copy: bool = False  # by a copy engine, or a memset
+
+    @property
+    def is_gemm(self) -> bool:
+        return bool(self.precision)
+
+    @property
+    def rank(self) -> int:
+        """Priority where several run at the same time: 0 before 1 before 2. A kernel that copies is computation."""
+        return 1 if self.name == "communication" else 2 if self.copy else 0
+
+
+def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
+    """The class of every piece of work, in the same order."""
+    by_external = trace.operators_by_id()
+    work_classes: list[WorkClass] = []
+    latest: dict[Any, WorkClass] = {}  # the previous GEMM on each stream: a split-K reduction or an epilogue belongs to it
+    for work, scope in zip(trace.work, scopes, strict=True):
+        result = _class_of(trace, work, scope, by_external.get(work.external))
+        if result.is_gemm:
+            if result.facts.finishes:
+                before = latest.get(work.stream, result)
+                result = WorkClass(before.name, result.facts, before.precision)
+            else:
+                latest[work.stream] = result
+        work_classes.append(result)
+    _convolutions_by_name(trace, scopes, work_classes)
+    return work_classes if any(scope.operators for scope in scopes) else _cast_chains(trace, work_classes)
+
+
+def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
+    """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
+    launched: dict[str, bool] = {}  # by name of the kernel
+    for work, scope, result in zip(trace.work, scopes, work_classes, strict=True):
+        if scope.launched is not None and result.facts.kernel_class == "gemm":
+            launched[work.name] = result.name == "convolution" and launched.get(work.name, True)
+    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, work_classes, strict=True)):
+        if result.is_gemm and scope.launched is None and launched.get(work.name, False):
+            work_classes[number] = WorkClass("convolution", result.facts)
+
+
+def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> list[WorkClass]:
+    """Without operators: the small PyTorch kernels that precede a copy into FP8 belong to that cast."""
+    result = list(work_classes)
+    for number, work in enumerate(trace.work):
+        if "float8_copy" not in work.name:
+            continue
+        for before in range(number - 1, max(number - CHAIN, -1), -1):
+            small, name = trace.work[before], result[before].name
+            if name not in ("elementwise", "quantization", "copies") or not (small.copy or "at::native" in small.name):
+                break
+            if name == "elementwise":
+                result[before] = WorkClass("quantization", result[before].facts, eager=True)
+    return result
+
+
+def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> WorkClass:
+    facts, done = classify(work.name), work_in_step(work.name)
+    if work.collective or done.kernel_class == "communication":
+        return WorkClass("communication", facts)
+    kind: str = "memory" if work.copy else done.kernel_class
+    if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
+        kind = "elementwise"
+    if scope.phase == "optimizer" and kind not in ("attention", "linear attention", "memory"):
+        return WorkClass("optimizer", facts)
+    launcher = trace.operator_names.get(work.external, "")
+    if kind == "gemm":
+        if _class_of_operators((*(opened.name for opened in scope.operators[-2:]), launcher)) == "convolution":
+            return WorkClass("convolution", facts)
+        precision = _precision(work.name, facts, operator)
+        return WorkClass(f"GEMM {precision}", facts, precision)
+    eager = False
+    if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
+        by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
+        if by_operator == "convolution" and kind != "other":
+            by_operator = ""
+        eager = by_operator == "quantize"
+        kind = by_operator or ("known" if kind == "other" and facts.known else kind)
+    elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
+        kind = "attention"
+    eager = eager or (kind == "quantize" and "at::native" in work.name)
+    return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
+
+
+def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
+    """Precision of the operands: from the kernel name, else from the input types of the operator."""
+    if facts.operands is not None:
+        operands = [(precision_shown(operand, None), operand) for operand in facts.operands]
+        (narrow, operand), (wide, _) = sorted(operands, key=lambda pair: pair[0].bytes)
+        if narrow != wide and not wide.low:
+            return f"{narrow.in_traces} weights" if narrow.weight_only else wide.in_traces
+        return precision_shown(operand, facts.scales).in_traces
+    types = " ".join(map(str, operator.types[:3])) if operator else ""
+    if "Float4" not in types and ("_scaled" in (operator.name if operator else "") or SCALED_GEMM in name):
+        return "FP8"
+    return next((known.in_traces for known in OF_TORCH_TYPES if known.torch_type in types), UNKNOWN_PRECISION)
+
+
+def _class_of_operators(names: Iterable[str]) -> str:
+    """The class that the operators give, by the first rule that fits any of them; empty if none does."""
+    rules = _operator_rules()
+    first = min(map(_first_rule, names), default=len(rules))
+    return rules[first][1] if first < len(rules) else ""
+
+
+@cache
+def _first_rule(name: str) -> int:
+    rules = _operator_rules()
+    return next((number for number, (pattern, _) in enumerate(rules) if pattern.search(name)), len(rules))
+
+
+@cache
+def _operator_rules() -> list[tuple[re.Pattern[str], str]]:
+    rules = load_data("gemmscope.explain", "operators.toml")["operator"]
+    return [(re.compile(rule["found"]), rule["class"]) for rule in rules]

@@ -1,0 +1,394 @@
+"""What GPUs exchange: their links, how long a collective takes, which ones a split model runs, and how much of them is hidden.
+
+Inside an NVLink domain times were measured and fitted (`coefficients/collectives.toml`); between domains they follow from the
+network's bandwidth (`network.toml`).
+
+Ranks are placed as Megatron-LM places them: those of tensor parallelism are neighbours, then come context, data and pipeline
+parallelism; experts are spread over the same GPUs, those of one expert next to each other.
+
+Each exchange hides behind something else: tensor parallelism behind the GEMMs it feeds, context parallelism behind attention,
+gradients behind the backward pass of the last micro-batch, weights behind the forward pass. A share of what overlaps stays
+exposed (`cluster.toml`), and so does the part that is longer than the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import hypot, sqrt
+from typing import Any, Literal, NamedTuple
+
+from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.limits import check_size
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.toml import load_data
+from gemmscope.workload.mixers import input_widths
+from gemmscope.workload.ops import ELEMENT_BYTES
+
+FASTEST_GBPS = 10_000
+FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
+BOTH = FORWARD + BACKWARD
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
+ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """`gbps`: GB/s that the network gives one GPU in one direction. `domain`: GPUs that NVLink joins. `host_gbps`: GB/s between
+    one GPU and the memory of its CPU."""
+
+    gbps: float
+    domain: int
+    name: str = ""
+    host_gbps: float = 64.0
+
+    @property
+    def reached_gbps(self) -> float:
+        """The bandwidth that collectives of large messages reach, in GB/s."""
+        return self.gbps * float(network_facts()["reached"])
+
+    def inside(self, ranks: int, apart: int = 1) -> int:
+        """How many of a group's ranks are in one NVLink domain, where `apart` GPUs lie from one rank to the next.
+
+        >>> network = Network(50, 72)
+        >>> network.inside(64), network.inside(128), network.inside(8, apart=16)
+        (64, 64, 4)
+        """
+        most = max(self.domain // apart, 1)
+        if ranks <= most:
+            return ranks
+        return max(size for size in range(1, most + 1) if ranks % size == 0)
+
+    def describe(self) -> str:
+        """The network in words: `400 Gb/s per GPU between NVLink domains of 8 GPUs (infiniband-ndr)`."""
+        name = f" ({self.name})" if self.name else ""
+        return f"{self.gbps * 8:g} Gb/s per GPU between NVLink domains of {self.domain} GPUs{name}"
+
+
+@cache
+def network_facts() -> dict[str, Any]:
+    """The table of networks."""
+    return load_data("gemmscope.forecast", "coefficients/network.toml")
+
+
+def network_names() -> list[str]:
+    """The names of the known networks."""
+    return list(network_facts()["networks"])
+
+
+def network_of(chip: GpuSpec, network: str | float | None = None, domain: int | None = None) -> Network:
+    """The network of the GPU's usual system, or the one named: by its name, or by its GB/s per GPU.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> network_of(gpu("gb200")).domain, network_of(gpu("h100"), "25", domain=16)
+    (72, Network(gbps=25.0, domain=16, name='', host_gbps=64.0))
+    """
+    domain = chip.nvlink_domain if domain is None else check_size(option("nvlink_domain"), domain, "parallel")
+    name, gbps = (chip.network, float(network_facts()["networks"][chip.network])) if network is None else _named(network)
+    return Network(gbps, domain, name, chip.host_gbps)
+
+
+def _named(network: str | float) -> tuple[str, float]:
+    known = network_facts()["networks"]
+    if isinstance(network, str) and network.strip().lower() in known:
+        return network.strip().lower(), float(known[network.strip().lower()])
+    try:
+        gbps = float(network)
+    except ValueError:
+        similar = closest(str(network), network_names(), 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
+        raise UserError(
+            f"{option('network')} {shown(network)} is not a known network",
+            f"{hint}give one of {', '.join(known)}, or the GB/s of one GPU, such as {option('network', 50)}",
+        ) from None
+    if not 0 < gbps <= FASTEST_GBPS:
+        raise UserError(
+            f"{option('network')} must be more than 0 and at most {FASTEST_GBPS} GB/s per GPU, not {shown(network)}",
+            f"for example {option('network', 50)}: 50 GB/s, which is 400 Gb/s",
+        )
+    return "", gbps
+
+
+@cache
+def _collectives() -> dict[str, Any]:
+    return load_data("gemmscope.forecast", "coefficients/collectives.toml")
+
+
+@cache
+def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
+    """Launch ms, ms per square root of bytes, and ms per byte, for a collective among `inside` GPUs of one domain."""
+    known = _collectives()[chip][operation]
+    nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
+    launch, root, per_byte = known[str(nearest)]
+    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that crosses links
+    return launch, scale * root, scale * per_byte
+
+
+def collective_ms(
+    chip: GpuSpec, network: Network, operation: Collective, ranks: int, message_bytes: float, apart: int = 1
+) -> float:
+    """One collective of `ranks` GPUs on a message of that many bytes, all ranks' parts together (all-to-all: what one sends).
+
+    `apart`: how many GPUs lie from one rank of the group to the next, because other groups are placed closer. Of a domain of 8
+    that tensor parallelism of 4 shares, two ranks are left for each group.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> h200 = gpu("h200"), network_of(gpu("h200"))
+    >>> 0.2 < collective_ms(*h200, "all_gather", 8, 128e6) < 0.5
+    True
+    >>> collective_ms(*h200, "all_gather", 8, 128e6, apart=8) > 5 * collective_ms(*h200, "all_gather", 8, 128e6)
+    True
+    """
+    if ranks < 2 or message_bytes <= 0:
+        return 0.0
+    inside, within = network.inside(ranks, apart), 0.0
+    if inside > 1:
+        launch, root, per_byte = _known(chip.collectives_of, operation, inside)
+        share = inside / ranks if operation == "alltoall" else 1.0
+        within = launch + root * sqrt(message_bytes * share) + per_byte * message_bytes * share
+    if inside == ranks:
+        return within
+    travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
+    if operation != "alltoall":
+        travels /= inside  # the GPUs of one domain split this traffic across their ports
+    return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(network_facts()["latency_ms"])
+
+
+class Exchange(NamedTuple):
+    """What one rank exchanges for one reason: milliseconds of one micro-batch (`per_step`: of one step), nothing hidden yet.
+
+    `crosses`: some of it leaves the NVLink domain.
+    """
+
+    kind: ExchangeKind
+    time_ms: float
+    crosses: bool
+    per_step: bool = False
+
+
+class RankShare(NamedTuple):
+    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts; and its blocks:
+    attentions, these and all other mixers, MLPs without experts."""
+
+    layers: int
+    moe_layers: int
+    parameters: int
+    in_experts: int
+    attentions: int
+    mixers: int
+    mlps: int
+
+    @property
+    def dense_layers(self) -> float:
+        """Layers without experts; a layer that is a mixer or an MLP alone counts as half of one."""
+        return max((self.mixers + self.mlps - self.moe_layers) / 2, 0.0)
+
+
+def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: RunSpec, share: RankShare) -> list[Exchange]:
+    """All exchanges of one rank in this layout. A traced model (`model` is None) has only those of gradients and weights."""
+    if model is None:
+        return [exchange for exchange in _data(chip, network, run, share) if exchange.time_ms > 0]
+    forward_runs = 2 if run.recompute == "full" else 1
+    return [
+        exchange
+        for exchange in (
+            _tensor(chip, network, model, run, share, forward_runs),
+            _context(chip, network, model, run, share, forward_runs),
+            _experts(chip, network, model, run, share, forward_runs),
+            _stages(chip, network, model, run),
+            *_data(chip, network, run, share),
+        )
+        if exchange.time_ms > 0
+    ]
+
+
+def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+    """Tensor parallelism: collectives before and after each split block; with sequence parallelism, inputs once more for wgrad.
+
+    Experts that are not split get their tokens from the sharded sequence, without a gather.
+    """
+    activations = run.tokens * model.hidden_size * ELEMENT_BYTES
+    shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer, _ in model.layer_groups())
+    blocks = share.mixers + share.mlps + (share.moe_layers if run.expert_tp > 1 or shared else 0)
+    if run.sequence_parallel:
+        gather = collective_ms(chip, network, "all_gather", run.tp, activations)
+        scatter = collective_ms(chip, network, "reduce_scatter", run.tp, activations)
+        time_ms = blocks * ((runs + 2) * gather + (runs + 1) * scatter)
+    else:
+        time_ms = blocks * (runs + 1) * collective_ms(chip, network, "all_reduce", run.tp, activations)
+    return Exchange("tensor", time_ms, network.inside(run.tp) < run.tp)
+
+
+def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+    """Context parallelism: keys and values of all ranks in forward and in backward, and their gradients.
+
+    A recurrence needs the whole sequence: each rank gets all positions of a part of the heads, and returns the outputs, as
+    Megatron's Mamba mixer does.
+    """
+    attention, time_ms = next(model.attentions, None), 0.0
+    mixer = next((layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None), None)
+    if run.cp < 2:
+        return Exchange("context", 0.0, crosses=False)
+    if attention is not None:
+        kept = run.micro_batch_size * run.sequence_length * attention.kv_width(run.tp) * ELEMENT_BYTES
+        gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
+        scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
+        time_ms = share.attentions * ((runs + 1) * gather + scatter)
+    if mixer is not None and mixer.kind != "short convolution":  # a short convolution needs only a few positions of the neighbour
+        widths = (sum(input_widths(mixer).values()), mixer.inner)
+        sent = [run.tokens * width / run.tp * ELEMENT_BYTES for width in widths]
+        both = sum(collective_ms(chip, network, "alltoall", run.cp, size, run.tp) for size in sent)
+        time_ms += (share.mixers - share.attentions) * (runs + 1) * both
+    return Exchange("context", time_ms, network.inside(run.cp, run.tp) < run.cp)
+
+
+def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+    """Expert parallelism: tokens to the ranks of their experts and back, in forward and in backward.
+
+    A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's
+    HybridEP send it.
+    """
+    moe = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)), None)
+    if run.ep < 2 or moe is None or not share.moe_layers:
+        return Exchange("experts", 0.0, crosses=False)
+    apart = run.expert_tp
+    inside = network.inside(run.ep, apart)
+    domains = run.ep // inside
+    token = (
+        run.tokens * run.expert_tp / run.tp * (moe.latent or model.hidden_size) * ELEMENT_BYTES
+    )  # all tokens of one rank, once
+    near, once = token * _distinct(inside, moe.top_k / domains), 0.0
+    if inside > 1:
+        launch, root, per_byte = _known(chip.collectives_of, "alltoall", inside)
+        once = launch + root * sqrt(near) + per_byte * near
+    if domains > 1:
+        far = token * _distinct(domains, moe.top_k) * (domains - 1) / domains
+        once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(network_facts()["latency_ms"])
+    return Exchange("experts", share.moe_layers * 2 * (runs + 1) * once, domains > 1)
+
+
+def _distinct(places: int, chosen: float) -> float:
+    """The expected number of distinct `places` among this many random choices.
+
+    >>> round(_distinct(8, 8), 2), _distinct(1, 4)
+    (5.25, 1.0)
+    """
+    return places * (1 - (1 - 1 / places) ** chosen) if places > 1 else 1.0
+
+
+def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> Exchange:
+    """Pipeline parallelism: activations to the next stage and gradients back, for each virtual stage."""
+    if run.pp < 2:
+        return Exchange("stages", 0.0, crosses=False)
+    shard = run.tp if run.sequence_parallel else 1
+    message = run.tokens * model.streams * model.hidden_size * ELEMENT_BYTES / shard
+    apart = run.tp * run.cp * run.data_parallel
+    near = network.domain >= 2 * apart
+    launch, root, per_byte = _known(chip.collectives_of, "alltoall", 2)
+    # An all-to-all of two ranks sends half of its message: twice the message here.
+    once = launch + root * sqrt(2 * message) + per_byte * 2 * message
+    if not near:
+        once = message / (network.reached_gbps * 1e6) + float(network_facts()["latency_ms"])
+    return Exchange("stages", 2 * run.vp * once, crosses=not near)
+
+
+def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
+    """Data parallelism: gradients and weights, among all ranks that have the same weights (or the same experts)."""
+    times = {"reduce": 0.0, "gather": 0.0}
+    crosses = False
+    for parameters, ranks, apart in (
+        (share.parameters, run.cp * run.data_parallel, run.tp),
+        (share.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
+    ):
+        message = parameters * ELEMENT_BYTES
+        if not message or ranks < 2:
+            continue
+        crosses = crosses or network.inside(ranks, apart) < ranks
+        if run.zero_stage == 0:
+            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks, message, apart)
+            continue
+        sharing = min(run.zero_ranks or ranks, ranks)
+        times["reduce"] += collective_ms(chip, network, "reduce_scatter", sharing, message, apart)
+        times["gather"] += collective_ms(chip, network, "all_gather", sharing, message, apart)
+        if sharing < ranks:  # hybrid sharding: copies of a shard agree on its gradients
+            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks // sharing, message / sharing, apart * sharing)
+    every = run.zero_stage == 3  # weights are gathered for forward and again for backward, gradients reduced, in each micro-batch
+    gathers = 2 if every else 1
+    return [
+        Exchange("gradients", times["reduce"], crosses, per_step=not every),
+        Exchange("weights", gathers * times["gather"], crosses, per_step=not every),
+    ]
+
+
+def offload(network: Network, kept_bytes: float) -> Exchange:
+    """Offloading: `kept_bytes` of activations per micro-batch to CPU memory in forward, and back in backward."""
+    return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(network_facts()["reached"]) * 1e6), crosses=False)
+
+
+@cache
+def cluster() -> dict[str, Any]:
+    """The table of what several GPUs and experts add."""
+    return load_data("gemmscope.forecast", "coefficients/cluster.toml")
+
+
+class MicroBatch(NamedTuple):
+    """Milliseconds of computation of one micro-batch that exchanges can hide behind."""
+
+    gemms_ms: float
+    attention_ms: float
+    all_ms: float
+
+
+class Exposed(NamedTuple):
+    """One exchange in one step: its full time, the time that the step waits, and its uncertainty. `crosses`: as in `Exchange`."""
+
+    kind: ExchangeKind
+    time_ms: float
+    exposed_ms: float
+    unsure_ms: float
+    crosses: bool
+    basis: str
+
+
+def exposed(exchanges: Iterable[Exchange], run: RunSpec, computed: MicroBatch) -> list[Exposed]:
+    """How long one step waits for each exchange."""
+    return [_exposed(exchange, run, computed) for exchange in exchanges]
+
+
+def _exposed(exchange: Exchange, run: RunSpec, computed: MicroBatch) -> Exposed:
+    table, times = cluster()["exposed"], 1 if exchange.per_step else run.gradient_accumulation
+    known = table[exchange.kind]
+    if _overlaps(exchange.kind, run):
+        waited = max(known["least"] * exchange.time_ms, exchange.time_ms - known["behind"] * _hides_behind(exchange, computed))
+        unsure = known["unsure"] * exchange.time_ms
+    else:
+        waited, unsure = exchange.time_ms, table["not_overlapped"]["unsure"] * exchange.time_ms
+    if exchange.crosses:
+        unsure = hypot(unsure, network_facts()["uncertainty"] * waited)
+    return Exposed(exchange.kind, times * exchange.time_ms, times * waited, times * unsure, exchange.crosses, known["basis"])
+
+
+def _overlaps(kind: ExchangeKind, run: RunSpec) -> bool:
+    if kind == "tensor":
+        return run.tp_overlap and run.sequence_parallel
+    if kind == "experts":
+        return run.ep_overlap
+    if kind == "stages":
+        return run.vp > 1
+    return kind in ("context", "offload") or run.dp_overlap
+
+
+def _hides_behind(exchange: Exchange, computed: MicroBatch) -> float:
+    """Milliseconds of the computation that an exchange overlaps with."""
+    if exchange.kind == "tensor":
+        return computed.gemms_ms
+    if exchange.kind == "context":
+        return computed.attention_ms
+    if exchange.kind == "gradients":
+        return BACKWARD * computed.all_ms
+    if exchange.kind == "weights":  # of ZeRO-3 before every forward and every backward pass, else before the first forward pass
+        return (FORWARD if exchange.per_step else BOTH) * computed.all_ms
+    return computed.all_ms

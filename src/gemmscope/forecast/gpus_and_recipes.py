@@ -1,0 +1,115 @@
+"""What every forecast starts from: the GPUs that were named, their state, and the recipes that they run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gemmscope.bench.choose import BACKEND_OF, Choices
+from gemmscope.errors import UserError, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.training import only_torchao, torchao_known
+from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.job.rank_workload import RankWorkload
+from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
+from gemmscope.recipe.recipes import BASELINE, recipe, recipes
+from gemmscope.recipe.support import support
+
+
+def chips_of(names: Sequence[str]) -> list[GpuSpec]:
+    """The GPUs in the order they were named, each once."""
+    if not names:
+        raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
+    return list({(spec := gpu(name)).name: spec for name in names}.values())
+
+
+def one_chip(name: str | Sequence[str]) -> GpuSpec:
+    """The only GPU that was named."""
+    chips = chips_of([name] if isinstance(name, str) else name)
+    if len(chips) > 1:
+        raise UserError(f"a plan is for one type of GPU, not for {', '.join(chip.name for chip in chips)}", "plan each by itself")
+    return chips[0]
+
+
+def known_state(state: str) -> State:
+    """The state, if there is one of this name."""
+    for known in STATES:
+        if state == known:
+            return known
+    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+
+
+def choose_recipes(
+    chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
+) -> dict[str, tuple[list[str], list[Finding]]]:
+    """The recipes to forecast on each GPU, and what there is to know about them.
+
+    Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
+    with, which is Transformer Engine unless the framework has another.
+    """
+    backend = BACKEND_OF.get(framework, "transformer_engine")
+    usual = [name for name, known in recipes().items() if backend in known.backends]
+    named = requested.named_recipes()
+    wanted = [name for name in named or usual if name not in requested.left_out]
+    choices = {}
+    for chip in chips:
+        reasons = {name: _why_not(name, chip) for name in wanted}
+        chosen = [name for name in wanted if not reasons[name]]
+        notes = {name: support(name, chip.capability).note for name in chosen}
+        findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
+        if named is None and framework in BACKEND_OF:
+            findings.append(finding("framework-backend", framework=framework, backend=backend))
+            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
+                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
+        findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
+        if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
+            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
+        choices[chip.name] = chosen, findings
+    for name in wanted if named is not None else ():
+        if not any(name in chosen for chosen, _ in choices.values()):
+            able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
+            runs = any(support(name, chip.capability).runs for chip in chips)
+            problem = (
+                f"{name} cannot {'be forecast for' if runs else 'run on'} {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            )
+            raise UserError(problem, f"recipes that can: {', '.join(able)}")
+    return choices
+
+
+def forecastable(name: str, wanted: Sequence[str]) -> list[str]:
+    """Those recipes that a GPU runs and that can be forecast for it, BF16 first.
+
+    >>> forecastable("h200", ["fp8block", "mxfp8"])
+    ['BF16', 'FP8Block']
+    """
+    chip, names = gpu(name), [BASELINE, *(recipe(given).name for given in wanted)]
+    return [candidate for candidate in dict.fromkeys(names) if not _why_not(candidate, chip)]
+
+
+def _why_not(name: str, chip: GpuSpec) -> str:
+    """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
+    if recipe(name).backends == ("cpu",):
+        return "it only runs on CPUs"
+    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
+        return impossible
+    if only_torchao(recipe(name)) and not torchao_known(chip):
+        return "torchao's kernels were measured only on Hopper, and other architectures run different kernels"
+    return ""
+
+
+def common_fields(command: str, state: State) -> dict[str, Any]:
+    """What every result has, with the origin of the fitted numbers."""
+    fitted = model().coefficients
+    return {"command": command, "coefficients": f"{fitted.source}; {fitted.fitted}", "state": state}
+
+
+def mixes_on(chip: GpuSpec, asked: MixRequest | None, names: Sequence[str], subject: RankWorkload) -> Mixes:
+    """The mixes to forecast for one GPU; what it does not run is left out, with the reason."""
+    if asked is None:
+        return Mixes()
+    needed = [recipe(name).name for name in (asked.recipe, asked.higher) if name is not None]
+    missing = [name for name in needed if name not in forecastable(chip.name, needed)]
+    if missing:
+        return Mixes((), (finding("mix-left-out", recipe=missing[0], gpu=chip.name),))
+    model = subject.source.model
+    return priced_mixes(asked, names, quantized_ops(model, subject.run, subject.workload), model)

@@ -1,0 +1,119 @@
+"""Findings about a forecast step: what more micro-batches, CUDA graphs, a compiler or another layout would change."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from gemmscope.findings import Fact, Finding, finding
+from gemmscope.forecast.communication import cluster
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.step_estimate import IDLE
+from gemmscope.model.spec import RunSpec
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import GpuForecast
+from gemmscope.results.step import StepTimes
+
+MORE = 16  # times as many micro-batches
+NOTICEABLE = 0.1  # share of the step: of work done once per step, of waiting for launches
+WORTH_SAYING, GOAL = 0.10, 0.05  # shares of the step: the pipeline's bubble
+SLOWER = 1.10  # compiled layer by layer, over the step of a module that is compiled as a whole
+
+
+def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
+    """A finding if work done once per step takes a large part of it: what more micro-batches would change."""
+    run, names = forecast.run, [time.recipe for time in step.recipes if time.recipe not in step.unfit]
+    if step.winner is None or BASELINE not in [time.recipe for time in step.recipes]:
+        return None
+    now, many = run.gradient_accumulation, MORE * run.gradient_accumulation
+    longer = forecast.again(replace(run, gradient_accumulation=many))
+    times = {name: (forecast.step(name).total.value, longer.step(name).total.value) for name in {*names, BASELINE}}
+
+    def once(name: str) -> float:
+        """Milliseconds that do not grow with the number of micro-batches."""
+        short, long = times[name]
+        return max(short - now * (long - short) / (many - now), 0.0)
+
+    best = step.winner.best
+    share = once(best) / times[best][0]
+    if share < NOTICEABLE:
+        return None
+    later = min(names, key=lambda name: times[name][1])
+    about: dict[str, Fact] = {"recipe": best, "share": share, "later_share": once(best) / times[best][1]}
+    about |= {"speedup": times[BASELINE][0] / times[best][0], "later_speedup": times[BASELINE][1] / times[best][1]}
+    about |= {"now": now, "many": many, "saved": 1 - times[best][1] / many * now / times[best][0]}
+    if later == best:
+        return finding("once-per-step", **about)
+    return finding("once-per-step-decides", **about, other=later)
+
+
+def cheapest_finding(gpus: Sequence[GpuForecast]) -> Finding | None:
+    """Whether the cheapest GPU would be another one with more micro-batches per step."""
+    now, later = dict[str, float](), dict[str, float]()
+    for gpu in gpus:
+        best = gpu.step.of(gpu.step.winner.best) if gpu.step is not None and gpu.step.winner is not None else None
+        if best is None or best.cost is None or best.cost.money is None:
+            continue
+        saved = next((about.facts.get("saved") for about in gpu.findings if about.code.startswith("once-per-step")), 0.0)
+        now[gpu.gpu] = best.cost.money.value
+        later[gpu.gpu] = best.cost.money.value * (1 - float(str(saved)))
+    if len(now) < 2:
+        return None
+    first, other = min(now, key=lambda name: now[name]), min(later, key=lambda name: later[name])
+    return finding("cheapest-depends", gpu=first, other=other) if first != other else None
+
+
+def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
+    """The fastest recipe with CUDA graphs, its speedup over BF16 with them, and over the best step without."""
+    waits = [time.parts_ms.get(IDLE, 0.0) / time.step_ms.value for time in step.recipes]
+    names = [time.recipe for time in step.recipes if time.recipe not in step.unfit]
+    if forecast.run.cuda_graphs or not names or max(waits, default=0.0) < NOTICEABLE:
+        return None
+    captured = forecast.again(replace(forecast.run, cuda_graphs=True))
+    steps = {name: captured.step(name) for name in {*names, BASELINE}}
+    best = min(names, key=lambda name: steps[name].total.value)
+    now = min(time.step_ms.value for time in step.recipes if time.recipe in names)
+    facts: dict[str, Fact] = {"recipe": best, "gain": now / steps[best].total.value}
+    if best == BASELINE:
+        return finding("graphs-baseline", **facts)
+    return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE).interval(), **facts)
+
+
+def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:
+    """A finding if there are too few micro-batches for the stages, with how many are enough."""
+    shares = [time.parts_ms.get("pipeline bubble", 0.0) / time.step_ms.value for time in step.recipes]
+    if not shares or max(shares) < WORTH_SAYING:
+        return []
+    enough = enough_micro_batches(run.pp, run.vp)
+    facts = {"stages": run.pp, "micro_batches": run.gradient_accumulation, "enough": enough, "goal": GOAL}
+    return [finding("pipeline-bubble", share=max(shares), **facts)]
+
+
+def enough_micro_batches(stages: int, virtual: int) -> int:
+    """Micro-batches per step that keep the bubble at a twentieth of the step: a multiple of the stages.
+
+    >>> enough_micro_batches(16, virtual=1), enough_micro_batches(8, virtual=4)
+    (304, 40)
+    """
+    return ceil((stages - 1) / virtual / GOAL / stages) * stages
+
+
+def eager_finding(forecast: StepForecast) -> Finding | None:
+    """The BF16 step with the ops between GEMMs fused, and with them launched one by one; None for a model with a closed form."""
+    if forecast.model is not None:
+        return None
+    eager = StepForecast(forecast.forecaster, None, forecast.run, forecast.workload, forecast.network, fused=not forecast.fused)
+    times = {one.fused: one.step(BASELINE).total.value for one in (forecast, eager)}
+    return finding("traced-step-compiled", compiled_ms=times[True], eager_ms=times[False], recipe=BASELINE)
+
+
+def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:
+    """The step of a traced module whose layers are compiled one by one; None where launching them does not slow it down."""
+    one_by_one = StepForecast(
+        forecast.forecaster, forecast.model, forecast.run, forecast.workload, forecast.network, layers=layers
+    )
+    times = {time.recipe: one_by_one.step(time.recipe).total.value for time in step.recipes}
+    if not any(times[time.recipe] > SLOWER * time.step_ms.value for time in step.recipes):
+        return None
+    known = cluster()["host"]["layer_ms"]
+    layer_ms = {BASELINE: known[BASELINE], "low precision": known["other"]}
+    return finding("traced-step-layers", times=times, layers=layers, layer_ms=layer_ms)

@@ -1,0 +1,341 @@
+"""Builds the model and the run from settings under Megatron's names: the part that Megatron-LM and Megatron-Bridge files share.
+
+A reader collects the settings of its file as `MegatronSettings`: values under Megatron-core's names (`num_moe_experts`, not
+`--num-experts`), still as written, how the file spells a name, and the few defaults in which Megatron-LM's arguments and
+Megatron-core's dataclasses differ. Everything else is decided once, as Megatron does: `megatron_settings` parses values,
+`megatron_model` builds the layers, and this module says how they run. A setting that changes shapes and cannot be modelled is an
+error. One that only adds work that is not counted is a finding.
+
+Data-parallel ranks are the GPUs that tensor, context and pipeline parallelism leave. They keep whole copies of the optimizer,
+unless the distributed optimizer (ZeRO-1) or FSDP splits it. Every overlap and CUDA graphs must be turned on: launch arguments
+that do not name one leave it off. A Megatron-Bridge file may hold only some settings; then the others stay unknown.
+
+By default every pipeline stage gets the same number of layers. A file can set the number of the first and the last stage, count
+the embedding and the loss as one layer each, or give the whole layout: in `Et|(tt|)*14t|L`, bars separate the parts, E is the
+embedding, t a layer, L the loss. In the pattern of a hybrid model, bars separate the parts in the same way. A stage can also have
+several pieces of the model (the virtual pipeline: with 2 stages and 2 pieces each, stage 0 has the first and the third quarter).
+The number of layers of each stage is then kept, but not which ones: they are counted as consecutive. If layers differ, a finding
+says so.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gemmscope.errors import UserError, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.model.limits import LARGEST, divisors_text
+from gemmscope.model.megatron_hybrid import PATTERNS, hybrid_pattern
+from gemmscope.model.megatron_model import model_findings, model_spec
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.spec import ModelSource, ModelSpec
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+LAYOUT, LAYERS_PER_PIECE = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+PIECES = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+TORCH_FSDP, GRADIENTS, WEIGHTS = "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather"
+COUNTED_MODULE = "core_attn"  # the only module whose recomputation is counted
+OPTIONAL = {*FACTS["run_sizes"], *FACTS["run_settings"]}  # gemmscope's own arguments can give these too
+MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
+
+
+def model_source(
+    settings: MegatronSettings,
+    origin: str,
+    findings: Sequence[Finding] = (),
+    unknown_names: Collection[str] = (),
+    model: ModelSpec | None = None,
+) -> ModelSource:
+    """The model and run that the settings describe.
+
+    `findings` are those of the reader. `unknown_names` are names in the file that are not used here: one of them may be the
+    misspelling of a missing setting. `model`: it is known already, and the settings describe only the run.
+    """
+    unknown = {name: value for name, value in settings.values.items() if name in OPTIONAL and isinstance(value, Unknown)}
+    findings = [
+        *findings,
+        *(
+            finding("setting-without-value", setting=settings.spell(name), value=value.text[:60], reason=value.why)
+            for name, value in unknown.items()
+        ),
+    ]
+    ignored = [*unknown, *(["world_size"] if MODEL_RANKS & unknown.keys() else [])]  # then the data-parallel size is unknown too
+    settings = replace(settings, values={**settings.values, **dict.fromkeys(ignored)})
+    if model is None:
+        model = model_spec(settings, origin, unknown_names)
+        findings = [*findings, *model_findings(settings, model)]
+    samples = settings.maybe_size("global_batch_size", "vocab_size")
+    run = _run_settings(settings, model, samples)
+    findings = (*findings, *_run_findings(settings, model, run))
+    return ModelSource(origin=origin, model=model, run_settings=run, findings=findings, global_batch=samples)
+
+
+def _run_settings(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> dict[str, Any]:
+    run: dict[str, Any] = {}
+    for name, (field, limit) in FACTS["run_sizes"].items():
+        value = settings.maybe_size(name, limit)
+        if value is not None:
+            run[field] = value
+    if settings.given("sequence_parallel"):
+        run["sequence_parallel"] = settings.flag("sequence_parallel")
+    if settings.given("recompute_granularity"):
+        run["recompute"] = settings.word("recompute_granularity", ("selective", "full"), "")
+        modules = _recompute_modules(settings)
+        if run["recompute"] == "selective" and modules is not None:
+            run |= {"partly_recomputed": True} if modules - {COUNTED_MODULE} else {}
+            run["recompute"] = "selective" if COUNTED_MODULE in modules else "none"
+    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
+    if expert_tp and tp % expert_tp == 0 and (expert_tp < tp or tp == 1):  # where equal, etp follows tp by itself
+        run["etp"] = expert_tp
+    stages = _stage_layers(settings, len(model.layers), run.get("pp", 1))
+    if stages:
+        run["pp_layers"] = stages
+    pieces = _virtual_stages(settings, len(model.layers), run.get("pp", 1))
+    if pieces:
+        run["vp"] = pieces[1]
+    run |= _layout(settings, run)
+    accumulation = _accumulation(samples, run)
+    if accumulation:
+        run["gradient_accumulation"] = accumulation
+    return run
+
+
+def _recompute_modules(settings: MegatronSettings) -> set[str] | None:
+    """The modules that selective recomputation runs again; None where the file does not say (Megatron's default is attention)."""
+    modules = settings.values.get("recompute_modules")
+    if isinstance(modules, str):
+        modules = re.findall(r"\w+", modules)
+    if not isinstance(modules, list) or modules == ["None"]:
+        return None
+    return {module for module in modules if isinstance(module, str)}
+
+
+def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int | None:
+    """Tensor parallelism inside the experts, where the model has any and the file says; Megatron's default is tp."""
+    size = settings.maybe_size("expert_tensor_parallel_size", "parallel")
+    return size if any(layer.is_moe for layer in model.layers) else None
+
+
+def _run_findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
+    spell = settings.spell
+    if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
+        yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
+    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
+    if expert_tp and tp % expert_tp:
+        setting, tp_setting = spell("expert_tensor_parallel_size"), spell("tensor_model_parallel_size")
+        yield finding("expert-tp-not-modelled", setting=setting, size=expert_tp, tp_setting=tp_setting, tp=tp)
+    pieces = _virtual_stages(settings, len(model.layers), run.get("pp", 1))
+    if pieces and len(dict(model.layer_groups())) > 1:
+        yield finding("stage-of-several-pieces", setting=spell(pieces[0]))
+    if _weights_exposed(settings, run):
+        gradients, weights = spell(GRADIENTS), spell(WEIGHTS)
+        yield finding("weights-not-overlapped", setting=gradients, other=weights)
+    yield from _recompute_findings(settings, run)
+
+
+def _recompute_findings(settings: MegatronSettings, run: Mapping[str, Any]) -> Iterator[Finding]:
+    modules = _recompute_modules(settings) or set()
+    others = [name[:100] for name in sorted(modules - {COUNTED_MODULE})]
+    if run.get("recompute") in ("selective", "none") and others:
+        code = "recompute-only-attention" if COUNTED_MODULE in modules else "recompute-not-modelled"
+        yield finding(code, setting=settings.spell("recompute_modules"), modules=others)
+    if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
+        yield finding("recompute-all-layers", setting=settings.spell("recompute_method"))
+
+
+def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `RunSpec` beyond one replica that the file sets. `run`: the fields that were read before."""
+    fields: dict[str, Any] = {
+        "dp": _data_parallel(settings, run),
+        "zero": _zero(settings),
+        "zero_ranks": None,
+        "optimizer_state": _optimizer_state(settings),
+        "tp_overlap": _any(settings, "tp_comm_overlap"),
+        "dp_overlap": True if settings.flag(TORCH_FSDP) else _any(settings, GRADIENTS),
+        "ep_overlap": _any(settings, "overlap_moe_expert_parallel_comm"),
+        "cuda_graphs": _cuda_graphs(settings),
+        "gradient_precision": _gradient_precision(settings),
+        "quantized_weights": _any(settings, "fp8_param_gather", "fp4_param_gather"),
+        "offloaded_layers": _offloaded_layers(settings),
+    }
+    if fields["tp_overlap"] and not run.get("sequence_parallel"):
+        fields["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
+    groups = settings.maybe_size("num_distributed_optimizer_instances", "parallel") or 1
+    if fields["zero"] and fields["dp"] and groups > 1:
+        sharing, rest = divmod(fields["dp"] * run.get("cp", 1), groups)
+        fields["zero_ranks"] = sharing if not rest else None
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _data_parallel(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
+    """Replicas that share the batch, where the file says how many GPUs there are."""
+    world = settings.maybe_size("world_size", "parallel")
+    if world is None:
+        return settings.maybe_size("data_parallel_size", "parallel")
+    replicas, rest = divmod(world, run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1))
+    return replicas if replicas and not rest else None
+
+
+def _accumulation(samples: int | None, run: Mapping[str, Any]) -> int | None:
+    """Micro-batches per step, where the global batch and the data-parallel ranks are known."""
+    if not samples or "dp" not in run or "micro_batch_size" not in run:
+        return None
+    micro_batches, rest = divmod(samples, run["dp"] * run["micro_batch_size"])
+    return None if rest or not 0 < micro_batches <= LARGEST["parallel"] else micro_batches
+
+
+def _weights_exposed(settings: MegatronSettings, run: Mapping[str, Any]) -> bool:
+    """Whether only gradients are exchanged during computation, and the weights after it."""
+    return bool(run.get("dp_overlap") and run.get("zero") and not settings.flag(TORCH_FSDP) and _any(settings, WEIGHTS) is False)
+
+
+def _any(settings: MegatronSettings, *names: str) -> bool | None:
+    """Whether one of these switches is on; None where the file does not say."""
+    if any(settings.flag(name) for name in names):
+        return True
+    return False if settings.silent_means_off or any(settings.given(name) for name in names) else None
+
+
+def _zero(settings: MegatronSettings) -> int | None:
+    """The ZeRO stage: Megatron-FSDP's strategy, everything with torch's FSDP, the optimizer with the distributed optimizer."""
+    if settings.flag(TORCH_FSDP):
+        return 3
+    strategies: dict[str, int] = FACTS["sharding_strategies"]
+    if _any(settings, "use_megatron_fsdp", "use_custom_fsdp") and settings.given("data_parallel_sharding_strategy"):
+        return strategies[settings.word("data_parallel_sharding_strategy", tuple(strategies), "no_shard")]
+    sharded = _any(settings, "use_distributed_optimizer")
+    return None if sharded is None else int(sharded)
+
+
+def _optimizer_state(settings: MegatronSettings) -> str | None:
+    """Master weights and moments are FP32, unless the precision-aware optimizer keeps both moments in fewer bits."""
+    if settings.flag("use_precision_aware_optimizer") and all(
+        _bits(settings.values.get(name)) <= 16 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ):
+        return "bf16"
+    return "fp32" if settings.silent_means_off or settings.given("use_precision_aware_optimizer") else None
+
+
+def _gradient_precision(settings: MegatronSettings) -> str | None:
+    """Gradients are summed and exchanged in FP32, unless a setting says BF16."""
+    if settings.given("grad_reduce_in_fp32"):
+        return "fp32" if settings.flag("grad_reduce_in_fp32") else "bf16"
+    if settings.flag("grad_reduce_in_bf16") or _bits(settings.values.get("main_grads_dtype")) <= 16:
+        return "bf16"
+    return "fp32" if settings.silent_means_off else None
+
+
+def _offloaded_layers(settings: MegatronSettings) -> int | None:
+    return settings.maybe_count("cpu_offloading_num_layers", "layers") if settings.flag("cpu_offloading", default=True) else None
+
+
+def _bits(dtype: object) -> int:
+    name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else ""
+    return {"bf16": 16, "bfloat16": 16, "fp16": 16, "float16": 16, "half": 16, "fp8": 8, "uint8": 8}.get(name, 32)
+
+
+def _cuda_graphs(settings: MegatronSettings) -> bool | None:
+    kind = settings.text("cuda_graph_impl").lower()
+    if kind and kind != "none":
+        return True
+    return False if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
+
+
+def _stage_layers(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...] | None:
+    """Layers of each pipeline stage, where the file splits them unevenly."""
+    if stages == 1:
+        return None
+    parts = _pattern_parts(settings, stages)
+    if parts:
+        return tuple(sum(parts[stage::stages]) for stage in range(stages))
+    if settings.given(LAYOUT):
+        parts = _layout_parts(settings, layers, stages)
+        return tuple(sum(parts[stage::stages]) for stage in range(stages))
+    if settings.given(FIRST) or settings.given(LAST):
+        return _with_own_ends(settings, layers, stages)
+    embedding = settings.flag("account_for_embedding_in_pipeline_split")
+    loss = settings.flag("account_for_loss_in_pipeline_split")
+    if not (embedding or loss):
+        return None
+    per_stage, remainder = divmod(layers + embedding + loss, stages)
+    if remainder:
+        raise UserError(
+            f"{layers} layers, with embedding and loss counted as one each, cannot be split evenly over {stages} stages",
+            f"pipeline sizes that divide {layers + embedding + loss}: {divisors_text(layers + embedding + loss)}",
+        )
+    return (per_stage - embedding, *(per_stage,) * (stages - 2), per_stage - loss)
+
+
+def _virtual_stages(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, int] | None:
+    """How many pieces of the model each stage has, and the setting that says so; None for one piece."""
+    if stages == 1:
+        return None
+    pattern = _pattern_parts(settings, stages)
+    if pattern:
+        return (next(filter(settings.given, PATTERNS)), len(pattern) // stages) if len(pattern) > stages else None
+    for name in PIECES:
+        if (pieces := settings.maybe_count(name, "layers") or 1) > 1:
+            return name, pieces
+    per_piece = settings.maybe_count(LAYERS_PER_PIECE, "layers")
+    if per_piece:
+        counted = layers + sum(settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+        pieces, rest = divmod(counted, stages * per_piece)
+        if rest and counted % stages == 0:
+            raise UserError(
+                f"{settings.spell(LAYERS_PER_PIECE)} {per_piece} does not divide the {counted // stages} layers of a stage",
+                f"possible values: {divisors_text(counted // stages)}",
+            )
+        return (LAYERS_PER_PIECE, pieces) if pieces > 1 and not rest else None
+    parts = len(_layout_parts(settings, layers, stages)) if settings.given(LAYOUT) else stages
+    return (LAYOUT, parts // stages) if parts > stages else None
+
+
+def _pattern_parts(settings: MegatronSettings, stages: int) -> list[int]:
+    """Layers of each part of a hybrid pattern, where bars separate them."""
+    pattern = hybrid_pattern(settings)
+    if pattern is None or len(pattern.parts) == 1:
+        return []
+    if len(pattern.parts) % stages:
+        raise UserError(
+            f"{settings.spell(pattern.setting)} has {len(pattern.parts)} parts, but there are {stages} pipeline stages",
+            f"separate the layers by | into {stages} parts, or a multiple of it",
+        )
+    return [*pattern.parts]
+
+
+def _with_own_ends(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...]:
+    """The first or last stage, or both, have their own number of layers; the others share the rest equally."""
+    first, last = settings.maybe_size(FIRST, "layers"), settings.maybe_size(LAST, "layers")
+    rest, others = layers - (first or 0) - (last or 0), stages - bool(first) - bool(last)
+    if rest < 0 or (rest % others if others else rest):
+        raise UserError(
+            f"the first and last pipeline stage have {(first or 0) + (last or 0)} of {layers} layers, "
+            f"and the other {rest} cannot be split evenly over {others} stages",
+            f"change {settings.spell(FIRST)} or {settings.spell(LAST)}",
+        )
+    middle = (rest // others,) * others if others else ()
+    return (*((first,) if first else ()), *middle, *((last,) if last else ()))
+
+
+def _layout_parts(settings: MegatronSettings, layers: int, stages: int) -> list[int]:
+    """Layers of each part of a layout, which is text or a list of lists: part i goes to stage i modulo the number of stages."""
+    value = settings.values[LAYOUT]
+    parts: list[int] = []
+    if isinstance(value, list) and sum(len(part) for part in value if isinstance(part, list)) <= LARGEST["layers"] * 3:
+        parts = [sum(block in ("decoder", "t") for block in part) for part in value if isinstance(part, list)]
+    elif isinstance(value, str) and len(value) <= 2000:
+        flat = value.replace(",", "")
+        for unit in (r"\(([^()]+)\)\*([0-9]{1,4})", r"([Etm|L])\*([0-9]{1,4})"):
+            if sum(len(block) * int(times) for block, times in re.findall(unit, flat)) > LARGEST["layers"] * 3:
+                flat = "?"  # far more layers than any model has
+            flat = re.sub(unit, lambda match: match[1] * int(match[2]), flat)
+        if not set(flat) - set("EtmL|"):
+            parts = [part.count("t") for part in flat.split("|")]
+    if not parts or len(parts) % stages or sum(parts) != layers:
+        raise UserError(
+            f"{settings.spell(LAYOUT)} {shown(value)} has {len(parts)} parts with {sum(parts)} layers, "
+            f"but there are {stages} stages and {layers} layers",
+            "separate the parts by |; each has E (embedding), t (a layer), m or L (loss), as in Et|(tt|)*14t|L",
+        )
+    return parts

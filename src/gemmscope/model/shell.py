@@ -1,0 +1,451 @@
+"""Reads launch scripts (shell) without running them: words, variables, functions and conditions.
+
+A script is split into words, with quotes and comments understood, and the variables that it sets are followed (`Shell`).
+`in_order` puts functions where they are called, with the arguments of the call: `train() { torchrun ... --tp $1; }` and `train 4`
+far below would else give the flag before the script has set its variables. Text that the script only shows (a here-document after
+`cat`) is left out. `Branches` follows conditions: `case $SIZE in 8B) ... ;; esac` runs one branch if the script sets SIZE. Where
+it does not, every branch may run, and what they set depends on the condition. `[ $MOE = 1 ] && ARGS+=(...)` is a condition too,
+which ends with its command.
+"""
+
+import operator
+import re
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from gemmscope.model.megatron_settings import Unknown, evaluate
+
+PART = re.compile(
+    r"""(?P<gap>\\[ \t]*\r?\n|[^\S\n]+)        # a continued line is a space
+      | (?P<end>[\n;&|]+)                        # of a command
+      | '(?P<single>[^']*)'
+      | "(?P<double>(?:[^"\\]|\\.)*)"
+      | (?P<expansion>\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$\((?:[^()]|\([^()]*(?:\([^()]*\)[^()]*)*\))*\))
+      | \\(?P<escaped>.)
+      | (?P<comment>\#)
+      | (?P<plain>[^\s'"\\$#;&|]+|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
+LENGTH = re.compile(r"\$\{#(\w+)\}")  # how many characters a value has
+DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
+ARITHMETIC = re.compile(r"\$\(\(((?:[^$()]|\((?:[^$()]|\([^$()]*\))*\))*)\)\)")
+NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
+ARITHMETIC_COMMAND = re.compile(r"^([ \t]*)(?:\(\(|let[ \t]+['\"]?)([^;\n'\"]*?)(?:\)\)|['\"])?[ \t]*$", re.MULTILINE)
+CHANGE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/]?)=(?!=)\s*(.+)|(\+\+|--))\s*")  # of a variable, in such a command
+LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a script, without its quotes. `opens`: it is the first word of a command, after the separators `before`."""
+
+    text: str
+    quoted: bool
+    opens: bool
+    before: str = ""
+
+
+def shell_words(text: str) -> Iterator[Word]:
+    """The words of a shell script without its comments.
+
+    >>> [word.text for word in shell_words("A=( --x 'a b' ) # no")]
+    ['A=(', '--x', 'a b', ')']
+    """
+    parts: list[str] = []
+    quoted, before, at = False, "\n", 0
+    while at < len(text):
+        part = PART.match(text, at)
+        assert part is not None  # the last alternative matches any character
+        at = part.end()
+        kind = part.lastgroup or ""
+        if kind in ("gap", "end"):
+            if parts or quoted:
+                yield Word("".join(parts), quoted, bool(before), before)
+                parts, quoted, before = [], False, ""
+            before += part[kind] if kind == "end" else ""
+        elif kind == "comment" and not parts and not quoted:
+            end = text.find("\n", at)
+            at = len(text) if end < 0 else end
+        else:
+            quoted = quoted or kind in ("single", "double")
+            parts.append(part[kind].replace('\\"', '"') if kind == "double" else part[kind])
+    if parts or quoted:
+        yield Word("".join(parts), quoted, bool(before), before)
+
+
+def with_assignments(text: str) -> str:
+    """The script with its arithmetic commands written as assignments.
+
+    >>> with_assignments("((N *= 2))\\nlet M=N+1")
+    'N=$((N * (2)))\\nM=$((N+1))'
+    """
+
+    def assignment(command: re.Match[str]) -> str:
+        change = CHANGE.fullmatch(command[2])
+        if change is None:
+            return command[0]
+        name, operator, value, step = change.groups()
+        if step:
+            operator, value = step[0], "1"
+        return f"{command[1]}{name}=$(({name} {operator} ({value})))" if operator else f"{command[1]}{name}=$(({value}))"
+
+    return ARITHMETIC_COMMAND.sub(assignment, text)
+
+
+@dataclass
+class Shell:
+    """The variables of a script, as far as it sets them itself."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    assigned: dict[str, dict[str, None]] = field(default_factory=dict)  # every value that a name was given
+    conditional: set[str] = field(default_factory=set)  # names that are set inside a condition
+
+    def assign(self, name: str, value: str, *, in_branch: bool) -> None:
+        """Remember a value. One that depends on a condition is known only if all its values are the same."""
+        filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
+        self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
+        if in_branch:
+            self.conditional.add(name)
+        elif "$" not in filled:  # a later value replaces those of earlier conditions
+            self.conditional.discard(name)
+            self.assigned.pop(name, None)
+        self.assigned.setdefault(name, {})[self.values[name]] = None
+
+    def assign_defaults(self, text: str, *, in_branch: bool) -> None:
+        """Remember the defaults that a text assigns in passing: `${NAME:=default}` sets NAME unless it has a value."""
+        for name, default in DEFAULT.findall(text[:LONGEST_VALUE]):
+            self.assign_defaults(default, in_branch=in_branch)
+            if self.value(name) is None and not self._depends(name):
+                self.assign(name, _without_quotes(default), in_branch=in_branch)
+
+    def _depends(self, name: str) -> bool:
+        """Whether a condition of the script gives the variable a value that is known."""
+        return name in self.conditional and any("$" not in value for value in self.assigned[name])
+
+    def value(self, name: str) -> str | None:
+        """The variable's value, if the script gives it only one."""
+        return None if name in self.conditional and len(self.assigned[name]) > 1 else self.values.get(name)
+
+    def fill_in(self, text: str) -> str:
+        """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
+        text = LENGTH.sub(self._length, text)
+        for _ in range(3):  # a default may contain a variable itself
+            text = VARIABLE.sub(self._replacement, text)
+        return ARITHMETIC.sub(self._result, text)
+
+    def _replacement(self, match: re.Match[str]) -> str:
+        value = self.value(match[1] or match[2])
+        if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
+            value = _without_quotes(match[3])  # the default of ${NAME:-default}
+        return match[0] if value is None else value[:LONGEST_VALUE]
+
+    def _length(self, match: re.Match[str]) -> str:
+        value = self.value(match[1])
+        return match[0] if not value or "$" in value else str(len(value))
+
+    def _result(self, match: re.Match[str]) -> str:
+        result = self.computed(match[1])
+        return match[0] if result is None else str(result)
+
+    def computed(self, expression: str) -> int | list[int] | None:
+        """The value of an arithmetic expression, in which variables have no $; None where it is not known."""
+        try:
+            return evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], expression))
+        except ValueError:
+            return None
+
+    def resolve(self, text: str) -> str | Unknown:
+        if len(text) > 100 * LONGEST_VALUE:
+            return Unknown(text, "it is too long")
+        filled = self.fill_in(text)
+        if "$" not in filled and "`" not in filled:
+            return filled
+        for name in NAME_IN_ARITHMETIC.findall(filled):
+            if name in self.conditional:
+                values = " or ".join(list(self.assigned[name])[:6])
+                return Unknown(text, f"{name} is {values}, depending on a condition of the script")
+        return Unknown(text, "the script does not set it")
+
+
+def _without_quotes(text: str) -> str:
+    """The default of `${NAME:-"default"}` without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+DEFINITION = re.compile(
+    r"(?P<indent>[ \t]*)(?:function[ \t]+(?P<named>\w+)(?:[ \t]*\(\))?|(?P<name>[A-Za-z_]\w*)[ \t]*\(\))[ \t]*(?P<rest>\{.*)?$"
+)
+CLOSING = re.compile(r"([ \t]*)\}(?!\w)")
+SHOWN = re.compile(r"(?:^|(?<=[\s);&{]))cat[ \t]*(?:1?>&2[ \t]*)?<<-?[ \t]*(['\"]?)(\w+)\1[ \t]*(?:1?>&2)?[ \t]*$")
+ALL_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
+ARGUMENT = re.compile(r"\$([1-9])|\$\{([1-9])(?::?[-=][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}")
+LONGEST = 200_000  # characters of a script, and of what its calls add; a longer one is read as it stands
+DEEPEST = 4  # functions that call functions
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function: its body, and the numbers of the lines that define it."""
+
+    name: str
+    body: str
+    lines: range
+
+
+def in_order(text: str) -> str:
+    """The script without text that it only shows, and with the functions that it calls in the place of their calls.
+
+    >>> in_order("go() {\\n  run --tp ${1:-1}\\n}\\nTP=2\\ngo $TP")
+    'TP=2\\n  run --tp $TP'
+    """
+    lines = list(_without_shown(text.split("\n")))
+    functions = _functions(lines) if len(text) <= LONGEST else {}
+    if not functions:
+        return "\n".join(lines)
+    calls = _Calls(functions)
+    defined = {number for function in functions.values() for number in function.lines}
+    in_place = [part for number, line in enumerate(lines) if number not in defined for part in calls.lines_for(line)]
+    # Functions without a call stay: another script may call them.
+    uncalled = [number for name, function in functions.items() if name not in calls.seen for number in function.lines]
+    return "\n".join([*(lines[number] for number in uncalled), *in_place])
+
+
+def _without_shown(lines: list[str]) -> Iterator[str]:
+    """Without the here-documents of `cat` that go to the screen."""
+    last = {line.strip(): number for number, line in enumerate(lines)}
+    end = ""
+    for number, line in enumerate(lines):
+        if end:
+            end = "" if line.strip() == end else end
+        elif (shown := SHOWN.search(line)) and last.get(shown[2], 0) > number:
+            end = shown[2]
+            yield line[: shown.start()]
+        else:
+            yield line
+
+
+def _functions(lines: list[str]) -> dict[str, Function]:
+    """The functions by name. One that hands all its arguments on is left as it is: the flags of its calls count there."""
+    closing: dict[str, list[int]] = {}  # lines that begin with a closing brace, by their indentation
+    for number, line in enumerate(lines):
+        if match := CLOSING.match(line):
+            closing.setdefault(match[1], []).append(number)
+    functions: dict[str, Function] = {}
+    number = 0
+    while number < len(lines):
+        function = _function(lines, number, closing)
+        if function is not None and not ALL_ARGUMENTS.search(function.body):
+            functions[function.name] = function
+        number = number + 1 if function is None else function.lines.stop
+    return functions
+
+
+def _function(lines: list[str], first: int, closing: dict[str, list[int]]) -> Function | None:
+    """The function whose definition begins in this line. It ends with a brace of the same indentation, or in the same line."""
+    defined = DEFINITION.match(lines[first])
+    if defined is None:
+        return None
+    name, rest = defined["named"] or defined["name"], (defined["rest"] or "").strip()
+    if len(rest) > 1 and rest.endswith("}"):
+        return Function(name, rest[1:-1].strip().rstrip(";"), range(first, first + 1))
+    start = first + 1
+    if not rest:  # the brace is alone in the next line
+        if start >= len(lines) or lines[start].strip() != "{":
+            return None
+        start += 1
+    ends = closing.get(defined["indent"], [])
+    last = bisect(ends, start - 1)
+    if last == len(ends):
+        return None
+    return Function(name, "\n".join([rest[1:], *lines[start : ends[last]]]).strip("\n"), range(first, ends[last] + 1))
+
+
+class _Calls:
+    """Finds calls of functions, and puts the bodies in their place."""
+
+    def __init__(self, functions: dict[str, Function]) -> None:
+        names = "|".join(functions)
+        self._functions = functions
+        self._command = re.compile(rf"[ \t]*({names})((?:[ \t]+[^;&|\\]*)?)(?:[;&|].*)?$")
+        self._substitution = re.compile(rf"\$\(({names})((?:[ \t][^()]*)?)\)")
+        self._left = LONGEST
+        self.seen: set[str] = set()
+
+    def lines_for(self, line: str, depth: int = 0) -> Iterator[str]:
+        """The line, after the bodies of the functions whose output it uses; or the body of the function that it calls."""
+        command = self._command.match(line)
+        calls = [command] if command else list(self._substitution.finditer(line))
+        for call in calls:
+            if self._left < 0 or depth == DEEPEST:
+                continue
+            self.seen.add(call[1])
+            body = _with_arguments(self._functions[call[1]].body, [word.text for word in shell_words(call[2])])
+            self._left -= len(body) + len(line)
+            for inner in body.split("\n"):
+                yield from self.lines_for(inner, depth + 1)
+        if not command:
+            yield line
+
+
+def _with_arguments(body: str, arguments: list[str]) -> str:
+    """The body with `$1` and `${1:-default}` replaced, as far as the call has these arguments."""
+
+    def replacement(match: re.Match[str]) -> str:
+        number = int(match[1] or match[2])
+        return arguments[number - 1] if number <= len(arguments) else match[0]
+
+    return ARGUMENT.sub(replacement, body)
+
+
+State = Literal["taken", "skipped", "open"]
+"""The state of a branch: it runs, it does not run, or that is not known."""
+OTHERWISE: dict[State, State] = {"taken": "skipped", "skipped": "taken", "open": "open"}
+"""The state of the command after `||`, by that of the command before."""
+
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+NUMBER = re.compile("-?[0-9]{1,15}")
+IN_ARITHMETIC = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
+SHORT = re.compile(r"(?:^|[\n;])[ \t]*\[\[?[ \t][^\n]*\][ \t]*(?:&&|\|\|)")  # a condition without `if`
+LONG = re.compile(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b")
+LONGEST_TEST = 12  # words
+
+
+@dataclass
+class Condition:
+    """One `if`, `case` or `[ ... ] &&` ("and") that is not closed yet."""
+
+    kind: Literal["if", "case", "and"]
+    state: State = "open"
+    before: list[State] = field(default_factory=list)  # the branches so far
+    reading: Literal["test", "subject", "pattern", "operator", ""] = ""  # the part that the next words belong to
+    collected: list[Word] = field(default_factory=list)  # the words of that part so far
+    subject: str | None = None
+    brackets: int = 0  # that its command has opened: an array may go on in the next line
+
+    def enter(self, holds: bool | None) -> None:
+        """Begin a branch, given whether its own condition holds; None: unknown. At most one branch runs."""
+        if "taken" in self.before or holds is False:
+            self.state = "skipped"
+        else:
+            self.state = "taken" if holds and set(self.before) <= {"skipped"} else "open"
+        self.before.append(self.state)
+        self.reading, self.collected = "", []
+
+
+@dataclass
+class Branches:
+    """The conditions around the current word."""
+
+    shell: Shell
+    stack: list[Condition] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> bool:
+        return any(condition.state == "skipped" for condition in self.stack)
+
+    @property
+    def open(self) -> bool:
+        return any(condition.state == "open" for condition in self.stack)
+
+    def consumes(self, word: Word) -> bool:
+        """Whether the word belongs to the structure of a condition: keywords, tests and patterns."""
+        while self.stack and self.stack[-1].kind == "and" and self._ends_short(self.stack[-1], word):
+            self.stack.pop()
+        top = self.stack[-1] if self.stack else None
+        if top is not None and top.kind == "case" and not top.reading and ";;" in word.before:
+            top.reading = "pattern"
+        if word.opens and word.text in ("fi", "esac") and top is not None and top.kind == ("if" if word.text == "fi" else "case"):
+            self.stack.pop()
+            return True
+        if top is not None and top.reading:
+            return self._read(top, word)
+        if not word.opens or word.quoted:
+            return False
+        if word.text in ("[", "[["):
+            self.stack.append(Condition("and", reading="test", collected=[word]))
+            return True
+        if word.text in ("if", "case"):
+            self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
+            return True
+        if top is not None and top.kind == "if" and word.text in ("elif", "else"):
+            if word.text == "elif":
+                top.reading = "test"
+            else:
+                top.enter(holds=True)
+            return True
+        return False
+
+    def _ends_short(self, top: Condition, word: Word) -> bool:
+        """Whether the word is beyond the command of a condition without `if`. What follows `&&` and `||` belongs to it."""
+        if top.reading == "test":
+            return False
+        if word.opens and top.brackets <= 0:
+            if "&&" not in word.before and "||" not in word.before:
+                return True
+            if top.reading == "operator":
+                holds = self._holds(top.collected)
+                top.enter(holds if holds is None or "&&" in word.before else not holds)
+            elif "||" in word.before:  # runs if the command before did not
+                top.state = OTHERWISE[top.state]
+        if not word.quoted:
+            top.brackets += (word.text == "{") - (word.text == "}") + word.text.count("(") - word.text.count(")")
+        return False
+
+    def _read(self, top: Condition, word: Word) -> bool:
+        if top.kind == "and":
+            top.collected.append(word)
+            top.reading = "operator" if word.text in ("]", "]]") else top.reading
+        elif top.reading == "test":
+            if word.opens and word.text == "then":
+                top.enter(self._holds(top.collected))
+            else:
+                top.collected.append(word)
+        elif top.reading == "subject":
+            if word.text == "in" and top.collected:
+                subject = self.shell.fill_in(top.collected[0].text)
+                top.subject = subject if "$" not in subject and "`" not in subject else None
+                top.reading, top.collected = "pattern", []
+            else:
+                top.collected.append(word)
+        else:
+            top.collected.append(word)
+            if word.text.endswith(")"):
+                patterns = [part.text.strip("()") for part in top.collected]
+                top.enter(None if top.subject is None else any(fnmatchcase(top.subject, pattern) for pattern in patterns))
+        return True
+
+    def _holds(self, test: list[Word]) -> bool | None:
+        """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`, `(( N > 2 ))`; None where that is not known."""
+        if test and test[0].text.startswith("((") and test[-1].text.endswith("))"):
+            return self._arithmetic_holds("".join(self.shell.fill_in(word.text) for word in test[:LONGEST_TEST])[2:-2])
+        if not 3 < len(test) <= LONGEST_TEST or test[0].text not in ("[", "[[") or any(word.opens for word in test[1:]):
+            return None
+        operands = [self.shell.fill_in(word.text) for word in test[1:-1]]
+        if any("$" in operand or "`" in operand for operand in operands):
+            return None
+        if len(operands) == 2 and operands[0] in ("-z", "-n"):
+            return (operands[1] == "") == (operands[0] == "-z")
+        if len(operands) != 3:
+            return None
+        left, comparison, right = operands
+        if comparison in ("=", "==", "!="):
+            equal = fnmatchcase(left, right) if test[0].text == "[[" else left == right
+            return equal == (comparison != "!=")
+        if comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
+            return COMPARISONS[comparison](int(left), int(right))
+        return None
+
+    def _arithmetic_holds(self, test: str) -> bool | None:
+        """Whether a comparison such as `N>2` holds."""
+        left, comparison, right = [*re.split("(==|!=|<=|>=|<|>)", test, maxsplit=1), "!=", "0"][:3]
+        first, second = self.shell.computed(left), self.shell.computed(right)
+        if not isinstance(first, int) or not isinstance(second, int):
+            return None
+        return COMPARISONS[IN_ARITHMETIC[comparison]](first, second)

@@ -1,0 +1,320 @@
+"""Linears of a live module that compute as a recipe does, on any device: it emulates formats that the device lacks.
+
+    with emulate(model, "NVFP4", keep=["lm_head"]):
+        loss = model(batch)
+        loss.backward()
+
+Inside the context every `nn.Linear` quantizes the operands of fprop, dgrad and wgrad as the recipe's library does. Parameters,
+inputs and the module itself stay as they are; a BF16 optimizer step works as always. Imports torch: it runs in workers and in
+the user's own process.
+
+How the GEMMs are computed. A dequantized value is a low-precision value times the scale of its block, and in some recipes times
+one scale of the whole tensor. Without the latter it is exact in BF16, which has eight significant bits: E4M3 has four and E5M2
+three, and their block scales are powers of two; NVFP4 has two, times the four of its E4M3 block scale. So on a GPU the operands
+without their per-tensor scales are multiplied as BF16 with float32 accumulation, and the float32 output is multiplied by the
+per-tensor scales. Tensor cores compute the same with these formats, up to the order and the precision of their accumulation. On a
+CPU the same values are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from gemmscope.errors import UserError, closest, shown
+from gemmscope.numerics.formats import FORMATS, AmaxHistory
+from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
+from gemmscope.recipe.recipes import recipe as find_recipe
+
+PASSES = ("fprop", "dgrad", "wgrad")
+MOST_SHAPES = 512  # of operands and quantizers that are compiled
+
+Keep = Iterable[str] | Callable[[str], bool]
+Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
+
+
+def emulate(
+    module: nn.Module, recipe: str | Passes, *, backend: str = "", keep: Keep = (), seed: int = 0, compiled: bool = False
+) -> Emulation:
+    """A context manager in which the linears of `module` compute as the recipe does.
+
+    `backend`: whose variant of the recipe; by default the recipe's first. `keep`: linears that stay as they are, by path
+    (`model.layers.0.mlp.down_proj`), by the end of it (`down_proj`), by the path of a parent (`model.layers.0`), or a function of
+    the path. `seed`: of stochastic rounding. `recipe` may also give the operands of every pass. It can be entered many times;
+    the history of delayed scaling and the random numbers go on. `compiled`: quantizers run through `torch.compile`, several times
+    faster on a GPU; their random numbers then come from PyTorch's default generator, and `seed` is not used. The module itself
+    may be compiled too, except with delayed scaling.
+    """
+    return Emulation(module, recipe, backend=backend, keep=keep, seed=seed, compiled=compiled)
+
+
+class Emulation:
+    """The linears of a module in one recipe. `linears`: the paths of those that are emulated; `kept`: why the others are not."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recipe: str | Passes,
+        *,
+        backend: str = "",
+        keep: Keep = (),
+        seed: int = 0,
+        compiled: bool = False,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise UserError(f"emulate() takes an nn.Module, got {type(module).__name__}", 'emulate(model, "MXFP8")')
+        passes, multiple = _passes(recipe, backend)
+        self._passes = passes
+        self.recipe = recipe if isinstance(recipe, str) else "operands"
+        self.kept: dict[str, str] = {}
+        generators, quantize = (None, compiled_factors()) if compiled else (_Generators(seed), quantized_factors)
+        self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
+        linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+        if not linears:
+            name = type(module).__name__
+            raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
+        is_kept = _keeper(keep, linears)
+        for path, linear in linears.items():
+            reason = "kept" if is_kept(path) else _why_not(linear, multiple)
+            if reason:
+                self.kept[path] = reason
+            else:
+                self._linears[path] = (linear, EmulatedLinear(passes, quantize, generators))
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(self._linears)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from earlier calls."""
+        return any(operand.quantizer.delayed for pair in self._passes.values() for operand in pair)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """A context in which nothing is quantized and the histories of delayed scaling are filled."""
+        for _, emulated in self._linears.values():
+            emulated.observing = True
+        try:
+            yield
+        finally:
+            for _, emulated in self._linears.values():
+                emulated.observing = False
+
+    def __enter__(self) -> Emulation:
+        taken = [path for path, (linear, _) in self._linears.items() if _is_emulated(linear)]
+        if taken:
+            raise UserError(f"{taken[0]} is emulated already", "leave the first emulation before you enter another")
+        for linear, emulated in self._linears.values():
+            linear.forward = partial(emulated.forward, linear)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        for linear, _ in self._linears.values():
+            vars(linear).pop("forward", None)
+
+
+def _passes(recipe: str | Passes, backend: str) -> tuple[Passes, int]:
+    """The operands of every pass, and the number that features must be a multiple of."""
+    if not isinstance(recipe, str):
+        return recipe, 1
+    known = find_recipe(recipe)
+    return {name: operands(known.name, name, backend) for name in PASSES}, known.multiple_of
+
+
+def _why_not(linear: nn.Linear, multiple: int) -> str:
+    """Why a linear cannot be emulated; empty if it can."""
+    if type(linear).forward is not nn.Linear.forward or ("forward" in vars(linear) and not _is_emulated(linear)):
+        return "a forward pass of its own"
+    for name, size in (("input features", linear.in_features), ("output features", linear.out_features)):
+        if size % multiple:
+            return f"{name} = {size} is not a multiple of {multiple}"
+    return ""
+
+
+def _is_emulated(linear: nn.Linear) -> bool:
+    forward = vars(linear).get("forward")
+    return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
+
+
+def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
+    """A function that tells whether the linear of a path is kept; a `UserError` if a name matches no linear."""
+    if callable(keep):
+        return keep
+    names = [keep] if isinstance(keep, str) else list(keep)
+    for name in names:
+        if not isinstance(name, str) or not any(_matches(path, name) for path in linears):
+            similar = closest(str(name), {end for path in linears for end in (path, path.rpartition(".")[2])})
+            hint = f"did you mean {' or '.join(similar)}?" if similar else f"linears: {', '.join(list(linears)[:8])}"
+            raise UserError(f"keep: no linear is called {shown(name)}", hint)
+    return lambda path: any(_matches(path, name) for name in names)
+
+
+def _matches(path: str, name: str) -> bool:
+    """Whether a name means this linear.
+
+    >>> [_matches("layers.0.mlp.up", name) for name in ("layers.0.mlp.up", "mlp.up", "layers.0", "p", "layers.0.m")]
+    [True, True, True, False, False]
+    """
+    return path == name or path.endswith(f".{name}") or path.startswith(f"{name}.")
+
+
+class _Generators:
+    """Random numbers for stochastic rounding, one generator per device, apart from those of the user's training."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._by_device = seed, dict[torch.device, torch.Generator]()
+
+    def __call__(self, device: torch.device) -> torch.Generator | None:
+        if torch.compiler.is_compiling():
+            return None  # the compiler knows the default generator only
+        if device not in self._by_device:
+            self._by_device[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._by_device[device]
+
+
+class EmulatedLinear:
+    """The operands of one linear in one recipe, and the maxima that delayed scaling remembers of its tensors."""
+
+    def __init__(self, passes: Passes, quantize: Callable[..., Factors], generators: _Generators | None) -> None:
+        self._passes, self._quantize, self._generators = passes, quantize, generators
+        self._histories: dict[str, AmaxHistory] = {}
+        self.observing = False
+
+    def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """`nn.Linear.forward` with quantized operands."""
+        weight, bias, device = linear.weight, linear.bias, x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        elif x.dtype != weight.dtype:
+            return functional.linear(x, weight, bias)  # raises PyTorch's own error
+        output: torch.Tensor = _EmulatedGemms.apply(x, weight, bias, self)
+        return output
+
+    def gemm(
+        self,
+        pass_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        maxima: Mapping[str, torch.Tensor | None],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The GEMM of a pass: its second operand times its first one transposed, both as [rows, reduced dimension]."""
+        first, second = (self._factors(one, tensors[one.tensor], maxima.get(one.tensor)) for one in self._passes[pass_name])
+        with torch.autocast(first[0].device.type, enabled=False):
+            return _product(first, second, dtype, bias)
+
+    def _factors(self, operand: GemmOperand, tensor: torch.Tensor, amax: torch.Tensor | None) -> Factors:
+        rows = tensor.t() if operand.columnwise else tensor
+        if self.observing:
+            return rows, None
+        generator = None
+        if operand.quantizer.stochastic and self._generators is not None:
+            generator = self._generators(tensor.device)
+        return self._quantize(operand.quantizer, rows, amax, generator)
+
+    def maximum(self, tensor: str, value: torch.Tensor) -> torch.Tensor | None:
+        """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
+
+        Every call counts as a step: with several micro-batches, the history gets an entry for each.
+        """
+        used = [operand for pair in self._passes.values() for operand in pair if operand.tensor == tensor]
+        formats = {operand.quantizer.format for operand in used if operand.quantizer.delayed}
+        if not formats:
+            return None
+        if tensor not in self._histories:
+            self._histories[tensor] = AmaxHistory(FORMATS[formats.pop()], device=value.device)
+        history = self._histories[tensor]
+        amax = history.amax
+        history.push(value.detach().abs().amax())
+        return amax
+
+
+Factors = tuple[torch.Tensor, torch.Tensor | None]
+"""An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
+
+
+def quantized_factors(
+    quantizer: Quantizer, rows: torch.Tensor, amax: torch.Tensor | None, generator: torch.Generator | None
+) -> Factors:
+    """The operand without its per-tensor scale, which is exact in BF16, and that scale.
+
+    With a Hadamard transform it stays rotated: so does the other operand, and the rotations cancel in the GEMM. There, rows that
+    end within a block are filled up with zeros.
+    """
+    if quantizer.format in HIGH_PRECISION:
+        return rows.to(HIGH_PRECISION[quantizer.format]), None
+    if quantizer.signs and rows.shape[1] % HADAMARD_SIZE:
+        rows = functional.pad(rows, (0, -rows.shape[1] % HADAMARD_SIZE))
+    quantized = quantizer(rows, amax=amax, generator=generator)
+    if quantizer.two_levels:  # E4M3 scales of blocks
+        values = quantized.rounded * quantized.scales.float().repeat_interleave(quantizer.block, 1)[:, : rows.shape[1]]
+    else:
+        values = quantized.rounded if quantizer.per_tensor else quantized.values
+    scale = quantized.tensor_scale if quantizer.per_tensor or quantizer.two_levels else None
+    return (values.to(torch.bfloat16) if values.is_cuda else values), scale
+
+
+@cache
+def compiled_factors() -> Callable[..., Factors]:
+    """Quantizers compiled for every shape that occurs: a model has dozens of them, more than PyTorch compiles by default."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
+    options = {"emulate_precision_casts": True}  # else it leaves out roundings to BF16 inside
+    compiled: Callable[..., Factors] = torch.compile(quantized_factors, dynamic=False, options=options)
+    return compiled
+
+
+def _product(first: Factors, second: Factors, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """The output in `dtype`, accumulated in float32 and rounded once."""
+    (a, a_scale), (b, b_scale) = first, second
+    if a.dtype == b.dtype == dtype and a_scale is None and b_scale is None:  # BF16 and FP32 as PyTorch computes them
+        return functional.linear(b, a, bias)
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        output = torch.mm(b, a.t(), out_dtype=torch.float32)
+    else:
+        output = functional.linear(b.float(), a.float())
+    for scale in (a_scale, b_scale):
+        output = output if scale is None else output * scale
+    return (output if bias is None else output + bias.float()).to(dtype)
+
+
+class _EmulatedGemms(torch.autograd.Function):  # type: ignore[misc]
+    """Forward and backward of a linear whose three GEMMs have quantized operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, emulated: EmulatedLinear
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        maxima = {"X": emulated.maximum("X", rows), "W": emulated.maximum("W", weight)}
+        ctx.save_for_backward(x, weight, maxima["X"], maxima["W"])
+        ctx.emulated, ctx.has_bias = emulated, bias is not None
+        output = emulated.gemm("fprop", {"X": rows, "W": weight}, maxima, x.dtype, bias)
+        return output.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, x_maximum, w_maximum = ctx.saved_tensors
+        emulated, rows = ctx.emulated, dy.reshape(-1, dy.shape[-1])
+        tensors = {"X": x.reshape(-1, x.shape[-1]), "W": weight, "dY": rows}
+        maxima = {"X": x_maximum, "W": w_maximum, "dY": emulated.maximum("dY", rows)}
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = emulated.gemm("dgrad", tensors, maxima, x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = emulated.gemm("wgrad", tensors, maxima, weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = rows.sum(0)
+        return dx, dw, db, None

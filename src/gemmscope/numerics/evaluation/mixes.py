@@ -1,0 +1,304 @@
+"""Which linears and which first or last layers to keep in a higher precision, so that the error stays below a bound.
+
+A mix is a recipe for most cells (a cell is one linear of one layer) and a second recipe with a smaller error for the rest: all
+linears of the first and the last layers, and some linears in every layer. Frameworks can be configured this way, but not cell by
+cell.
+
+The error of a mix is the root mean square over its cells; its time is a sum over them (`speeds.py`). Its cost is its time, and
+half a percent of the time in BF16 for every part that must be configured: a linear, the first layers, the last layers, a second
+recipe. Without that cost, the best mix would keep a dozen parts in higher precision for a thousandth of the time, less than any
+speedup can resolve.
+
+All of this follows from sums over rows and columns of a table, so that all mixes are tried: every pair of recipes, `MOST_ENDS`
+first and as many last layers, every set of linears. With more than `MOST_LISTED` linears the sets are not listed. They are built
+up linear by linear, and a set that another one beats in both error and cost is dropped, because whatever is added to both keeps
+their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gemmscope import units
+from gemmscope.findings import Finding, finding
+from gemmscope.numerics.evaluation.error_table import Cells, Values, cells_of, recipe_errors
+from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_speeds, speeds_of
+from gemmscope.paste.mix import mix_to_paste
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.recipe.support import run_together
+from gemmscope.results.base import ModelSummary, Origin
+from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, RecipeError
+from gemmscope.roles import role_named
+
+MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
+MOST_LISTED = 12  # linears whose sets are all listed: 4096 of them
+MOST_SETS = 20_000  # that are kept while they are built up; see `_thinned`
+MOST_SHOWN = 20  # mixes of the frontier
+PART_COST = 0.005  # of the time in BF16, for each part of a mix
+CLOSE, DIGITS = 1e-9, 12  # sums of the same numbers in another order are equal
+Sets = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """A mix by its parts. `kept`: one truth value for each linear."""
+
+    recipe: str
+    higher: str
+    first: int = 0
+    last: int = 0
+    kept: tuple[bool, ...] = ()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether anything is kept in higher precision."""
+        return self.first > 0 or self.last > 0 or any(self.kept)
+
+    def mask(self, cells: Cells) -> Values:
+        """1 for the cells that are kept in higher precision, else 0."""
+        kept = np.zeros(cells.flops.shape)
+        kept[:, np.array(self.kept or (False,) * len(cells.linears), dtype=bool)] = 1.0
+        kept[: self.first] = 1.0
+        kept[len(kept) - self.last :] = 1.0
+        return kept
+
+
+@dataclass(frozen=True)
+class ScoredPlans:
+    """Mixes of one pair of recipes with their squared errors and costs, none of which another one beats in both."""
+
+    plans: list[MixPlan]
+    squares: Values
+    costs: Values
+
+
+def recommend_mix(cells: Cells, speeds: Speeds, bound: float | None) -> MixedPrecision:
+    """The mix of least cost below the bound, and the frontier of error and cost over all mixes, the fastest first.
+
+    Of mixes that cost the same, the one with the smaller error.
+    """
+    plans, squares, costs = list[MixPlan](), list[float](), list[float]()
+    for scored in _all_plans(cells, speeds):
+        plans += scored.plans
+        squares += scored.squares.tolist()
+        costs += scored.costs.tolist()
+    order = sorted(range(len(plans)), key=lambda place: (_near(costs[place]), _near(squares[place])))
+    frontier, least = list[MixPlan](), np.inf
+    for place in order:
+        if squares[place] < least * (1 - CLOSE):
+            frontier.append(plans[place])
+            least = squares[place]
+    chosen = None
+    if bound is not None:
+        chosen = next((plan for plan in frontier if _mix(plan, cells, speeds).error <= bound * (1 + CLOSE)), None)
+    shown = [(plan, _mix(plan, cells, speeds)) for plan in _shown(frontier, chosen)]
+    return MixedPrecision(
+        bound=bound,
+        cost="bits" if speeds.of is None else "time",
+        chosen=next((mix for plan, mix in shown if plan == chosen), None),
+        frontier=tuple(mix for _, mix in sorted(shown, key=lambda pair: _time(pair[0], cells, speeds))),
+    )
+
+
+def _time(plan: MixPlan, cells: Cells, speeds: Speeds) -> float:
+    kept = plan.mask(cells)
+    return speeds.time(_parts(plan, kept))
+
+
+def _parts(plan: MixPlan, kept: Values) -> dict[str, Values]:
+    """Recipe → the cells that run in it."""
+    return {plan.recipe: 1 - kept, **({plan.higher: kept} if plan.is_mixed else {})}
+
+
+def _near(value: float) -> float:
+    """A rounded value that is equal for two sums of the same numbers."""
+    return float(f"{value:.9e}")
+
+
+def _shown(frontier: list[MixPlan], chosen: MixPlan | None) -> list[MixPlan]:
+    """Whole recipes, the chosen mix, and others evenly spread between them."""
+    step = max(len(frontier) / MOST_SHOWN, 1.0)
+    places = {int(number * step) for number in range(MOST_SHOWN)}
+    return [plan for place, plan in enumerate(frontier) if place in places or not plan.is_mixed or plan == chosen]
+
+
+def _mix(plan: MixPlan, cells: Cells, speeds: Speeds) -> Mix:
+    """The plan with its error and speedup, summed cell by cell."""
+    kept = plan.mask(cells)
+    squares = cells.squares[plan.recipe] * (1 - kept) + cells.squares[plan.higher] * kept
+    return Mix(
+        recipe=plan.recipe,
+        higher=plan.higher,
+        first_layers=plan.first,
+        last_layers=plan.last,
+        linears=tuple(name for name, one in zip(cells.linears, plan.kept, strict=False) if one),
+        error=sqrt(squares.sum()),
+        kept_share=float((cells.flops * kept).sum()),
+        speedup=speeds.speedup(_parts(plan, kept)) if plan.recipe != BASELINE else None,
+    )
+
+
+def _all_plans(cells: Cells, speeds: Speeds) -> Iterator[ScoredPlans]:
+    """Every recipe in all cells, then every pair of a recipe and one with a smaller error that some GPU runs both of."""
+    names = [name for name in cells.recipes if name in speeds.savings]
+    squares = np.array([cells.squares[name].sum() for name in names])
+    whole = [MixPlan(name, BASELINE) for name in names]
+    yield ScoredPlans(whole, squares, np.array([_time(plan, cells, speeds) for plan in whole]))
+    for place, name in enumerate(names):
+        for higher in names[:place]:
+            possible = speeds.of is not None or run_together(name, higher)  # speeds are those of one GPU
+            if possible and cells.error(higher) < cells.error(name):
+                yield _pair(cells, speeds, name, higher)
+
+
+def _pair(cells: Cells, speeds: Speeds, recipe: str, higher: str) -> ScoredPlans:
+    """All mixes of two recipes that no other one of them beats."""
+    gains = cells.squares[recipe] - cells.squares[higher]  # of squared error, if a cell is kept in higher precision
+    saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
+    costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
+    layers, linears = gains.shape
+    listed = _listed(linears) if linears <= MOST_LISTED else None
+    ends = list(_ends(layers)) if cells.contiguous else [(0, 0)]
+    squares, sums_of_costs, kept, of_ends = list[Values](), list[Values](), list[Sets](), list[npt.NDArray[np.intp]]()
+    for place, (first, last) in enumerate(ends):
+        inner = slice(first, layers - last)
+        column_gains, column_costs = gains[inner].sum(axis=0), costs[inner].sum(axis=0) + PART_COST
+        sets = listed if listed is not None else _built(column_gains, column_costs)
+        sums = -(sets @ column_gains), sets @ column_costs
+        front = _front(*sums)
+        squares.append(sums[0][front] - gains[:first].sum() - gains[layers - last :].sum())
+        parts = PART_COST * ((first > 0) + (last > 0) + (higher != BASELINE))
+        sums_of_costs.append(sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts)
+        kept.append(sets[front])
+        of_ends.append(np.full(len(front), place))
+    all_squares = cells.squares[recipe].sum() + np.concatenate(squares)
+    all_costs = 1 - saved.total * saved.shares.sum() + np.concatenate(sums_of_costs)
+    all_kept, all_ends = np.concatenate(kept), np.concatenate(of_ends)
+    front = _front(all_squares, all_costs)
+    plans = [
+        MixPlan(recipe, higher, ends[place][0], ends[place][1], tuple(map(bool, own)))
+        for place, own in zip(all_ends[front], all_kept[front], strict=True)
+    ]
+    return ScoredPlans(plans, all_squares[front], all_costs[front])
+
+
+def _ends(layers: int) -> Iterator[tuple[int, int]]:
+    """Numbers of first and last layers that leave at least one layer, the fewest first."""
+    numbers = range(min(layers, MOST_ENDS + 1))
+    yield from sorted(((first, last) for first in numbers for last in numbers if first + last < layers), key=sum)
+
+
+def _listed(linears: int) -> Sets:
+    """Every set of linears except the full one, the smallest first."""
+    sets = (np.arange(2**linears - 1)[:, None] >> np.arange(linears)) & 1
+    return (sets[np.argsort(sets.sum(axis=1), kind="stable")]).astype(bool)
+
+
+def _built(gains: Values, costs: Values) -> Sets:
+    """The sets of linears that no other one beats in both error and cost: those without the next linear, and those with it."""
+    sets = np.zeros((1, len(gains)), dtype=bool)
+    for place in range(len(gains)):
+        added = sets.copy()
+        added[:, place] = True
+        sets = np.concatenate([sets, added])
+        sums = -(sets @ gains), sets @ costs
+        sets = sets[_thinned(*sums)]
+    return sets
+
+
+def _thinned(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
+    """The front, thinned to `MOST_SETS` points: the cheapest one in each interval of errors."""
+    front = _front(squares, costs)
+    if len(front) <= MOST_SETS:
+        return front
+    spread = squares[front] - squares[front].min()
+    _, places = np.unique(np.floor(spread / spread.max() * MOST_SETS), return_index=True)
+    return front[np.sort(places)]
+
+
+def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
+    """The indices of the points that no other point beats in both error and cost, by cost; of equal points, the first."""
+    squares, costs = (np.round(values / max(np.abs(values).max(), 1e-300), DIGITS) for values in (squares, costs))
+    order = np.lexsort((squares, costs))
+    least = np.minimum.accumulate(np.concatenate([[np.inf], squares[order][:-1]]))
+    return order[squares[order] < least]
+
+
+@dataclass(frozen=True)
+class RecipesAndMix:
+    """The part of a `NumericsResult` that is about all linears."""
+
+    recipes: tuple[RecipeError, ...] = ()
+    mixed: MixedPrecision | None = None
+    findings: tuple[Finding, ...] = ()
+    speed_origin: Origin | None = None
+    speed_of: Literal["step", "linears"] | None = None
+    speed_gpu: str = ""
+
+
+def recipes_and_mix(
+    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> RecipesAndMix:
+    """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
+    cells = cells_of(linears)
+    if cells is None:
+        return RecipesAndMix()
+    findings = list(_stays_in_baseline(cells))
+    speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
+    findings += [*speeds.findings, *_other_model(linears, speed)]
+    mixed = recommend_mix(cells, speeds, bound)
+    if bound is not None and mixed.chosen is None:
+        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
+    if mixed.chosen is not None:
+        mixed = mixed.model_copy(
+            update={
+                "settings": mix_to_paste(
+                    mixed.chosen, cells.linears, len(cells.layers), in_layers=any(linear.layer is not None for linear in linears)
+                )
+            }
+        )
+    recipes = tuple(
+        row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
+        for row in recipe_errors(linears, cells)
+    )
+    return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+
+
+def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
+    """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, linears in cells.missing.items():
+        if name in cells.squares:
+            groups.setdefault(linears, []).append(name)
+    for linears, recipes in groups.items():
+        yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
+
+
+def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
+    """A warning if the speeds seem to be those of another model. SYNTHETIC linears have smaller sizes, and no layers."""
+    model = speed.model if speed is not None else None
+    reason = mismatch(linears, model) if model is not None else ""
+    return [finding("numerics-other-model", model=model.name, reason=reason)] if reason and model is not None else []
+
+
+def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
+    """What linears of layers and a model disagree in; empty where they agree, as far as it is known."""
+    linears = [linear for linear in every if linear.layer is not None]
+    if not linears:
+        return ""
+    sizes = {size for linear in linears for size in (linear.inputs, linear.outputs) if size}
+    layers = max(linear.layer or 0 for linear in linears) + 1
+    if model.hidden_size is not None and sizes and model.hidden_size not in sizes:
+        return f"with hidden size {model.hidden_size}, but none of the linears with errors has that size"
+    if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
+        return f"with {units.counted(model.num_hidden_layers, 'layer')}, but the errors are those of {layers} layers"
+    of_experts = any((known := role_named(linear.op)) is not None and known.block == "experts" for linear in linears)
+    if model.layers == f"{model.num_hidden_layers} dense" and of_experts:
+        return "which has no experts, but some errors are those of experts"
+    return ""

@@ -1,0 +1,180 @@
+"""The time that each linear saves in each recipe, as a share of the BF16 time of the step or of all linears.
+
+The total savings of a recipe come from its measured or forecast speedup. They are divided among the linears by the times of each
+op where these are known (`bench`, `forecast`), otherwise by FLOPs (`step`). The time of a mix, relative to BF16, is 1 minus the
+savings of every linear in the recipe that it runs in.
+
+Without speeds, the number of bits stands for the time: tensor cores run FP8 at twice the rate of BF16, and FP4 at twice the rate
+of FP8. That is enough to prefer one mix to another, but no speedup is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from gemmscope.findings import Finding, finding
+from gemmscope.interval import Interval
+from gemmscope.numerics.evaluation.error_table import Cells, Values
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.base import Origin
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.forecast import ForecastResult, GpuForecast
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepResult, StepTimes
+from gemmscope.results.winner import too_close
+
+SpeedResult = BenchResult | StepResult | ForecastResult
+MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save; more is implausible
+BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+
+
+@dataclass(frozen=True)
+class Savings:
+    """The savings of one recipe in all linears: `total` is the share of the BF16 time, `shares` is each cell's share of the
+    total.
+
+    `low`, `high`: the ends of the total's interval.
+    """
+
+    total: float
+    low: float
+    high: float
+    shares: Values
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Every recipe whose speed is known. Without a speed file (`of` is None), bits stand for times, and there are no speedups."""
+
+    savings: Mapping[str, Savings]
+    speedups: Mapping[str, Interval] = field(default_factory=dict)
+    rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Recipe → recipes whose speed is too close to call against its own."""
+    origin: Origin | None = None
+    of: Literal["step", "linears"] | None = None
+    gpu: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    def time(self, parts: Mapping[str, Values]) -> float:
+        """The time of a mix relative to BF16. `parts`: recipe → 1 for the cells that run in it, else 0."""
+        return 1 - sum(
+            self.savings[name].total * float((self.savings[name].shares * cells).sum()) for name, cells in parts.items()
+        )
+
+    def speedup(self, parts: Mapping[str, Values]) -> Interval | None:
+        """The speedup of a mix over BF16. Its interval assumes that the errors of the recipes' speedups are fully correlated."""
+        if self.of is None:
+            return None
+        value = low = high = 1.0
+        for name, cells in parts.items():
+            own = self.savings[name]
+            share = float((own.shares * cells).sum())
+            value, low, high = value - own.total * share, low - own.low * share, high - own.high * share
+        known = all(self.speedups[name].known for name in parts if name != BASELINE)
+        return Interval(1 / value, 1 / low, 1 / high) if known else Interval(1 / value)
+
+
+def nominal_speeds(cells: Cells) -> Speeds:
+    """Nominal speeds for every recipe of the table, by the bits of its operands."""
+    savings = {}
+    for name in cells.squares:
+        passes = recipe(name).operands.values()
+        saved = 1 - sum(max(BITS[operand] for operand in formats) for formats in passes) / 16 / len(passes)
+        savings[name] = Savings(saved, saved, saved, cells.flops * (1 - cells.skipped.get(name, 0.0)))
+    return Speeds(savings)
+
+
+def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
+    """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
+    linears: Linears | None = None
+    step: StepTimes | None = None
+    chosen = gpu_of(result, gpu) if isinstance(result, ForecastResult) else result
+    if isinstance(chosen, GpuForecast):
+        linears, step, where = chosen.linears, chosen.step, chosen.title
+    elif isinstance(chosen, StepResult):
+        step, where = chosen.step, chosen.where
+    else:
+        linears, where = chosen.linears, chosen.where
+    speedups = _step_speedups(step) if step is not None else _linears_speedups(linears)
+    speedups = {name: speedup for name, speedup in speedups.items() if name in cells.squares}
+    findings = [warning for warning in chosen.findings if warning.code == "step-host-bound"]
+    if missing := [name for name in cells.squares if name not in speedups and name != BASELINE]:
+        findings.append(finding("numerics-no-speed", recipes=missing, where=where))
+    savings = {BASELINE: Savings(0.0, 0.0, 0.0, cells.flops)}
+    by_flops = []
+    for name, speedup in speedups.items():
+        shares = _shares(linears, cells, name, 1 - 1 / speedup.value) if linears is not None else None
+        by_flops += [name] if shares is None else []
+        total, low, high = (1 - 1 / (end or speedup.value) for end in (speedup.value, speedup.low, speedup.high))
+        divided = shares if shares is not None else cells.flops
+        savings[name] = Savings(total, low, high, divided * (1 - cells.skipped.get(name, 0.0)))
+    if by_flops:
+        findings.append(finding("numerics-speed-by-flops", recipes=by_flops))
+    return Speeds(
+        savings,
+        speedups,
+        {name: _rivals(name, speedups, step, linears) for name in speedups},
+        origin="forecast" if isinstance(result, ForecastResult) else "measured",
+        of="step" if step is not None else "linears",
+        gpu=where,
+        findings=tuple(findings),
+    )
+
+
+def gpu_of(result: ForecastResult, gpu: str = "") -> GpuForecast:
+    """The GPU of this name, or the first one."""
+    return next((forecast for forecast in result.gpus if forecast.gpu == gpu), result.gpus[0])
+
+
+def _step_speedups(step: StepTimes) -> dict[str, Interval]:
+    return {
+        time.recipe: time.speedup
+        for time in step.recipes
+        if time.speedup is not None and time.speedup.value > 0 and not time.fell_back
+    }
+
+
+def _rivals(name: str, speedups: Mapping[str, Interval], step: StepTimes | None, linears: Linears | None) -> tuple[str, ...]:
+    """The recipes that are too close to call against this one, by the interval of their ratio; the fastest first."""
+
+    def ratio(other: str) -> Interval | None:
+        if step is not None:
+            return step.speedup(name, over=other)
+        return linears.speedup(name, _mode(linears), over=other) if linears is not None else None
+
+    rivals = [other for other in speedups if other != name and too_close(ratio(other))]
+    return tuple(sorted(rivals, key=lambda other: -speedups[other].value))
+
+
+def _mode(linears: Linears) -> Literal["autocast", "pre-quantized"]:
+    return "autocast" if "autocast" in linears.modes else "pre-quantized"
+
+
+def _linears_speedups(linears: Linears | None) -> dict[str, Interval]:
+    if linears is None:
+        return {}
+    mode = _mode(linears)
+    speedups = {name: linears.speedup(name, mode) for name in linears.recipes if not linears.falls_back(name, mode)}
+    return {name: speedup for name, speedup in speedups.items() if speedup is not None and speedup.value > 0}
+
+
+def _shares(linears: Linears, cells: Cells, name: str, total: float) -> Values | None:
+    """The share of each cell in the recipe's savings (`total`), from the times of its op; None if they do not determine it."""
+    mode, columns = _mode(linears), []
+    for place, op in enumerate(cells.ops):
+        low, high = linears.op_time(op, name, mode), linears.op_time(op, BASELINE, mode)
+        if not op or low is None or high is None:
+            return None
+        fused_flops = sum(cells.flops[:, other].sum() for other, own in enumerate(cells.ops) if own == op)  # of one fused GEMM
+        part = cells.flops[:, place].sum() / fused_flops
+        present = (cells.flops[:, place] > 0).astype(float)
+        columns.append((high.total_ms.value - low.total_ms.value) * part * present)
+    saved = np.stack(columns, axis=1)
+    whole, gained = float(saved.sum()), float(saved[saved > 0].sum())
+    if whole * total <= 0 or total * gained / whole > MOST_SAVED:  # the linears contradict the total or cancel: noise
+        return None
+    return saved / whole

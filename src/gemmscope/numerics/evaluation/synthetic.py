@@ -1,0 +1,116 @@
+"""Synthetic tensors for the linears of a model: to compare recipes before there is a training run. Results always say that they
+are synthetic.
+
+Real activations and gradients are neither normal nor independent: synthetic tensors show how recipes react to a kind of
+distribution, not what they do to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from gemmscope.numerics.evaluation.requests import SyntheticKind
+from gemmscope.numerics.probes import measure_linear
+from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
+from gemmscope.numerics.sample import random_for
+
+TOKENS = 1024
+LARGEST = 2048  # features: all sizes are scaled down by one factor until the largest fits
+FREEDOM = 4  # degrees of freedom of Student's t
+OUTLIER_SHARE, OUTLIER_RANGE = 0.005, (20.0, 100.0)  # of channels, and how much larger they are: as in trained language models
+GRADIENT_SCALE = 1e-4
+SPREAD = 1.0  # standard deviation of the logarithm of dY's scale over tokens
+MARK = "SYNTHETIC"
+
+Maker = Callable[[int, int, int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
+
+
+def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, columns, generator=generator)
+
+
+def _student(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    squares = torch.randn(rows, columns, FREEDOM, generator=generator).square().mean(-1)
+    return _normal(rows, columns, generator) / squares.sqrt()
+
+
+def _normal_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and dY, all normal."""
+    x, w, dy = (_normal(rows, columns, generator) for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    return x, w * inputs**-0.5, dy * GRADIENT_SCALE
+
+
+def _heavy_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and dY, all of Student's t with 4 degrees of freedom."""
+    x, w, dy = (_student(rows, columns, generator) for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    return x, w * inputs**-0.5, dy * GRADIENT_SCALE
+
+
+def _outlier_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal, but a few channels of X are 20 to 100 times larger, and the scale of dY differs from token to token."""
+    x, w, dy = _normal_tensors(tokens, inputs, outputs, generator)
+    count = max(round(OUTLIER_SHARE * inputs), 1)
+    channels = torch.randperm(inputs, generator=generator)[:count]
+    low, high = OUTLIER_RANGE
+    x[:, channels] *= low * (high / low) ** torch.rand(count, generator=generator)
+    return x, w, dy * torch.exp(SPREAD * torch.randn(tokens, 1, generator=generator))
+
+
+MAKERS: dict[SyntheticKind, Maker] = {"normal": _normal_tensors, "heavy": _heavy_tensors, "outliers": _outlier_tensors}
+TITLES = {
+    "normal": "normal",
+    "heavy": f"heavy-tailed (Student's t, {FREEDOM} degrees of freedom)",
+    "outliers": "normal with outlier channels (0.5% of them 20 to 100 times larger)",
+}
+
+
+def synthetic_recording(
+    kind: SyntheticKind,
+    sizes: Mapping[str, tuple[int, int]],
+    *,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    megabytes: float = 64,
+    model: str = "",
+) -> TensorRecording:
+    """Tensors of one kind for linears of these sizes (op → inputs and outputs), sampled as in a recording, in bfloat16."""
+    smaller, title = scaled(sizes), f"{MARK}: {TITLES[kind]}"
+    budget = int(megabytes * 1e6 / len(sizes)) - 10_000
+    kept: dict[str, Tensor] = {}
+    linears = []
+    for name, (inputs, outputs) in smaller.items():
+        generator = torch.Generator().manual_seed(int(random_for(seed, name, kind).integers(2**62)))
+        x, w, dy = (tensor.to(torch.bfloat16) for tensor in MAKERS[kind](tokens, inputs, outputs, generator))
+        facts, tensors = measure_linear(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, name))
+        kept |= {tensor_key(name, 0, key): tensor for key, tensor in tensors.items()}
+        linears.append(
+            LinearFacts(
+                name=name, linear=name, op=name.partition(",")[0], kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16",
+                steps=(facts,),
+            )
+        )  # fmt: skip
+    notes = (title, *([f"sizes are scaled down, so that none exceeds {LARGEST}"] if smaller != sizes else []))
+    described = RecordingFacts(
+        source="synthetic", origin=kind, model=model, steps=(0,), seed=seed, packages={"torch": torch.__version__}, notes=notes,
+        linears=tuple(linears),
+    )  # fmt: skip
+    return in_memory(described, title, kept)
+
+
+def scaled(sizes: Mapping[str, tuple[int, int]]) -> Mapping[str, tuple[int, int]]:
+    """All sizes divided by one factor; multiples of 128 stay multiples of 128.
+
+    >>> scaled({"QKV Proj": (4096, 6144), "MLP Down": (14336, 4096)})
+    {'QKV Proj': (640, 896), 'MLP Down': (2048, 640)}
+    """
+    largest = max(max(pair) for pair in sizes.values())
+    if largest <= LARGEST:
+        return sizes
+
+    def smaller(size: int) -> int:
+        return max(round(size * LARGEST / largest / BLOCK), 1) * BLOCK if size >= BLOCK else size
+
+    return {name: (smaller(inputs), smaller(outputs)) for name, (inputs, outputs) in sizes.items()}

@@ -1,0 +1,87 @@
+"""The lines that a pool and a site exchange: one JSON object each.
+
+To the site: `begin` (once, how it is set up) and `unit`; the end of its input means that it should end. From the site: `hello` or
+`refused`, then `alive`, `progress`, `outcome` and `failure`. What a unit is goes to the site as a pickle, since it holds Python
+values; nothing that comes back is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed, UnitProgress
+
+SITE = "gemmscope.pool.site"  # the module that a site runs
+ALIVE_S = 5.0  # how often a site gives a sign of life
+
+
+@dataclass(frozen=True)
+class SiteSetup:
+    """How a site is set up. Its GPU is the one that CUDA_VISIBLE_DEVICES shows it."""
+
+    cpu: bool = False
+    """Measure on the CPU."""
+    share_gpu: bool = False
+    """Measure also on a GPU that others use."""
+    cores: Sequence[int] = ()
+    """The CPU cores that it and its measuring processes run on; empty: all."""
+    near: bool = False
+    """Without `cores`: those near its GPU, divided among the GPUs of its machine that are near the same ones."""
+    folder: str = ""
+    """For its journals, on a local disk; empty: a temporary folder of its own."""
+    alive_s: float = ALIVE_S
+
+    def line(self) -> bytes:
+        return _line(type="begin", **asdict(self))
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> SiteSetup:
+        return SiteSetup(**{name: value for name, value in data.items() if name != "type"})
+
+
+def unit_line(unit: Unit) -> bytes:
+    """Asks a site for a unit."""
+    return _line(type="unit", key=unit.key, content=base64.b64encode(pickle.dumps(unit.content)).decode())
+
+
+def content_of(data: Mapping[str, Any]) -> Any:
+    """What a unit is, from its line. Only for a site: it trusts whoever started it."""
+    return pickle.loads(base64.b64decode(data["content"]))
+
+
+def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
+    """The event that a line of the site at `place` (its key) tells. `name`: what to call it if it refuses.
+
+    A `ValueError` if it is not a line of a site.
+
+    >>> event_of("a", '{"type": "progress", "text": "round 3"}')
+    UnitProgress(place='a', text='round 3')
+    """
+    try:
+        data = json.loads(text)
+        match data["type"]:
+            case "hello":
+                return PlaceFound(Place(place, str(data["node"]), data["gpu"], str(data["uuid"]), dict(data["facts"])))
+            case "refused":
+                return PlaceRefused(name or str(data["node"]), str(data["why"]), str(data["hint"]), place)
+            case "alive":
+                return UnitProgress(place, "")
+            case "progress":
+                return UnitProgress(place, str(data["text"]))
+            case "outcome":
+                return UnitDone(place, str(data["unit"]), data["outcome"])
+            case "failure":
+                unfit = bool(data.get("unfit"))
+                return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=unfit)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"not a line of a site: {error}") from error
+    raise ValueError("not a line of a site")
+
+
+def _line(**content: Any) -> bytes:
+    return json.dumps(content).encode() + b"\n"

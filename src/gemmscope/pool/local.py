@@ -1,0 +1,223 @@
+"""The GPUs of this machine as a pool: one site per GPU, pinned to it and to the CPU cores near it.
+
+A site that dies is started again, unless it dies again and again without finishing anything.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemmscope.folders import temporary_folder
+from gemmscope.gpu.environment import node_name
+from gemmscope.pool.lines import ALIVE_S, SiteSetup, event_of, unit_line
+from gemmscope.pool.site_process import SiteEndedError, SiteProcess
+from gemmscope.pool.units import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone, UnitFailed
+
+START_S = 90.0  # a site that has not said hello by then is ended: it imports nothing heavy
+MOST_DEATHS = 3  # in a row, without a unit finished between them
+RESTART_S = 1.0  # after a death: the memory of its measuring process is released by then
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A GPU of this machine, by its number and UUID; or its CPU. `cores`: the CPU cores for its processes; none: all."""
+
+    gpu: int | None = None
+    uuid: str = ""
+    cores: tuple[int, ...] = ()
+
+
+@dataclass
+class _Slot:
+    """A place, and the process that serves it now."""
+
+    key: str
+    name: str
+    local: LocalPlace
+    process: SiteProcess | None = None
+    begun: float = 0.0
+    greeted: bool = False
+    """Whether it was ever found or refused."""
+    ready: bool = False
+    """Whether its process now has said so."""
+    deaths: int = 0
+    restart_at: float | None = None
+    starts: int = 0
+
+
+class LocalPool:
+    """A pool of the places given. Two places may name the same GPU; the schedule lets them take turns."""
+
+    def __init__(
+        self,
+        places: Sequence[LocalPlace],
+        *,
+        share_gpu: bool = False,
+        alive_s: float = ALIVE_S,
+        restart_s: float = RESTART_S,
+        start_s: float = START_S,
+    ) -> None:
+        self._share_gpu, self._alive_s, self._restart_s, self._start_s = share_gpu, alive_s, restart_s, start_s
+        self._node = node_name()
+        self._slots: dict[str, _Slot] = {}
+        for place in places:
+            key = f"{self._node}/{place.uuid or ('cpu' if place.gpu is None else place.gpu)}"
+            number = sum(slot.local.uuid == place.uuid and slot.local.gpu == place.gpu for slot in self._slots.values()) + 1
+            key += f" #{number}" if number > 1 else ""
+            self._slots[key] = _Slot(key, Place(key, self._node, place.gpu).name, place)
+        self._waiting: deque[Event] = deque()
+        self._resources = ExitStack()
+
+    def __enter__(self) -> LocalPool:
+        self._folder = self._resources.enter_context(temporary_folder())
+        self._selector = self._resources.enter_context(selectors.DefaultSelector())
+        self._resources.callback(self._end_all)
+        try:
+            for slot in self._slots.values():
+                self._start(slot)
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def expected(self) -> int:
+        return sum(
+            not slot.greeted and (slot.process is not None or slot.restart_at is not None) for slot in self._slots.values()
+        )
+
+    def events(self, wait_s: float) -> Iterable[Event]:
+        self._restart()
+        if self._waiting:
+            wait_s = 0.0
+        due = [slot.restart_at - time.monotonic() for slot in self._slots.values() if slot.restart_at is not None]
+        for ready, _ in self._selector.select(max(0.0, min([wait_s, *due]))):
+            self._receive(ready.data)
+        for slot in self._slots.values():
+            self._check_slot(slot)
+        events, self._waiting = list(self._waiting), deque()
+        return events
+
+    def assign(self, place: str, unit: Unit) -> None:
+        slot = self._slots[place]
+        if slot.process is not None:  # else its loss is about to be reported
+            slot.process.send(unit_line(unit))
+            self._listen(slot)
+
+    def abandon(self, place: str) -> None:
+        slot = self._slots[place]
+        if slot.process is not None:
+            self._close(slot)
+            slot.restart_at = time.monotonic()
+            self._waiting.append(PlaceLost(place, "ended", again=True))
+
+    def pids(self) -> dict[str, int]:
+        """The process of each place's site, by the place's key."""
+        return {slot.key: slot.process.pid for slot in self._slots.values() if slot.process is not None}
+
+    def _start(self, slot: _Slot) -> None:
+        slot.starts += 1
+        folder = self._folder / f"{list(self._slots).index(slot.key)}-{slot.starts}"
+        setup = self._setup(slot, folder)
+        visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if slot.local.gpu is not None else {}
+        slot.begun, slot.restart_at, slot.ready = time.monotonic(), None, False
+        try:
+            slot.process = SiteProcess(visible)
+        except OSError as error:  # no memory, no more processes or files
+            self._died(slot, f"its process cannot be started: {error.strerror or error}")
+            return
+        slot.process.send(setup.line())
+        self._selector.register(slot.process.reading, selectors.EVENT_READ, slot)
+        self._listen(slot)
+
+    def _setup(self, slot: _Slot, folder: Path) -> SiteSetup:
+        return SiteSetup(slot.local.gpu is None, self._share_gpu, slot.local.cores, folder=str(folder), alive_s=self._alive_s)
+
+    def _listen(self, slot: _Slot) -> None:
+        """Wait until its input takes more, as long as something is left to send."""
+        process = slot.process
+        assert process is not None
+        known = process.writing in self._selector.get_map()
+        if process.sending and not known:
+            self._selector.register(process.writing, selectors.EVENT_WRITE, slot)
+        elif known and not process.sending:
+            self._selector.unregister(process.writing)
+
+    def _receive(self, slot: _Slot) -> None:
+        """Process what a site has sent, and send what it has not received yet."""
+        if slot.process is None:
+            return
+        try:
+            slot.process.flush()
+            self._listen(slot)
+            for line in slot.process.lines():
+                self._tell(slot, event_of(slot.key, line, name=slot.name))
+                if slot.process is None:
+                    return
+        except ValueError as error:
+            self._died(slot, str(error))
+        except SiteEndedError as death:
+            self._died(slot, str(death))
+
+    def _tell(self, slot: _Slot, event: Event) -> None:
+        if isinstance(event, PlaceFound):
+            slot.greeted = slot.ready = True
+            place = event.place
+            event = PlaceFound(Place(place.key, place.node, slot.local.gpu, slot.local.uuid or place.uuid, place.facts))
+        elif isinstance(event, (UnitDone, UnitFailed)):
+            slot.deaths = 0
+        elif isinstance(event, PlaceRefused):
+            slot.greeted = True
+            self._close(slot)
+        self._waiting.append(event)
+
+    def _check_slot(self, slot: _Slot) -> None:
+        """Check for a site that has ended while something else keeps its output open, or that does not start at all."""
+        if slot.process is None:
+            return
+        if (code := slot.process.ended()) is not None:
+            self._receive(slot)
+            if slot.process is not None:
+                self._died(slot, code)
+        elif not slot.ready and time.monotonic() - slot.begun > self._start_s:
+            self._died(slot, f"its process did not respond for {self._start_s:g} s: the GPU driver may hang", again=False)
+
+    def _died(self, slot: _Slot, why: str, *, again: bool = True) -> None:
+        self._close(slot)
+        slot.deaths += 1
+        again = again and slot.deaths < MOST_DEATHS
+        slot.restart_at = time.monotonic() + self._restart_s if again else None
+        if slot.greeted:
+            self._waiting.append(PlaceLost(slot.key, why, again=again))
+        elif not again:
+            self._waiting.append(PlaceRefused(slot.name, why, "gemmscope doctor shows what this machine can measure", slot.key))
+
+    def _restart(self) -> None:
+        for slot in self._slots.values():
+            if slot.restart_at is not None and slot.restart_at <= time.monotonic():
+                self._start(slot)
+
+    def _close(self, slot: _Slot) -> None:
+        process, slot.process = slot.process, None
+        if process is not None:
+            known: Any = self._selector.get_map()
+            for stream in (process.reading, process.writing):
+                if stream in known:
+                    self._selector.unregister(stream)
+            process.close()
+
+    def _end_all(self) -> None:
+        for slot in self._slots.values():
+            if slot.process is not None:
+                slot.process.stop()
+        for slot in self._slots.values():
+            self._close(slot)

@@ -1,0 +1,178 @@
+"""The runs behind one `gemmscope step`: the step in every recipe; on request the real model, CUDA graphs and smaller batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gemmscope.engine.journal import RecordedRun
+from gemmscope.engine.link import Workers
+from gemmscope.engine.rule import StoppingRule
+from gemmscope.errors import UserError
+from gemmscope.findings import Finding, finding
+from gemmscope.model.spec import RunSpec
+from gemmscope.progress import Reporter
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.step import AtBatch, Recommendation, StepSettings, StepTimes, VariantResult
+from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times, with_captured
+from gemmscope.step.module_plan import ModulePlan
+from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.step_campaign import StepCampaign
+from gemmscope.step.waterfall import smaller_batches
+from gemmscope.units import counted
+from gemmscope.workload.summary import Totals
+
+BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What was run, and what follows from it. `depth`: the number of layers that were run; 0 if none could be."""
+
+    predicted: StepCampaign
+    runs: Sequence[StepCampaign]
+    times: StepTimes
+    depth: int
+    recommendation: Recommendation | None
+    batches: tuple[AtBatch, ...]
+
+    @property
+    def variants(self) -> list[VariantResult]:
+        return [result for run in self.runs for result in run.results.tasks.values()]
+
+
+@dataclass
+class StepSession:
+    """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
+
+    plan: StackPlan | ModulePlan
+    recipes: Sequence[str]
+    settings: StepSettings
+    precision: float
+    time_limit: float
+    recording: RecordedRun
+    workers: Workers
+    reporter: Reporter
+    most_layers: int | None
+    findings: list[Finding] = field(default_factory=list)
+    interrupted: bool = False
+
+    def measure(
+        self, of: str, summed: Totals, run: RunSpec, *, verify: bool, break_even: bool, cuda_graphs: bool, try_mixed: bool
+    ) -> MeasuredStep:
+        """Everything that was asked for. `of`: a description of what is run; `summed`: the work of the step, all layers
+        together."""
+        predicted = self.run(f"running the step of {of} in {', '.join(self.recipes)} …")
+        real, as_deep = self.verify() if verify and not self.interrupted else (None, None)
+        verified = [campaign.results if campaign is not None else None for campaign in (real, as_deep)]
+        baseline = predicted.results.deepest(BASELINE)
+        depth = baseline.variant.depth if baseline is not None else 0
+        times = step_times(predicted.results, self.recipes, summed, run.tokens_per_gpu, *verified)
+        times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
+        graphs = self.capture(depth) if cuda_graphs and not self.interrupted else None
+        if graphs is not None:
+            times = with_captured(times, graphs.results)
+        recommended, mixed = self.recommend(predicted, times, try_mixed=try_mixed)
+        batches = self.break_even(times) if break_even and not self.interrupted else ()
+        runs = [campaign for campaign in (predicted, real, as_deep, graphs, mixed) if campaign is not None]
+        return MeasuredStep(predicted, runs, times, depth, recommended, batches)
+
+    def run(
+        self,
+        purpose: str,
+        *,
+        plan: StackPlan | ModulePlan | None = None,
+        recipes: Sequence[str] | None = None,
+        mixed: tuple[PartialRecipe, ...] = (),
+        real: bool = False,
+        captured_depth: int | None = None,
+        limits: tuple[float, float] | None = None,
+    ) -> StepCampaign:
+        """One measurement; of another plan, the CPU time to launch is not measured again."""
+        self.reporter.say(purpose)
+        precision, time_limit = limits or (self.precision, self.time_limit)
+        rule = StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit))
+        settings = self.settings if plan is None else replace(self.settings, host=False)
+        campaign = StepCampaign(
+            plan=plan or self.plan,
+            recipes=recipes or self.recipes,
+            settings=settings,
+            rule=rule,
+            recording=self.recording,
+            workers=self.workers,
+            real=real,
+            captured_depth=captured_depth,
+            mixed=mixed,
+            most_layers=self.most_layers,
+        )
+        with self.reporter.measuring(campaign) as campaign.on_message:
+            campaign.run()
+        self.interrupted = campaign.interrupted
+        return campaign
+
+    def verify(self) -> tuple[StepCampaign | None, StepCampaign | None]:
+        """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
+        try:
+            real = self.run("running the real model …", real=True)
+            measured = [result.variant.depth for result in real.results.tasks.values() if result.measured]
+            depth = max(measured, default=self.plan.depth)
+            if depth == self.plan.depth or self.interrupted:
+                return real, None
+            self.findings.append(finding("verified-shallower", depth=depth))
+            return real, self.run(f"predicting {counted(depth, 'layer')} …", plan=self.plan.with_depth(depth))
+        except UserError as error:
+            self.findings.append(finding("not-verified", reason=error.message))
+            return None, None
+
+    def capture(self, depth: int) -> StepCampaign | None:
+        """The same steps as CUDA graphs, at the depth that the launched ones could be run at."""
+        try:
+            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.plan.depth)
+        except UserError as error:
+            self.findings.append(finding("nothing-captured", reason=error.message))
+            return None
+
+    def recommend(
+        self, predicted: StepCampaign, times: StepTimes, *, try_mixed: bool
+    ) -> tuple[Recommendation | None, StepCampaign | None]:
+        """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
+        of what had been measured."""
+        usable = [time for time in times.recipes if not time.fell_back]  # a fallback is not a speedup, and never recommended
+        if not any(time.recipe != BASELINE for time in times.recipes):
+            return None, None
+        of_recipes = recommend(predicted.results, [PartialRecipe(time.recipe) for time in usable])
+        mixed = candidate(predicted.results, times) if try_mixed and not self.interrupted else None
+        if mixed is None:
+            return of_recipes, None
+        best = min(usable, key=lambda time: time.step_ms.value).recipe
+        rivals = list(dict.fromkeys([BASELINE, best, mixed.recipe]))
+        try:
+            proof = self.run(f"measuring {mixed.name} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
+        except UserError as error:
+            self.findings.append(finding("mixed-plan-not-tried", plan=mixed.name, reason=error.message))
+            return of_recipes, None
+        plans = [*map(PartialRecipe, rivals), mixed]
+        if any(proof.results.step(plan.recipe, plan.left_out) is None for plan in plans):  # cut short, or one of them failed
+            return of_recipes, proof
+        return recommend(proof.results, plans), proof
+
+    def break_even(self, times: StepTimes) -> tuple[AtBatch, ...]:
+        """The step on smaller batches; this one last."""
+        batches = []
+        for size, length in smaller_batches(self.plan.micro_batch_size, self.plan.sequence_length):
+            if self.interrupted:
+                break
+            batch = f"{size} x {length}"
+            try:
+                smaller = self.plan.with_batch(size, length)
+                step_run = self.run(f"running a batch of {batch} tokens …", plan=smaller, limits=BATCH_LIMITS)
+            except UserError as error:
+                self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
+                continue
+            failed = {result.variant.recipe: result.failure for result in step_run.results.tasks.values() if result.failure}
+            for name, reason in failed.items():
+                self.findings.append(finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason))
+            others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
+            speedups = {name: speedup for name, speedup in others.items() if speedup is not None}
+            batches.append(AtBatch(micro_batch_size=size, sequence_length=length, speedups=speedups))
+        here = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
+        last = AtBatch(micro_batch_size=self.plan.micro_batch_size, sequence_length=self.plan.sequence_length, speedups=here)
+        return (*batches, last)

@@ -1,0 +1,343 @@
+"""What a training step computes, as plain data that crosses the process boundary as JSON: a model with the sizes of one rank.
+
+Layers of a kind are alike, so a step of the real depth needs the weights of a few only: `slots` says which weights each layer
+uses. Layers that share a slot share its memory, not its gradients: every layer runs the kernels it would run in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle
+from math import gcd
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
+from gemmscope.roles import name_of
+from gemmscope.workload import sharding
+from gemmscope.workload.derive import derive
+from gemmscope.workload.mixers import input_widths
+
+MOST_WEIGHTS = 4  # layers that have their own weights, over all kinds, unless there are more kinds
+MOST_KINDS = 12
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """Where the norms of a layer stand."""
+
+    before: bool = True  # each of its blocks
+    after: bool = False  # each of its blocks, before it is added
+    shared: bool = False  # one norm before all blocks, which run side by side
+    count: int = 0
+
+
+def norm_places(layer: LayerSpec) -> NormPlaces:
+    """Where the norms of a layer are, by their number: before each block; before and after; one for all; none.
+
+    >>> mlp = MlpSpec(96, gated=False)
+    >>> norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=4))
+    NormPlaces(before=True, after=True, shared=False, count=4)
+    >>> norm_places(LayerSpec(None, mlp, norms=1)), norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=1)).shared
+    (NormPlaces(before=True, after=False, shared=False, count=1), True)
+    """
+    blocks = (layer.attention is not None or layer.mixer is not None) + (layer.mlp is not None)
+    own_input = int(layer.input_width > 0)  # has a norm of its own
+    if layer.norms == 0:
+        return NormPlaces(before=False)
+    if layer.norms == 1 and blocks == 2:
+        return NormPlaces(shared=True, count=1)
+    if layer.norms - own_input == 2 * blocks:
+        return NormPlaces(after=True, count=layer.norms)
+    return NormPlaces(count=blocks + own_input)
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """One rank's step: `layers` in the order they run, `slots[i]` the weights that layer i uses, `expert_rows` by layer."""
+
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    slots: tuple[int, ...]
+    norm: NormSpec
+    vocab_size: int | None
+    tied_embeddings: bool
+    head_bias: bool
+    micro_batch_size: int
+    sequence_length: int
+    expert_rows: tuple[int, ...] = ()
+    embeds: bool = True  # the first pipeline stage does
+    heads: bool = True  # the last one does
+    accumulation: int = 1
+    recompute: str = "none"
+    separate_projections: bool = False
+    predictions: int = 0  # layers of multi-token prediction, after the last one
+    prediction: LayerSpec | None = None
+    prediction_shared: bool = False  # they use the same weights
+    tp: int = 1
+    expert_tp: int = 1
+    sequence_parallel: bool = False
+    layers_before: int = 0  # on earlier pipeline stages
+    layers_after: int = 0  # on later ones
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def shares(self) -> int:
+        """How many ranks share the tokens outside the blocks that tensor parallelism splits."""
+        return self.tp if self.sequence_parallel else 1
+
+    def low_precision_sizes(self) -> dict[str, int]:
+        """The sizes of all GEMMs that may run in low precision, by name."""
+        sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
+        if self.prediction is not None:
+            sizes["output of the prediction layer's projection"] = self.hidden_size // self.tp
+        for layer in dict.fromkeys((*self.layers, *((self.prediction,) if self.prediction is not None else ()))):
+            sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
+            sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
+            if isinstance(layer.mlp, MoeSpec):
+                sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
+                shared = layer.mlp.shared
+                sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
+                sizes |= {"experts' width": layer.mlp.latent} if layer.mlp.latent is not None else {}
+            elif layer.mlp is not None:
+                sizes["intermediate size"] = layer.mlp.intermediate_size
+        return sizes
+
+    @property
+    def period(self) -> int:
+        """The fewest layers in which every kind has its exact share."""
+        return self.depth // gcd(*Counter(self.layers).values())
+
+    def with_depth(self, depth: int) -> StackPlan:
+        """So many of its layers: each kind keeps its share, and they are chosen evenly."""
+        chosen = evenly_chosen(self.layers, depth)
+        return replace(self, layers=tuple(self.layers[i] for i in chosen), slots=tuple(self.slots[i] for i in chosen))
+
+    def with_batch(self, micro_batch_size: int, sequence_length: int) -> StackPlan:
+        """The same layers on another batch."""
+        rows = tuple(max(16, row * micro_batch_size * sequence_length // self.tokens // 16 * 16) for row in self.expert_rows)
+        return replace(self, micro_batch_size=micro_batch_size, sequence_length=sequence_length, expert_rows=rows)
+
+    def padded(self, multiple: int) -> StackPlan:
+        """The plan with experts' tokens padded to a multiple of what a recipe needs (they are multiples of 16 already)."""
+        return replace(self, expert_rows=tuple(-(-rows // multiple) * multiple for rows in self.expert_rows))
+
+    def unrolled(self) -> StackPlan:
+        """Every layer with weights of its own: the real model."""
+        return replace(self, slots=tuple(range(self.depth)))
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StackPlan:
+        """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
+        return TypeAdapter(StackPlan).validate_python(data)
+
+
+def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
+    """The places of `depth` of the layers, in order: of each kind in proportion to its share, the rest of the kinds furthest
+    below it.
+
+    >>> evenly_chosen("aaabaaab", 4), evenly_chosen("abbbbb", 3), evenly_chosen("aaaa", 2)
+    ([0, 2, 3, 5], [0, 1, 3], [0, 2])
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, layer in enumerate(layers):
+        places.setdefault(layer, []).append(place)
+    shares = {kind: len(members) * depth / len(layers) for kind, members in places.items()}
+    counts = {kind: int(share) for kind, share in shares.items()}
+    lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])
+    for kind in lacking[: depth - sum(counts.values())]:
+        counts[kind] += 1
+    spread = [
+        [members[number * len(members) // counts[kind]] for number in range(counts[kind])] for kind, members in places.items()
+    ]
+    return sorted(place for chosen in spread for place in chosen)
+
+
+def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
+    """The step of one rank, and what it runs differently from the model."""
+    sharding.check(model, run)
+    _check_layers(model)
+    if run.cp > 1:
+        raise UserError(
+            "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
+            f"remove {option('cp')}, or use gemmscope forecast, which supports it",
+        )
+    stage = derive(model, run).stage
+    first, last = sharding.stage_layers(model, run)[stage]
+    chosen = model.layers[first:last]
+    if not chosen:
+        message = f"pipeline stage {stage} has no layers, so low precision cannot speed up its step"
+        raise UserError(message, f"choose another with {option('pp_stage')}")
+    embeds, heads = stage == 0, stage == run.pp - 1
+    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
+    layers = tuple(_of_rank(layer, run) for layer in chosen)
+    predicts = model.prediction_layers > 0 and heads and vocab is not None
+    every = (*chosen, model.predicting) if predicts else chosen
+    moe = next((layer.mlp for layer in every if isinstance(layer.mlp, MoeSpec)), None)
+    plan = StackPlan(
+        hidden_size=model.hidden_size,
+        layers=layers,
+        slots=share_weights(layers),
+        norm=model.norm,
+        vocab_size=vocab if embeds or heads else None,
+        embeds=embeds,
+        heads=heads,
+        tied_embeddings=model.tied_embeddings and embeds and heads,
+        head_bias=model.head_bias,
+        micro_batch_size=run.micro_batch_size,
+        sequence_length=run.sequence_length,
+        expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
+        accumulation=run.gradient_accumulation,
+        recompute=run.recompute,
+        separate_projections=run.separate_projections,
+        predictions=model.prediction_layers if predicts else 0,
+        prediction=_of_rank(model.predicting, run) if predicts else None,
+        prediction_shared=model.prediction_shared,
+        tp=run.tp,
+        expert_tp=run.expert_tp,
+        sequence_parallel=run.sequence_parallel,
+        layers_before=first,
+        layers_after=len(model.layers) - last,
+    )
+    padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
+    return padded, _differences(model, run, every)
+
+
+def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
+    sizes = {"attention's output width": spec.out_width}
+    if spec.latent is not None:
+        latent, plain = spec.latent, spec.head_dim - spec.latent.rope_dim
+        sizes |= {"width of queries": spec.q_width, "key/value rank": latent.kv_rank}
+        sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
+        sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
+        return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
+    if separate and not spec.stored_fused:
+        names = ("width of queries", "width of keys", "width of values")
+        return sizes | dict(zip(names, projected_widths(spec), strict=False))
+    return sizes | {"width of queries, keys and values": sum(projected_widths(spec))}  # by one GEMM
+
+
+def projected_widths(spec: AttentionSpec) -> list[int]:
+    """The widths of queries, keys and values; fewer if keys are values too, or are those of another layer."""
+    widths = [spec.q_proj_width, spec.k_width, spec.v_width]
+    return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
+
+
+def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
+    sizes = {"mixer's output width": spec.inner, "mixer's input width": sum(input_widths(spec).values())}
+    if spec.kind == "kda":
+        sizes |= {"rank of the mixer's gates": spec.rank, "width of the mixer's decay": spec.heads * spec.key_dim}
+    return sizes
+
+
+def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
+    """Which weights each layer uses: those of a few layers in turn, at least one of every kind.
+
+    >>> a, b = "dense", "MoE"
+    >>> share_weights((a, a, a, a, a, a)), share_weights((a, b, b, b, b, b))
+    ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
+    """
+    kinds = list(dict.fromkeys(layers))
+    if len(kinds) > MOST_KINDS:
+        raise UserError(
+            f"the model has {len(kinds)} kinds of layers, but a step can hold the weights of at most {MOST_KINDS}",
+            f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
+        )
+    sizes = dict.fromkeys(kinds, 1)
+    for _ in range(MOST_WEIGHTS - len(kinds)):  # one more for the kind with most layers for each slot that it has
+        growing = max(kinds, key=lambda kind: layers.count(kind) / sizes[kind])
+        sizes[growing] += 1 if sizes[growing] < layers.count(growing) else 0
+    ends = accumulate(sizes.values())
+    slots = {kind: cycle(range(end - sizes[kind], end)) for kind, end in zip(kinds, ends, strict=True)}
+    return tuple(next(slots[layer]) for layer in layers)
+
+
+def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
+    """A layer with the heads and widths that one tensor-parallel rank holds."""
+    attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+    if attention is not None:
+        attention = replace(attention, heads=attention.heads // run.tp, kv_heads=max(1, attention.kv_heads // run.tp))
+    if mixer is not None:
+        mixer = replace(mixer, heads=mixer.heads // run.tp, groups=max(1, mixer.groups // run.tp))
+    if isinstance(mlp, MlpSpec):
+        mlp = _narrow(mlp, run.tp)
+    elif mlp is not None:
+        shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
+        mlp = replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared)
+    return replace(layer, attention=attention, mixer=mixer, mlp=mlp)
+
+
+def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
+    return replace(mlp, intermediate_size=mlp.intermediate_size // parts)
+
+
+def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
+    """What the stack does not run as the model does."""
+    mlps = [layer.mlp for layer in layers]
+    blocks = [
+        block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
+    ]
+    norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
+    beside = [name_of(linear.role) for layer in dict.fromkeys(layers) for linear in layer.extra]
+    beside = list(dict.fromkeys([*beside, *(name_of(linear.role) for linear in (*model.first_linears, *model.last_linears))]))
+    unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
+    conditions = {
+        "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
+        "some-norms-not-run": bool(norms),
+        "extra-linears-not-run": bool(beside),
+        "activation-replaced": bool(unknown),
+        "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
+        "quantized-after-gather": run.sequence_parallel and run.tp > 1,
+        "experts-projections-fused": run.separate_projections and any(layer.is_moe for layer in layers),
+        "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
+    }
+    facts = {
+        "some-norms-not-run": {"norms": list(map(str, norms))},
+        "activation-replaced": {"activations": unknown},
+        "extra-linears-not-run": {"linears": beside},
+    }
+    return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
+
+
+def not_run(model: ModelSpec) -> str:
+    """What the layers of a model have that the stack cannot run; empty if it can run them."""
+    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
+    if any(attention.compressed is not None for attention in model.attentions):
+        special = "compressed attention"
+    if any(layer.shared_block is not None for layer in model.layers):
+        special = "shared weights"
+    return special
+
+
+def _check_layers(model: ModelSpec) -> None:
+    if special := not_run(model):
+        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
+        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
+
+
+ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
+EXACT_GELUS = ("gelu", "gelu_python")
+
+
+def activation_kind(name: str) -> str | None:
+    """The activation of a model as frameworks name it; None if they do not have it.
+
+    >>> activation_kind("swish"), activation_kind("gelu"), activation_kind("gelu_new"), activation_kind("xielu")
+    ('silu', 'gelu', 'tanh gelu', None)
+    """
+    if name.startswith("gelu"):
+        return "gelu" if name in EXACT_GELUS else "tanh gelu"
+    return ACTIVATION_KINDS.get(name)

@@ -1,0 +1,1 @@
+"""Sweeps: one or two sizes varied, forecast or measured."""

@@ -1,0 +1,343 @@
+"""`run_fleet` on a pool whose places answer at once: every GPU is measured or listed with the reason, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemmscope as gs
+from gemmscope.bench.choose import Choices
+from gemmscope.bench.timing import BenchTiming
+from gemmscope.cli.fleet import FleetOptions
+from gemmscope.commands import fleet as fleet_command
+from gemmscope.commands.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
+from gemmscope.engine.journal import open_journal
+from gemmscope.errors import UserError, option
+from gemmscope.fleet.quote import read_fleet, with_spread
+from gemmscope.fleet.summaries import RunSummary
+from gemmscope.pool.launched import Launched
+from gemmscope.pool.measure_unit import MeasureUnit
+from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.results.fleet import FleetResult
+from support.fleets import run_of
+from support.run_files import recorded_bench
+from support.step_files import recorded_step
+from support.sweep_files import measured_line
+
+SHAPES = [(64, 64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+class InstantPool:
+    """Places that answer at once. `fails`: by number of the place, why it cannot measure; `refuses`: why it is no place."""
+
+    def __init__(
+        self,
+        count: int = 8,
+        slow: Mapping[int, float] = {},
+        fails: Mapping[int, str] = {},
+        refuses: Mapping[int, str] = {},
+        interrupt_after: int | None = None,
+    ) -> None:
+        self.places = [Place(f"node GPU-{number}", "node", number, f"GPU-{number:08}") for number in range(count)]
+        self.slow, self.fails, self.interrupt_after = slow, fails, interrupt_after
+        self.assigned: list[Unit] = []
+        self._coming = True
+        self._events: list[Event] = [
+            PlaceRefused(place.name, refuses[number], f"wait, or add {option('share_gpu')}")
+            if number in refuses
+            else PlaceFound(place)
+            for number, place in enumerate(self.places)
+        ]
+
+    def __enter__(self) -> InstantPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def expected(self) -> int:
+        return int(self._coming)
+
+    def events(self, _: float) -> Iterable[Event]:
+        events, self._events, self._coming = self._events, [], False
+        return events
+
+    def assign(self, place: str, unit: Unit) -> None:
+        number = int(place.rpartition("-")[2])
+        self.assigned.append(unit)
+        if self.interrupt_after is not None and len(self.assigned) > self.interrupt_after:
+            if len(self.assigned) == self.interrupt_after + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return
+        if number in self.fails:
+            self._events.append(UnitFailed(place, unit.key, self.fails[number]))
+            return
+        noise = 1 + 0.002 * ((len(self.assigned) * 7) % 5 - 2)
+        factor = (1 + self.slow.get(number, 0.0)) * noise
+        summary = run_of(number, {"BF16": factor, "FP8Current": factor, "FP8Block": factor}).summary
+        assert isinstance(summary, RunSummary)
+        self._events.append(UnitDone(place, unit.key, summary.model_dump(mode="json")))
+
+    def abandon(self, place: str) -> None:
+        raise AssertionError(place)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, pool: InstantPool, **options: Any) -> FleetResult:
+    monkeypatch.setattr(fleet_command, "open_pool", lambda **_: pool)
+    return run_fleet(shapes=SHAPES, **options)
+
+
+def test_every_gpu_is_measured_and_the_slow_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = InstantPool(slow={3: 0.08})
+    result = measure(monkeypatch, pool, repeat=2)
+    assert len(result.measured) == 8
+    assert {gpu.repeats for gpu in result.gpus} == {2}
+    assert [outlier.where for outlier in result.outliers] == ["node GPU 3"]
+    assert unhealthy(result) == ["node GPU 3"]
+    content = pool.assigned[0].content
+    assert isinstance(content, MeasureUnit)
+    assert content.arguments["shapes"] == SHAPES
+
+
+def test_a_fast_gpu_is_named_and_not_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measure(monkeypatch, InstantPool(slow={3: -0.08}))
+    assert [outlier.side for outlier in result.outliers] == ["fast"]
+    assert not unhealthy(result)
+
+
+def test_gpus_that_fail_or_refuse_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measure(monkeypatch, InstantPool(fails={2: "out of memory"}, refuses={5: "the GPU is in use"}))
+    assert {gpu.place: gpu.failure for gpu in result.gpus if gpu.failure} == {
+        "node GPU 2": "out of memory",
+        "node GPU 5": "the GPU is in use (wait, or add --share-gpu)",
+    }
+    assert len(result.measured) == 6
+    assert set(unhealthy(result)) == {"node GPU 2", "node GPU 5"}
+
+
+def test_a_gpu_that_was_lost_after_its_first_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it measured counts; that it was lost is said, and a health check fails."""
+
+    class Losing(InstantPool):
+        def assign(self, place: str, unit: Unit) -> None:
+            if unit.key == "node GPU-3 bench 2":
+                self._events.append(UnitFailed(place, unit.key, "lost"))
+            else:
+                super().assign(place, unit)
+
+    result = measure(monkeypatch, Losing(), repeat=2)
+    assert [gpu.repeats for gpu in result.measured] == [2, 2, 2, 1, 2, 2, 2, 2]
+    shown = " ".join(str(result).split())
+    assert "each measured 1 to 2 times: the median counts" in shown
+    assert "Measured less often than requested: node GPU 3 (lost)." in shown
+    assert unhealthy(result) == ["node GPU 3"]
+
+
+def test_nothing_measured_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measure(monkeypatch, InstantPool(2, refuses={0: "no torch", 1: "no torch"}))
+    assert not result.measured
+    assert len(result.gpus) == 2
+    assert result.origin == "shapes"
+    assert "Nothing was measured" in str(result)
+
+
+def test_what_was_measured_before_ctrl_c_counts_and_resume_measures_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measure(monkeypatch, InstantPool(interrupt_after=5))
+    assert first.interrupted
+    assert len(first.measured) == 5
+    assert first.has("fleet-interrupted")
+    rest = InstantPool()
+    result = measure(monkeypatch, rest, resume=True)
+    assert len(rest.assigned) == 3
+    assert len(result.measured) == 8
+    assert not result.interrupted
+
+
+def test_gpus_that_were_not_measured_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, InstantPool(fails={2: "its node died"}, refuses={5: "the GPU is in use"}))
+    again = InstantPool()
+    result = measure(monkeypatch, again, resume=True)
+    assert [unit.key.split()[1] for unit in again.assigned] == ["GPU-2", "GPU-5"]
+    assert len(result.measured) == 8
+    another = InstantPool()  # it was complete: there is nothing to resume
+    measure(monkeypatch, another, resume=True)
+    assert len(another.assigned) == 8
+
+
+def test_another_measurement_does_not_resume_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, InstantPool(interrupt_after=5))
+    pool = InstantPool()
+    measure(monkeypatch, pool, resume=True, choices=Choices(recipes=["fp8block"]))
+    assert len(pool.assigned) == 8
+
+
+def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pool = InstantPool(2)
+    result = measure(monkeypatch, pool, folder=tmp_path / "runs", repeat=2)
+    writers = [unit.content.arguments["deliver"] for unit in pool.assigned]
+    assert all(isinstance(writer, RunFile) for writer in writers)
+    assert len({writer.name for writer in writers}) == 4
+    assert result.has("fleet-files-missing")  # nobody wrote them
+    writers[0](recorded_bench("first"))
+    assert (tmp_path / "runs" / writers[0].name).is_file()
+    RunFile(str(tmp_path / "nowhere"), "a.json")(recorded_bench("first"))  # costs no measurement
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"repeat": 0}, "repeat"),
+        ({"folder": ""}, "folder is empty"),
+        ({"tolerance": 1.5}, "tolerance"),
+        ({"step": True}, "no training step"),
+        ({"gpus": "0", "ray": "auto"}, "ray"),
+        ({"shapes": [(0, 1, 1)]}, "not a shape"),
+        ({"timing": BenchTiming(precision=-1)}, "precision"),
+        ({"choices": Choices(recipes=["nonsense"])}, "nonsense"),
+        ({"step_options": {"hugging_face": True}}, "training steps"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_fleet(**{"shapes": SHAPES, **arguments})
+
+
+def test_a_step_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="needs a model"):
+        run_fleet(step=True)
+
+
+# --- files of single GPUs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for number, name in enumerate(("first", "again", "third", "fourth")):
+        result = recorded_bench(name)
+        own = result.model_copy(update={"device": {**result.device, "node": f"n{number}", "index": 0, "uuid": f"GPU-{number}"}})
+        (folder / f"n{number}.json").write_text(own.to_json(), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_is_gathered(folder: Path) -> None:
+    result = gs.gather_fleet(folder)
+    assert len(result.measured) == 4
+    assert result.of == "bench"
+    assert "gather_fleet" in result.command
+    assert "NVIDIA H200" in str(result)
+
+
+def test_nothing_to_gather_is_refused(tmp_path: Path) -> None:
+    for paths in ([], [tmp_path], [tmp_path / "none.json"]):
+        with pytest.raises(UserError):
+            gather_fleet(paths)
+
+
+def test_a_bench_quotes_the_fleet(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    gather_fleet([folder]).save(path)
+    fleet = read_fleet(path, "bench")
+    result = with_spread(recorded_bench("first"), fleet)
+    assert result.has("fleet-another-gpu")
+    quoted = next(finding.text for finding in result.findings if finding.code == "fleet-another-gpu")
+    assert quoted in " ".join(str(result).split())
+
+
+def test_a_fleet_that_does_not_fit_costs_no_measurement(folder: Path, tmp_path: Path) -> None:
+    fleet = gather_fleet([folder])
+    with pytest.raises(UserError, match="but this is step"):
+        read_fleet(fleet, "step")
+    with pytest.raises(UserError, match="must be a run file of gemmscope fleet"):
+        read_fleet(recorded_step("llama8b"), "step")
+    with pytest.raises(UserError, match="but is one of gemmscope bench or step with --sweep"):
+        read_fleet(measured_line(), "bench")
+    bench = recorded_bench("first")
+    other = bench.model_copy(update={"device": {**bench.device, "name": "NVIDIA B200"}})
+    result = with_spread(other, fleet)
+    assert result.has("fleet-not-quoted")
+    assert result.linears == other.linears
+
+
+# --- one process for each GPU
+
+
+def test_the_run_file_of_a_gpu_has_a_name_of_its_own() -> None:
+    names = [file_name("n", 0, f"GPU-{uuid}0000-1") for uuid in ("aaaa", "bbbb")]
+    names += [
+        file_name("n", 1),
+        file_name("n", None),
+        file_name("n", None, rank=1),
+        file_name("m", 1),
+        file_name("n", 1, repeat=2),
+    ]
+    assert len(set(names)) == len(names)
+    assert all(Path(name).name == name for name in (file_name("a/../b", 0), file_name("", None)))
+
+
+def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def run_bench(_: Any, **arguments: Any) -> Any:
+        calls.append({**arguments, "state": os.environ["XDG_STATE_HOME"]})
+        arguments["deliver"](recorded_bench("first"))
+        return recorded_bench("first")
+
+    monkeypatch.setattr(fleet_command, "run_bench", run_bench)
+    rank, before = Launched("srun", 3, 8, 1, 2), os.environ["XDG_STATE_HOME"]
+    choices = Choices(device="cpu")
+    result, file = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices)
+    assert result is not None
+    assert file.is_file()
+    assert file.name.endswith("-cpu-1.json")
+    assert calls[0]["state"] != before == os.environ["XDG_STATE_HOME"]
+    again, same = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
+    assert (again, same) == (None, file)
+    assert len(calls) == 1
+    told = {"shapes": SHAPES, "folder": tmp_path / "out", "choices": choices, "resume": True}
+    own = recorded_bench("first").model_copy(update={"command": "gemmscope fleet --shapes 64 --folder out"})
+    file.write_text(own.to_json())
+    run_own_gpu(rank, **told, command=f"gemmscope fleet --resume --shapes 64 --folder {tmp_path}")
+    assert len(calls) == 1
+    run_own_gpu(rank, **told, command="gemmscope fleet --shapes 128 --folder out --resume")
+    assert len(calls) == 2, "the run file of another measurement"
+    calls.pop()
+    file.write_text("{}")  # cut short by a full disk
+    run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
+    assert len(calls) == 2
+
+
+def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its journal is temporary: there is nothing to resume."""
+
+    def full(*_: object) -> None:
+        raise UserError("a.json cannot be written: No space left on device", "give another folder")
+
+    def run_bench(_: Any, **arguments: Any) -> Any:
+        with closing(open_journal()) as journal, journal.recording("mark", "command", resume=False) as recording:
+            recording.deliver(lambda: arguments["deliver"](recorded_bench("first")), complete=True)
+        return recorded_bench("first")
+
+    monkeypatch.setattr(fleet_command, "run_bench", run_bench)
+    monkeypatch.setattr(fleet_command, "write_text", full)
+    with pytest.raises(UserError, match="No space left") as error:
+        run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, choices=Choices(device="cpu"))
+    assert error.value.hint == "give another folder"
+
+
+def test_command_line_and_python_have_the_tolerance_of_the_rule() -> None:
+    in_python = signature(gs.gather_fleet).parameters["tolerance"].default
+    assert FleetOptions().tolerance == in_python == TOLERANCE
