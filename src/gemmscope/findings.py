@@ -77,8 +77,8 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 
 @cache
 def catalog() -> dict[str, Any]:
-    """Every code with its level and its sentence."""
-    return load_data("gemmscope", "findings.toml")
+    """Every code with its level and its sentence. The codes of a run file may be unknown: that file is damaged, no fact is missing."""
+    return dict(load_data("gemmscope", "findings.toml"))
 
 
 class _Sentence(Formatter):

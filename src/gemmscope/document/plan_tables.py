@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from gemmscope import units
-from gemmscope.document.common import phrase
+from gemmscope.document.common import phrase, phrases
 from gemmscope.document.table import Cell, Column, Table, Value, share_cell, table
 from gemmscope.interval import Interval
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, Pruned
@@ -204,12 +204,17 @@ def _remarks(layout: PlanLayout) -> str | None:
 def pruned_table(point: PlanPoint, prefix: str) -> Table:
     """What each rule excluded."""
     columns: list[Column[Pruned]] = [
-        Column("Why", lambda rule: phrase(f"plan-rule-{rule.rule.replace(' ', '-')}")),
+        Column("Why", _rule),
         Column("Count", lambda rule: rule.count, ",d"),
         Column("Of", lambda rule: rule.unit),
         Column("For example", lambda rule: rule.example or None),
     ]
     return table(f"{prefix}What the search excluded", columns, point.pruned, phrase("plan-splits"))
+
+
+def _rule(pruned: Pruned) -> str:
+    code = f"plan-rule-{pruned.rule.replace(' ', '-')}"
+    return phrase(code) if code in phrases() else pruned.rule  # that of another version, in a run file
 
 
 def varied_table(result: PlanResult, *, every: bool = False) -> Table:
