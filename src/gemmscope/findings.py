@@ -56,6 +56,8 @@ def sentence(entry: Finding) -> str:
     >>> sentence(finding("too-close-to-call", recipe="FP8Block", over="BF16", what="the training step"))
     'Too close to call: FP8Block and BF16 for the training step.'
     """
+    if entry.code not in catalog():
+        raise KeyError(entry.code)  # of a damaged run file
     return in_shell(fill(catalog()[entry.code]["text"], entry.facts))
 
 
@@ -77,8 +79,8 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 
 @cache
 def catalog() -> dict[str, Any]:
-    """Every code with its level and its sentence. The codes of a run file may be unknown: that file is damaged, no fact is missing."""
-    return dict(load_data("gemmscope", "findings.toml"))
+    """Every code with its level and its sentence."""
+    return load_data("gemmscope", "findings.toml")
 
 
 class _Sentence(Formatter):
