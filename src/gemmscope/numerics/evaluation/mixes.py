@@ -231,7 +231,7 @@ def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RecipesAndMix:
     """The part of a `NumericsResult` that is about all linears."""
 
     recipes: tuple[RecipeError, ...] = ()
@@ -242,11 +242,13 @@ class Weighed:
     speed_gpu: str = ""
 
 
-def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = "") -> Weighed:
+def recipes_and_mix(
+    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> RecipesAndMix:
     """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
     cells = cells_of(linears)
     if cells is None:
-        return Weighed()
+        return RecipesAndMix()
     findings = list(_stays_in_baseline(cells))
     speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
     findings += [*speeds.findings, *_other_model(linears, speed)]
@@ -265,7 +267,7 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
         row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
         for row in recipe_errors(linears, cells)
     )
-    return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+    return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
 
 
 def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
