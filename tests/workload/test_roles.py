@@ -154,14 +154,14 @@ def spec(preset: str) -> ModelSpec:
 def test_names_of_ops_are_only_in_the_table() -> None:
     """Names of several words: one word may mean something else, such as a class of PyTorch."""
     names = {known.name for known in KNOWN.values() if " " in known.name}
-    found = []
+    repeated = []
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found += [(path.name, node.lineno, name) for name in names if name in node.value]
-    assert found == []
+                repeated += [(path.name, node.lineno, name) for name in names if name in node.value]
+    assert repeated == []
 
 
 def test_names_identify_roles_and_are_no_paths() -> None:
