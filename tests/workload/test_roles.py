@@ -1,4 +1,4 @@
-"""Roles of ops: no number depends on a display name, and what has no role or lacks a fact is said where it is made."""
+"""Roles of ops: no number depends on a display name, and what has no role or lacks a fact is said where it is kinds."""
 
 from __future__ import annotations
 
@@ -258,11 +258,11 @@ def test_add_a_linear(monkeypatch: pytest.MonkeyPatch, with_roles: Roles) -> Non
 def test_add_an_op_of_a_new_kind(monkeypatch: pytest.MonkeyPatch, with_roles: Roles) -> None:
     """What backward keeps of it, and how fast it runs, is asked for."""
     with_roles({**KNOWN, "sort": Role("Sort", "routing")})
-    made: list[type[Sort]] = [Sort]
-    add(monkeypatch, lambda run: made[-1](role="sort", rows=run.tokens))
+    kinds: list[type[Sort]] = [Sort]
+    add(monkeypatch, lambda run: kinds[-1](role="sort", rows=run.tokens))
     with pytest.raises(NotImplementedError, match="Sort must say what it keeps for backward"):
         FORECASTS["plan"]()
-    made.append(KeptSort)
+    kinds.append(KeptSort)
     with pytest.raises(MissingFactError, match=r"training\.toml has no bandwidth\.sort"):
         FORECASTS["one GPU"]()
     with_roles({**KNOWN, "sort": Role("Sort", "routing", bandwidth="elementwise")})
