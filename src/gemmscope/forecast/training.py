@@ -72,7 +72,7 @@ def gemm_factor(fmt: str, chip: GpuSpec) -> float:
 
 def recipe_factor(recipe: Recipe) -> float:
     """The time of a recipe's GEMMs, relative to its format: torchao differs from Transformer Engine."""
-    return float(facts()["torchao"]["gemms"].get(recipe.name, 1.0))
+    return float(facts()["torchao"]["gemms"][recipe.base or recipe.name]) if only_torchao(recipe) else 1.0
 
 
 def only_torchao(recipe: Recipe) -> bool:
