@@ -18,9 +18,12 @@ from gemmscope.workload.ops import PASSES
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
 from gemmscope.bench.backends import torch_gemms  # noqa: E402
-from gemmscope.bench.backends.base import Options  # noqa: E402
-from gemmscope.bench.backends.quantize import E2M1, SCALINGS, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
-from gemmscope.bench.backends.reference import Operands, OperandStore  # noqa: E402
+from gemmscope.bench.backends.base import (  # noqa: E402
+    Operands,
+    OperandStore,
+    Options,
+)
+from gemmscope.bench.backends.torch_gemms import E2M1, SCALINGS, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
 
 CASE = Case("QKV Proj", 256, 384, 640)
 FORWARD = replace(CASE, op="256x384x640", passes=("fprop",))

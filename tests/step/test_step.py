@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import DoesNotFitError, UserError

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from gemmscope.bench.choose import Choices, supported
     from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
     from gemmscope.job.load import ModelRun, load_model, model_run
-    from gemmscope.pool.launched import Launched, launched
-    from gemmscope.pool.open import one_gpu
+    from gemmscope.pool.gpus import Launched, launched, one_gpu
     from gemmscope.progress import Console
     from gemmscope.sweep.run import HERE, Places
 
