@@ -31,9 +31,9 @@ _ELSEWHERE = {
     **dict.fromkeys(("Choices", "supported"), "bench.choose"),
     **dict.fromkeys(("BenchTiming", "DEFAULT_TIMING"), "bench.timing"),
     **dict.fromkeys(("ModelRun", "load_model", "model_run"), "job.load"),
-    **dict.fromkeys(("Launched", "launched"), "pool.launched"),
+    **dict.fromkeys(("Launched", "launched"), "pool.gpus"),
     **dict.fromkeys(("HERE", "Places"), "sweep.run"),
-    "one_gpu": "pool.open",
+    "one_gpu": "pool.gpus",
     "Console": "progress",
 }
 
