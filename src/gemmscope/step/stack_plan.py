@@ -7,13 +7,10 @@ uses. Layers that share a slot share its memory, not its gradients: every layer 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from math import gcd
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
@@ -139,11 +136,6 @@ class StackPlan:
         """Every layer with weights of its own: the real model."""
         return replace(self, slots=tuple(range(self.depth)))
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> StackPlan:
-        """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
-        return TypeAdapter(StackPlan).validate_python(data)
-
 
 def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     """The places of `depth` of the layers, in order: of each kind in proportion to its share, the rest of the kinds furthest
@@ -169,7 +161,9 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
-    _check_layers(model)
+    if special := not_run(model):
+        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
+        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -314,18 +308,11 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
 
 def not_run(model: ModelSpec) -> str:
     """What the layers of a model have that the stack cannot run; empty if it can run them."""
-    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
-    if any(attention.compressed is not None for attention in model.attentions):
-        special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
-        special = "shared weights"
-    return special
-
-
-def _check_layers(model: ModelSpec) -> None:
-    if special := not_run(model):
-        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
-        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
+        return "shared weights"
+    if any(attention.compressed is not None for attention in model.attentions):
+        return "compressed attention"
+    return next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}

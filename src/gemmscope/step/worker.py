@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 from torch._dynamo.exc import TorchDynamoException
 
 from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
@@ -46,8 +47,9 @@ class StepWorker(MeasuringProcess):
 
     def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         super().__init__(request, out)
-        live = request["live"]
-        self.plan: StackPlan | ModulePlan = (ModulePlan if live else StackPlan).from_json(request["plan"])
+        self.plan: StackPlan | ModulePlan = TypeAdapter(ModulePlan if request["live"] else StackPlan).validate_python(
+            request["plan"]
+        )
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
         self.modules: dict[tuple[int, torch.dtype], LiveModule] = {}  # by depth and precision
