@@ -20,11 +20,10 @@ from torch.nn import functional
 
 from gemmscope.step.attention_modules import drop_gradient
 from gemmscope.step.blocks import Block, Prediction, Shards
-from gemmscope.step.kept import kept_layers
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
-from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan, kept_layers
 
 WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 

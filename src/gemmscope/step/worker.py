@@ -23,7 +23,6 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.kept import too_shallow
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes
@@ -31,7 +30,7 @@ from gemmscope.step.marks import recording
 from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights
-from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan, too_shallow
 from gemmscope.workload.failures import TraceError
 
 PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then

@@ -15,10 +15,9 @@ from torch.utils import checkpoint
 from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kept import kept_parts
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.stack_plan import StackPlan, activation_kind
+from gemmscope.step.stack_plan import StackPlan, activation_kind, kept_parts
 
 EPS = 1e-5
 MOST_GRAPHS = 256  # that may be compiled of one function: layers of several kinds, in several recipes, at several depths
