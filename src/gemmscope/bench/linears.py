@@ -14,6 +14,7 @@ from gemmscope.bench.measurements import Measurements, added
 from gemmscope.engine.kernels import KernelRun, classify
 from gemmscope.engine.stats import ratio_interval, time_interval
 from gemmscope.interval import Interval
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, Recipe, recipe
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Evidence, Linears, LinearsTotal, Memory, OpTime, Speedup, Winner, linears_total
@@ -22,7 +23,6 @@ from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES, Pass
 
 BF16_BYTES = 2
-CASTS_AGAIN = ("torchao",)  # these keep X and W in BF16, and quantize them again in backward
 
 
 def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine", capability: str = "") -> Memory:
@@ -34,7 +34,7 @@ def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine"
     """
     facts = recipe(name)
     copy_bytes, kept_bytes = facts.weight_copy_bytes, facts.kept_bytes
-    if backend in CASTS_AGAIN:
+    if frameworks()[backend].casts_again:
         copy_bytes, kept_bytes = 0.0, BF16_BYTES
     elif facts.scales == "tensor" and capability.startswith("10."):
         copy_bytes /= 2

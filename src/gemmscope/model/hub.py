@@ -47,12 +47,12 @@ def _main(name: str) -> None:
 
     try:
         config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
-    except Exception:
+    except (OSError, ValueError):
         if not _hub_reachable():
             raise SystemExit("it is not in the local cache, and the hub cannot be reached from here") from None
         try:
             config, _ = PretrainedConfig.get_config_dict(name)
-        except Exception as error:
+        except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise SystemExit(reason[0]) from None
     if not config:
