@@ -6,6 +6,7 @@ Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same par
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.resources import files
@@ -25,7 +26,13 @@ def parse_toml(text: str) -> dict[str, Any]:
         document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # Windows editors write this mark first
     except RecursionError:
         raise UserError("the TOML is nested too deeply", "remove nested brackets") from None
-    except Exception as error:  # besides its ValueError, any other failure of the parser also means invalid text
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # not only its own
         reason = ascii(str(error))[1:-1][:200]
         raise UserError(f"the TOML is not valid: {reason}", "correct that line; a setting is written as key = value") from None
     return document
@@ -76,3 +83,13 @@ def complete(kind: type, facts: FactTable, **more: Any) -> dict[str, Any]:
         if field.default is MISSING and field.default_factory is MISSING and field.name not in more:
             facts[field.name]
     return {**facts, **more}
+
+
+def inherited(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table with what it takes from the one that its `like` names.
+
+    >>> inherited({"a": {"x": 1, "y": 2}, "b": {"like": "a", "y": 3}}, "b")
+    {'x': 1, 'y': 3, 'like': 'a'}
+    """
+    own = tables[name]
+    return {**(inherited(tables, own["like"]) if "like" in own else {}), **own}

@@ -176,6 +176,39 @@ def test_recomputed_layers_keep_their_precision(monkeypatch: pytest.MonkeyPatch)
     assert {precision for _, precision in seen.calls} == {"none"}
 
 
+@pytest.mark.parametrize(
+    ("error", "attends"),
+    [
+        (ValueError("No dot product attention backend is available for the provided inputs."), False),
+        (RuntimeError("cuDNN Error: [cudnn_frontend] Error: No execution plans support the graph."), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+        (AssertionError("a fault"), None),
+    ],
+)
+def test_only_a_missing_kernel_makes_windows_run_elsewhere(
+    error: Exception, attends: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = stand_in(Seen(), monkeypatch)
+    loaded = vars(sys.modules["transformer_engine.pytorch"])
+    tried = []
+
+    def attention(*_: Any, **__: Any) -> None:
+        tried.append(error)
+        raise error
+
+    loaded["DotProductAttention"] = attention
+    windowed = replace(plan_of().layers[0].attention, window=4)
+    attends_of = kit.masked_attention.__globals__["_attends"]
+    for _ in range(2):
+        if attends is None:
+            with pytest.raises(type(error)):
+                attends_of(windowed, 16, "cpu")
+        else:
+            assert attends_of(windowed, 16, "cpu") is attends
+    assert len(tried) == (2 if attends is None else 1)  # a fault is not kept
+
+
 # --- torchao: which linears are converted ------------------------------------------------------------------------------------
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gemmscope.child import run_worker
 from gemmscope.document.table import Cell, Table, columns
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
 from gemmscope.gpu.health import Health, health_facts, health_problems
 from gemmscope.gpu.nvml import open_nvml
+from gemmscope.process import run_worker
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
 from gemmscope.text import visible_json
@@ -161,13 +161,12 @@ def _ask_frameworks() -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
         return {}
     worker = run_worker("gemmscope.bench.probe", time_limit_s=LONGEST_S)
-    if worker.code is None:
+    code = worker.ending.code
+    if code is None:
         return {"torch": {"broken": "importing it took more than three minutes"}}
-    lines = worker.output.strip().splitlines()
-    try:
-        answer: dict[str, Any] = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        return {"torch": {"broken": f"asking it ended with exit code {worker.code}: {worker.reason}"}}
+    if not worker.text:
+        return {"torch": {"broken": f"asking it ended with exit code {code}: {worker.reason}"}}
+    answer: dict[str, Any] = json.loads(worker.text)
     return answer
 
 

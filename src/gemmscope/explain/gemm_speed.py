@@ -30,7 +30,7 @@ HIGH_BYTES = 2.0  # per element, where the precision is not known
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
 
 
-def slow_gemm_causes(step: StepEvidence) -> Iterator[Cause]:
+def gemm_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     yield from _throttled(step)
     yield from _misfits(step)

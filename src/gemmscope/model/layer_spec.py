@@ -89,9 +89,7 @@ class AttentionSpec(Checked):
     # a value head's size where it differs (latent attention)
     value_dim: Annotated[int | None, Size("v_head_dim", "head_dim")] = None
     input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
+    qkv_bias: bool = False
     out_bias: bool = False
     causal: bool = True
     # how many positions back a query sees; None: all

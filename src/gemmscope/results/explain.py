@@ -107,7 +107,7 @@ class TracedStep(Part):
 
 
 class Cause(Part):
-    """One reason why the step is not faster. Its title and advice are in `explain/advice.toml`."""
+    """One reason why the step is not faster. Its title and advice are in `explain/causes.toml`."""
 
     code: str
     title: str

@@ -114,7 +114,9 @@ class LiveModule:
         tensors = [*self.objective.parameters(), *self.objective.buffers()]
         try:
             return copy.deepcopy(self.objective, {id(tensor): tensor for tensor in tensors})
-        except Exception as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the user's own classes
             raise TraceError(
                 f"{type(self.built.module).__name__} cannot be copied: {error}",
                 "each recipe runs a copy of the module, so copy.deepcopy must be able to copy it",

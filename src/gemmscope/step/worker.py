@@ -176,7 +176,7 @@ class StepWorker(MeasuringProcess):
             self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
         plain = [what for what, package in sources.items() if package.startswith(TRANSFORMERS)]
         if plain and self.on_gpu:
-            reasons = [reason for kernels in mixers for reason in kernels.refused.values()]
+            reasons = [reason for kernels in mixers for what, reason in kernels.refused.items() if what in plain]
             self.warn("mixer-kernels-slow", parts=plain, advice=reasons[0] if reasons else "install flash-linear-attention")
 
     def _mean_ms(self, step: AnyStep, count: int = 1) -> float:

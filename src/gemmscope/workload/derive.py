@@ -291,9 +291,9 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
     parts = [
-        ("q-proj", spec.q_proj_width // run.tp, spec.q_bias),
-        ("k-proj", spec.k_width // run.tp, spec.k_bias),
-        ("v-proj", spec.v_width // run.tp, spec.v_bias),
+        ("q-proj", spec.q_proj_width // run.tp, spec.qkv_bias),
+        ("k-proj", spec.k_width // run.tp, spec.qkv_bias),
+        ("v-proj", spec.v_width // run.tp, spec.qkv_bias),
     ]
     parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
     inputs = spec.input_size or model.hidden_size
@@ -314,16 +314,16 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
-        yield linear("q-proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("q-proj", run, hidden, heads * spec.head_dim, bias=spec.qkv_bias)
     else:
         yield on_sequence_shard(linear("q-down", run, hidden, latent.q_rank, bias=latent.down_bias), run)
         yield norm(model, narrow, "q-latent-norm", latent.q_rank)
-        yield linear("q-up", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("q-up", run, latent.q_rank, heads * spec.head_dim, bias=spec.qkv_bias)
     down = linear("kv-down", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
     yield on_sequence_shard(down, run)
     yield norm(model, narrow, "kv-latent-norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield linear("kv-up", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+    yield linear("kv-up", run, latent.kv_rank, heads * key_value, bias=spec.qkv_bias)
 
 
 def _feed_forward(
@@ -378,7 +378,7 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(_beside(extra, run), section=HEAD)
     if model.final_norm:
         yield norm(model, run, "final-norm", model.hidden_size, HEAD)
-    if model.vocab_size is None or not model.head_output:
+    if model.vocab_size is None:
         return
     width = model.hidden_size
     if model.head_transform:

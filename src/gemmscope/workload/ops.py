@@ -146,6 +146,10 @@ class Op:
         """One backward execution; most operations have one."""
         return Work()
 
+    def kept_bytes(self) -> float:
+        """What one execution keeps for backward, beside the inputs of linears, which are counted once for all that read them."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it keeps for backward: add kept_bytes() to it")
+
     @property
     def all_parameters(self) -> int:
         """The parameters of this rank for all instances."""
@@ -197,6 +201,9 @@ class Linear(Op):
 
     def backward(self) -> Work:
         return self._one_gemm().times(len(self.passes) - 1)
+
+    def kept_bytes(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +336,9 @@ class Elementwise(Op):
         elements = self.rows * self.width
         return Work(self.backward_flops * elements, self.backward_tensors * elements * ELEMENT_BYTES)
 
+    def kept_bytes(self) -> float:
+        return self.kept_tensors * self.rows * self.width * ELEMENT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Elementwise):
@@ -353,6 +363,10 @@ class Activation(Elementwise):
     forward_flops: float = 8
     backward_flops: float = 12
 
+    def kept_bytes(self) -> float:
+        """All that it reads."""
+        return (self.forward_tensors - 1) * self.rows * self.width * ELEMENT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding(Op):
@@ -371,6 +385,9 @@ class Embedding(Op):
         """Reads the gradient rows, writes the table's gradient."""
         elements = self.tokens * self.width + self.vocab * self.width
         return Work(self.tokens * self.width, elements * ELEMENT_BYTES)
+
+    def kept_bytes(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
