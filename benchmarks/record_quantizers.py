@@ -28,7 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from gemmscope.numerics.formats import E2M1, E4M3, E5M2, AmaxHistory, NumberFormat, encode, round_nearest, te
-from gemmscope.numerics.quantizers import QUANTIZERS, TENSORS, operands, quantizer_named
+from gemmscope.numerics.quantizers import QUANTIZERS, operands, quantizer_named
+from gemmscope.numerics.recording import OPERANDS
 from support.quantizer_cases import cases, comparable, quantized_values, tensor_amax
 
 try:
@@ -238,7 +239,7 @@ def torchao_checks() -> Iterator[Check]:
     from support import torchao_casts
 
     for recipe in torchao_casts.RECIPES:
-        for pass_name in TENSORS:
+        for pass_name in OPERANDS:
             for operand in operands(recipe, pass_name):
                 name, tensor = next(key for key in QUANTIZERS if quantizer_named(key) == operand.quantizer), operand.tensor
                 run = partial(torchao_casts.float8, recipe=recipe, pass_name=pass_name, tensor=tensor)

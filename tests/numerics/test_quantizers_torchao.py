@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gemmscope.numerics.quantizers import TENSORS, Quantizer, operands, quantizer_named
+from gemmscope.numerics.quantizers import Quantizer, operands, quantizer_named
+from gemmscope.numerics.recording import OPERANDS
 from support.quantizer_cases import cases, comparable
 
 casts = pytest.importorskip("support.torchao_casts", reason="compares with torchao, where it is installed")
@@ -43,7 +44,7 @@ def same(quantizer: Quantizer, x: torch.Tensor, codes: torch.Tensor, scales: tor
 @given(x=any_values)
 @settings(max_examples=40, deadline=None)
 def test_float8_recipes(recipe: str, x: torch.Tensor) -> None:
-    for pass_name in TENSORS:
+    for pass_name in OPERANDS:
         for operand in operands(recipe, pass_name):
             if operand.quantizer.format == "bf16":
                 assert casts.stays_high_precision(recipe, pass_name, operand.tensor)

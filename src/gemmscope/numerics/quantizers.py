@@ -6,16 +6,18 @@ a value, so that torch.compile sees one graph. `operands` says which quantizers 
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gemmscope.errors import UserError, shown
-from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, OVERFLOW, RULES, encode, round_nearest, round_stochastic
+from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, encode, round_nearest, round_stochastic
+from gemmscope.numerics.recording import COLUMNWISE, OPERANDS
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
+from gemmscope.results.numerics import Pass, TensorName
 from gemmscope.toml import load_data
 
 HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -112,7 +114,7 @@ class Quantizer:
         scaled = blocks * encode_scales
         rounded = round_stochastic(scaled, target, generator, turn) if self.stochastic else round_nearest(scaled, target)
         decoded = rounded * decode_scales * scales.tensor
-        saturated = (scaled.abs() > OVERFLOW[self.format]) & (decode_scales != 0)  # with a scale of 0 it is underflow
+        saturated = (scaled.abs() > target.overflow) & (decode_scales != 0)  # with a scale of 0 it is underflow
         decoded, saturated, rounded = (part.reshape(rows, -1)[:, :columns] for part in (decoded, saturated, rounded))
         if self.signs:
             decoded = rotate_back(decoded, self.signs)
@@ -177,11 +179,6 @@ def rotate_back(values: Tensor, signs: tuple[int, ...]) -> Tensor:
     return (values.double().reshape(-1, HADAMARD_SIZE) @ _rotation(signs, values.device).T).float().reshape(values.shape)
 
 
-TensorName = Literal["X", "W", "dY"]
-TENSORS: dict[str, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
-COLUMNWISE = {("dgrad", "W"), ("wgrad", "X"), ("wgrad", "dY")}
-
-
 @dataclass(frozen=True)
 class GemmOperand:
     """One operand of a GEMM. `columnwise`: the reduced dimension is the tensor's first one, so its transpose is quantized."""
@@ -223,18 +220,16 @@ def library_of(recipe: Recipe, backend: str = "") -> str:
     return backend if backend in libraries else next(iter(libraries))
 
 
-def operands(recipe: str, pass_name: str, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
+def operands(recipe: str, pass_name: Pass, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
     """The operands of a pass: W, X in fprop; W, dY in dgrad; X, dY in wgrad.
 
     >>> [(one.tensor, one.columnwise, one.quantizer.format) for one in operands("FP8Current", "dgrad")]
     [('W', True, 'e4m3'), ('dY', False, 'e5m2')]
     """
-    if pass_name not in TENSORS:
-        raise UserError(f"unknown pass {shown(pass_name)}", f"one of: {', '.join(TENSORS)}")
     known = recipe_named(recipe)
     names = _table()["recipes"][known.name][library_of(known, backend)][pass_name]
     first, second = (
-        GemmOperand(tensor, (pass_name, tensor) in COLUMNWISE, quantizer_named(name))
-        for tensor, name in zip(TENSORS[pass_name], names, strict=True)
+        GemmOperand(tensor, (tensor, pass_name) in COLUMNWISE, quantizer_named(name))
+        for tensor, name in zip(OPERANDS[pass_name], names, strict=True)
     )
     return first, second

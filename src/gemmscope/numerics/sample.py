@@ -24,6 +24,7 @@ from gemmscope.numerics.recording import (
     COLUMNWISE,
     EXPONENTS,
     OPERANDS,
+    PLACES,
     WEIGHT_BLOCKS,
     PassFacts,
     StepFacts,
@@ -262,7 +263,7 @@ def _sample_pass(
     kept = torch.cat([torch.arange(start * BLOCK, min((start + 1) * BLOCK, reduced)) for start in blocks.tolist()])
     kept = kept.to(joint.device)
     tensors: dict[str, Tensor] = {}
-    for place, name in zip(("first", "second"), OPERANDS[pass_name], strict=True):
+    for place, name in zip(PLACES, OPERANDS[pass_name], strict=True):
         if name not in whole:
             continue
         other = next((energies[one] for one in names if one != name), None)
