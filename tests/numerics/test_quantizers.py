@@ -22,10 +22,10 @@ from gemmscope.numerics.formats import (
     round_nearest,
     round_stochastic,
 )
-from gemmscope.numerics.quantizers import QUANTIZERS, Quantizer, operands, quantizer_named, rotate, rotate_back
-from gemmscope.numerics.recording import OPERANDS
+from gemmscope.numerics.quantizers import QUANTIZERS, Quantizer, operands, rotate, rotate_back
 from gemmscope.recipe.recipes import recipes
-from support.quantizer_cases import cases, comparable, tensor_amax
+from gemmscope.workload.ops import OPERANDS
+from support.quantizer_cases import cases, comparable, recorded_quantizer, tensor_amax
 
 every_format = pytest.mark.parametrize("target", FORMATS.values(), ids=FORMATS)
 ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -166,7 +166,7 @@ def scale_in_c(amax: float, largest: float, *, power_of_two: bool) -> float:
 @pytest.mark.parametrize("name", ["te_tensor_e4m3", "te_tensor_e5m2", "te_1x128", "te_128x128"])
 def test_transformer_engines_fp8_is_what_its_sources_say(name: str) -> None:
     """Block by block with PyTorch's own cast: maxima without NaN (fmaxf), then x * scale, saturated, to the nearest."""
-    quantizer = quantizer_named(name)
+    quantizer = recorded_quantizer(name)
     target = FORMATS[quantizer.format]
     for case, x in cases():
         quantized = quantizer(x)
@@ -184,7 +184,7 @@ def test_transformer_engines_fp8_is_what_its_sources_say(name: str) -> None:
 
 def test_transformer_engines_mxfp8_is_what_its_sources_say() -> None:
     """quantize_mxfp8.cuh: the exponent of amax * (1 / 448) rounded up; values times its reciprocal, down to 2^-127."""
-    quantizer = quantizer_named("te_mx")
+    quantizer = recorded_quantizer("te_mx")
     for case, x in cases():
         quantized = quantizer(x)
         maxima = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).unflatten(1, (-1, 32)).amax(-1)
@@ -264,12 +264,12 @@ def test_errors_are_within_half_a_step(recipe: str, bound: float, seed: int) -> 
 
 
 def test_delayed_scaling_saturates_beyond_its_history() -> None:
-    quantizer = quantizer_named("te_delayed_e4m3")
+    quantizer = recorded_quantizer("te_delayed_e4m3")
     x = torch.tensor([[1.0, -2.0, 4.0, 1.02, 0.0]])
     quantized = quantizer(x, amax=torch.tensor(1.0))
     assert quantized.values.tolist() == [[1.0, -1.0, 1.0, 1.0, 0.0]]
     assert quantized.saturated.tolist() == [[False, True, True, False, False]]  # 1.02 is rounded: half a step above 1 is 1.036
-    assert torch.equal(quantizer(x).values, quantizer_named("te_tensor_e4m3")(x).values)
+    assert torch.equal(quantizer(x).values, recorded_quantizer("te_tensor_e4m3")(x).values)
 
 
 def test_history_of_maxima() -> None:
@@ -328,7 +328,7 @@ def test_bad_input_has_one_message() -> None:
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
 def test_experts_without_tokens_have_nothing_to_quantize(shape: tuple[int, int]) -> None:
     for name in QUANTIZERS:
-        quantized = quantizer_named(name)(torch.zeros(shape, dtype=torch.bfloat16))
+        quantized = recorded_quantizer(name)(torch.zeros(shape, dtype=torch.bfloat16))
         assert (quantized.values.shape, quantized.saturated.shape, quantized.codes.numel()) == (shape, shape, 0)
         assert quantized.values.dtype == torch.float32
 

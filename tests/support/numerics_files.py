@@ -8,7 +8,6 @@ from math import hypot
 
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation.mixes import recipes_and_mix
-from gemmscope.numerics.recording import OPERANDS
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import (
     DepthError,
@@ -19,6 +18,7 @@ from gemmscope.results.numerics import (
     Source,
     StaleScale,
 )
+from gemmscope.workload.ops import OPERANDS
 from support.forecast_files import several_gpus
 
 SIZES = {

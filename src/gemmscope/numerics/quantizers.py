@@ -1,10 +1,10 @@
 """Quantizes one operand of a GEMM as Transformer Engine or torchao does it, in plain PyTorch, on any device.
 
 The reduced dimension is the last one: what a library calls the columnwise copy is the quantized transpose. Python never looks at
-a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `operands.toml`.
+a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `recipe/quantizers.toml`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch.nn.functional import pad
 
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, encode, round_nearest, round_stochastic
-from gemmscope.numerics.recording import COLUMNWISE, OPERANDS
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.numerics import Pass, TensorName
 from gemmscope.toml import load_data
+from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
 HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -190,22 +189,22 @@ class GemmOperand:
 
 @cache
 def _table() -> dict[str, Any]:
-    return load_data("gemmscope.numerics", "operands.toml")
+    return load_data("gemmscope.recipe", "quantizers.toml")
 
 
 QUANTIZERS = tuple(_table()["quantizers"])  # their names
 
 
 @cache
-def quantizer_named(name: str) -> Quantizer:
-    """A quantizer of operands.toml.
+def quantizer_named(name: str, number_format: str) -> Quantizer:
+    """A quantizer of quantizers.toml, for values of this format.
 
-    >>> quantizer_named("te_1x128")
+    >>> quantizer_named("te_1x128", "e4m3")
     Quantizer(format='e4m3', rule='te_power_of_two', block=128, block_rows=1, delayed=False, stochastic=False, signs=())
     """
     facts = dict(_table()["quantizers"][name])
     signs = tuple(_table()["hadamard"]["signs"]) if facts.pop("hadamard", False) else ()
-    return Quantizer(**facts, signs=signs)
+    return Quantizer(number_format, **facts, signs=signs)
 
 
 def library_of(recipe: Recipe, backend: str = "") -> str:
@@ -214,7 +213,7 @@ def library_of(recipe: Recipe, backend: str = "") -> str:
     >>> library_of(recipe_named("MXFP8")), library_of(recipe_named("FP8Rowwise"), "torch")
     ('transformer_engine', 'torchao')
     """
-    libraries = _table()["recipes"][recipe.name]
+    libraries = _table()["recipes"][recipe.name] if recipe.quantizes else recipe.backends
     if backend and backend not in recipe.backends:
         raise UserError(f"{recipe.name} does not run with the backend {shown(backend)}", f"one of: {', '.join(recipe.backends)}")
     return backend if backend in libraries else next(iter(libraries))
@@ -227,9 +226,14 @@ def operands(recipe: str, pass_name: Pass, backend: str = "") -> tuple[GemmOpera
     [('W', True, 'e4m3'), ('dY', False, 'e5m2')]
     """
     known = recipe_named(recipe)
-    names = _table()["recipes"][known.name][library_of(known, backend)][pass_name]
+    library, formats = library_of(known, backend), known.operands[pass_name]
+    if set(formats) <= set(HIGH_PRECISION):
+        quantizers = [Quantizer(number_format) for number_format in formats]
+    else:
+        names = _table()["recipes"][known.name][library][pass_name]
+        quantizers = [replace(quantizer_named(*pair), delayed=known.delayed) for pair in zip(names, formats, strict=True)]
     first, second = (
-        GemmOperand(tensor, (tensor, pass_name) in COLUMNWISE, quantizer_named(name))
-        for tensor, name in zip(OPERANDS[pass_name], names, strict=True)
+        GemmOperand(tensor, (tensor, pass_name) in COLUMNWISE, quantizer)
+        for tensor, quantizer in zip(OPERANDS[pass_name], quantizers, strict=True)
     )
     return first, second

@@ -31,8 +31,8 @@ from torch.nn import functional
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
-from gemmscope.numerics.recording import OPERANDS
 from gemmscope.recipe.recipes import recipe as find_recipe
+from gemmscope.workload.ops import OPERANDS
 
 MOST_SHAPES = 512  # of operands and quantizers that are compiled
 

@@ -165,8 +165,8 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
     plain: list[tuple[nn.Module, list[LinearPlace]]] = []
     inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]] = {}
-    for path, module, region, found in modules:
-        own = [place for place in found if place.key in names]
+    for path, module, region, all_places in modules:
+        own = [place for place in all_places if place.key in names]
         kind = kind_of(module)
         if not own:
             continue
