@@ -172,8 +172,8 @@ class StepCapture:
     def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
         """The recorded facts and tensors of every linear; without a gradient, those that need none."""
         maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
-        together = torch.stack([one.to(maxima[0].device) for one in maxima]) if maxima else torch.empty(0)
-        values = iter(together.tolist())  # with one synchronization
+        on_one_device = torch.stack([one.to(maxima[0].device) for one in maxima]) if maxima else torch.empty(0)
+        values = iter(on_one_device.tolist())  # with one synchronization
         recorded = {}
         for key, taken in self.linears.items():
             if self.budget is None:
