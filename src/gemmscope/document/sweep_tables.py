@@ -9,13 +9,12 @@ from gemmscope import units
 from gemmscope.document.common import phrase
 from gemmscope.document.table import Cell, Column, Table, Value, table
 from gemmscope.interval import Interval
-from gemmscope.recipe.recipes import BASELINE
+from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
 
 MOST_ROWS = 14  # of the short view
 MOST_ACROSS = 10  # values of the second size that are columns
 OF: dict[Swept, str] = {"training step": "the training step", "linears": "the linears", "GEMM": "the GEMM"}
-SHORT = {"FP8Current": "C", "FP8Delayed": "D", "FP8Block": "B", "MXFP8": "M", "NVFP4": "N", BASELINE: "-"}
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,8 @@ def _plane(sweep: GpuSweep) -> Table:
     rows = [down[place] for place in spread(len(down), MOST_ROWS)]
     shown = [across[place] for place in spread(len(across), MOST_ACROSS)]
     numbers = count(1)
-    letters = {name: SHORT.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
+    of_recipes = {name: known.letter for name, known in recipes().items()}
+    letters = {name: of_recipes.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
 
     def across_column(value: int) -> Column[int]:
         return Column(str(value), lambda row: _field(by_values.get((row, value)), letters), "x")
