@@ -18,8 +18,7 @@ from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.answer import PartialRecipe, _to_paste
-from gemmscope.step.kept import check_kept, kept_layers, parts_of, too_shallow
-from gemmscope.step.stack_plan import StackPlan, plan_step
+from gemmscope.step.stack_plan import StackPlan, check_kept, kept_layers, parts_of, plan_step, too_shallow
 from gemmscope.step.waterfall import PlacedKernel, fallbacks
 
 torch = pytest.importorskip("torch", reason="kits need torch")
