@@ -65,9 +65,9 @@ def copy(tmp_path: Path) -> PackageCopy:
 def missing(outcome: Outcome) -> tuple[str, str] | None:
     """The file and the key that a command names; None if it worked."""
     assert "Traceback" not in outcome.err, outcome.err
-    found = MISSING.search(outcome.err)
-    assert (outcome.code == 2) == (found is not None), outcome.err
-    return (found[1], found[2]) if found else None
+    fact = MISSING.search(outcome.err)
+    assert (outcome.code == 2) == (fact is not None), outcome.err
+    return (fact[1], fact[2]) if fact else None
 
 
 def test_add_a_recipe(copy: PackageCopy) -> None:
