@@ -80,7 +80,7 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 @cache
 def catalog() -> dict[str, Any]:
     """Every code with its level and its sentence."""
-    return dict(load_data("gemmscope", "findings.toml"))  # a code may come from a file: a wrong one is a KeyError
+    return load_data("gemmscope", "findings.toml")
 
 
 class _Sentence(Formatter):
