@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from gemmscope.cli.bench_options import parse_shapes
 
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
 from gemmscope.bench.timing import BenchTiming
-from gemmscope.cli.bench_options import parse_shapes
 from gemmscope.engine.journal import VERSION, open_journal
 from gemmscope.engine.messages import Failed
 from gemmscope.errors import UserError

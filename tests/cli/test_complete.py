@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from gemmscope.cli.describe import settings_of
 
 from gemmscope.bench.choose import PACKAGES
 from gemmscope.cli import complete
-from gemmscope.cli.describe import settings_of
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
 from gemmscope.recipe.recipes import recipes

@@ -6,12 +6,12 @@ import shlex
 from typing import Any
 
 import pytest
-
-from gemmscope.cli import describe
-from gemmscope.cli.commands import build
 from gemmscope.cli.describe import COMMANDS, GROUPS, OPTIONS, OWN, CommandHelp, wrapped
 from gemmscope.cli.options import PARSERS, TYPES
 from gemmscope.cli.reference import commands
+
+from gemmscope.cli import describe
+from gemmscope.cli.commands import build
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
 from gemmscope.cli.bench_options import ChoiceOptions, RecipeOptions
 from gemmscope.cli.describe import settings_of
+
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from gemmscope.cli.bench_options import parse_shapes
-from gemmscope.cli.commands import build
 from gemmscope.cli.options import ModelOptions
 from gemmscope.cli.sweep_options import SweepOptions, parse_sweep
+
+from gemmscope.cli.commands import build
 from gemmscope.errors import UserError
 from gemmscope.options.values import percentage, size, token_count
 from support.command import Run, run

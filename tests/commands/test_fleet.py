@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gemmscope.cli.fleet import FleetOptions
 
 import gemmscope as gs
 from gemmscope.bench.choose import Choices
 from gemmscope.bench.timing import BenchTiming
-from gemmscope.cli.fleet import FleetOptions
 from gemmscope.commands import fleet as fleet_command
 from gemmscope.commands.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
 from gemmscope.engine.journal import open_journal
