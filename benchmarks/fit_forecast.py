@@ -26,8 +26,9 @@ import torch
 
 from gemmscope.forecast.coefficients import read_coefficients
 from gemmscope.forecast.gemm import Basis, GemmModel, quantize_bytes_ms
-from gemmscope.forecast.physics import RATE_OF, Shapes, features, memory_ms, roofline_ms, tile_work
+from gemmscope.forecast.physics import Shapes, features, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import gpu
+from gemmscope.recipe.precisions import precisions
 from sites import CALIBRATION, HELD_OUT, LARGEST_WEIGHT, part
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,9 +105,11 @@ class Data:
         for (name, fmt), chosen in rows.groupby(["gpu", "fmt"]):
             chip, shapes = gpu(name), Shapes.of(chosen.m, chosen.k, chosen.n)
             work = tile_work(shapes, chip.sms)
-            rates = {"tflops": chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": chip.bandwidth_tbps}
+            rates = {"tflops": chip.tflops[precisions()[fmt].rate], "bandwidth_tbps": chip.bandwidth_tbps}
             self.base[chosen.index] = np.log(roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates))
-            plain = np.maximum(shapes.flops / chip.tflops[RATE_OF[fmt]] / 1e9, memory_ms(shapes, fmt, chip.bandwidth_tbps))
+            plain = np.maximum(
+                shapes.flops / chip.tflops[precisions()[fmt].rate] / 1e9, memory_ms(shapes, fmt, chip.bandwidth_tbps)
+            )
             if fmt != "bf16":
                 self.quantize_bytes[chosen.index] = quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
                 plain = plain + self.quantize_bytes[chosen.index]

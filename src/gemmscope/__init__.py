@@ -42,5 +42,9 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
-    elsewhere = {"trace_me": "explain.record", "record_tensors": "numerics.in_training.record_tensors", "UserError": "errors"}
+    elsewhere = {
+        "trace_me": "explain.record_trace",
+        "record_tensors": "numerics.in_training.record_tensors",
+        "UserError": "errors",
+    }
     return getattr(import_module(f"gemmscope.{elsewhere.get(name, 'api')}"), name)

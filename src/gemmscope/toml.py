@@ -6,6 +6,7 @@ Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same par
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.resources import files
@@ -76,3 +77,13 @@ def complete(kind: type, facts: FactTable, **more: Any) -> dict[str, Any]:
         if field.default is MISSING and field.default_factory is MISSING and field.name not in more:
             facts[field.name]
     return {**facts, **more}
+
+
+def inherited(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table with what it takes from the one that its `like` names.
+
+    >>> inherited({"a": {"x": 1, "y": 2}, "b": {"like": "a", "y": 3}}, "b")
+    {'x': 1, 'y': 3, 'like': 'a'}
+    """
+    own = tables[name]
+    return {**(inherited(tables, own["like"]) if "like" in own else {}), **own}

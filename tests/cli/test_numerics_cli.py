@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,17 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.commands import numerics
-from gemmscope.numerics.evaluation.requests import ComputedErrors
+from gemmscope.numerics.evaluation.requests import (
+    REQUEST,
+    CheckpointSource,
+    ComputedErrors,
+    ErrorsRequest,
+    SyntheticSource,
+    TensorsFacts,
+    TensorsOpened,
+    from_line,
+    to_line,
+)
 from support.command import Run, run
 from support.forecast_files import several_gpus
 from support.numerics_files import linear_errors, numerics_result
@@ -22,58 +32,59 @@ __all__ = ["run"]  # the fixture
 MODEL = "--preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k"
 
 
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
-    """Record the requests to the worker, and answer with the errors of a small model."""
-    asked: list[Mapping[str, Any]] = []
+def opened(count: int = 21, **facts: Any) -> TensorsOpened:
+    """What the worker says of its tensors."""
+    given: dict[str, Any] = {"model_name": "", "steps": (), "tokens": None, "sampled_bytes": 0, "layers": 0} | facts
+    return TensorsOpened(TensorsFacts(**given, device="cpu", versions={}), count)
 
-    def compute(request: Mapping[str, Any], progress: Callable[[int, int], None]) -> ComputedErrors:
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[ErrorsRequest]:
+    """Record the requests to the worker, and answer with the errors of a small model."""
+    asked: list[ErrorsRequest] = []
+
+    def compute(request: ErrorsRequest, progress: Callable[[int, int], None]) -> ComputedErrors:
         asked.append(request)
-        source = next(name for name in ("recording", "checkpoint", "synthetic") if name in request)
-        recipes = [name for name in request["recipes"] if name != "BF16"]
-        about = {
-            "source": source,
-            "origin": str(request[source]),
-            "model_name": "tiny",
-            "layers": 3,
-            "tokens": 512,
-            "probed": True,
-        }
+        assert from_line(REQUEST, to_line(REQUEST, request)) == request, "the worker gets the same"
+        recipes = tuple(name for name in request.recipes if name != "BF16")
+        origin = request.source.kind if isinstance(request.source, SyntheticSource) else request.source.path
+        facts = opened(source=request.source.type, origin=origin, model_name="tiny", layers=3, tokens=512)
         progress(21, 21)
-        return ComputedErrors(about, 21, 21, list(linear_errors(3, tuple(recipes))), complete=True)
+        return ComputedErrors(facts, 21, list(linear_errors(3, recipes)), complete=True)
 
     monkeypatch.setattr(numerics, "compute_errors", compute)
     monkeypatch.setattr(numerics, "read_recording", lambda _: None)  # these tests have no file
     return asked
 
 
-def test_the_answer_with_speeds_and_a_bound(run: Run, requests: list[Mapping[str, Any]], tmp_path: Path) -> None:
+def test_the_answer_with_speeds_and_a_bound(run: Run, requests: list[ErrorsRequest], tmp_path: Path) -> None:
     several_gpus().save(tmp_path / "f.json")
     outcome = run(f"numerics recording.safetensors --speed {tmp_path}/f.json --gpu b300 --bound 15% --json {tmp_path}/n.json")
     assert outcome.code == 0
     assert "Fastest with an error of at most 15.0%: NVFP4 with " in " ".join(outcome.out.split())
-    assert requests[0]["recipes"] == ["BF16", "FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4"]
+    assert requests[0].recipes == ("BF16", "FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4")
     written = json.loads((tmp_path / "n.json").read_text())
     assert (written["kind"], written["mixed"]["bound"], written["speed_of"]) == ("numerics", 0.15, "step")
     assert written["speed_file"].endswith("f.json")
     assert gs.read(tmp_path / "n.json").to_json() == (tmp_path / "n.json").read_text()
 
 
-def test_a_gpu_is_forecast_for_the_model(run: Run, requests: list[Mapping[str, Any]]) -> None:
+def test_a_gpu_is_forecast_for_the_model(run: Run, requests: list[ErrorsRequest]) -> None:
     outcome = run(f"numerics {MODEL} --synthetic outliers --recipes mxfp8,nvfp4 --gpu b200 --detail")
     assert outcome.code == 0
     assert outcome.out.startswith("SYNTHETIC")
     assert "FORECAST" in outcome.out
-    assert requests[0]["recipes"] == ["MXFP8", "NVFP4"]
-    assert requests[0]["synthetic"] == "outliers"
-    assert [case["op"] for case in requests[0]["cases"]] == ["QKV Proj", "Attn Out", "MLP Gate+Up", "MLP Down"]  # no head
+    assert requests[0].recipes == ("MXFP8", "NVFP4")
+    assert isinstance(requests[0].source, SyntheticSource)
+    assert requests[0].source.kind == "outliers"
+    assert list(requests[0].source.sizes) == ["QKV Proj", "Attn Out", "MLP Gate+Up", "MLP Down"]  # no head
 
 
-def test_a_measured_step_gives_speeds(run: Run, requests: list[Mapping[str, Any]], tmp_path: Path) -> None:
+def test_a_measured_step_gives_speeds(run: Run, requests: list[ErrorsRequest], tmp_path: Path) -> None:
     recorded_step("llama8b").save(tmp_path / "step.json")
     outcome = run(f"numerics --checkpoint weights --speed {tmp_path}/step.json --recipes fp8current,nvfp4 --csv -")
     assert outcome.code == 0
-    assert requests[0]["checkpoint"] == "weights"
+    assert requests[0].source == CheckpointSource("weights")
     assert "FP8Current" in outcome.out
 
 
@@ -99,7 +110,7 @@ def test_a_measured_step_gives_speeds(run: Run, requests: list[Mapping[str, Any]
         ("numerics a --json nowhere/n.json", "there is no folder nowhere"),
     ],
 )
-def test_bad_input_is_one_message(run: Run, requests: list[Mapping[str, Any]], line: str, message: str) -> None:
+def test_bad_input_is_one_message(run: Run, requests: list[ErrorsRequest], line: str, message: str) -> None:
     outcome = run(line)
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
@@ -116,7 +127,7 @@ def test_a_file_that_is_no_recording(run: Run, tmp_path: Path) -> None:
         assert "gemmscope.record_tensors" in outcome.err
 
 
-def test_an_input_is_never_overwritten(run: Run, requests: list[Mapping[str, Any]], tmp_path: Path) -> None:
+def test_an_input_is_never_overwritten(run: Run, requests: list[ErrorsRequest], tmp_path: Path) -> None:
     (tmp_path / "r.safetensors").write_bytes(b"x")
     outcome = run(f"numerics {tmp_path}/r.safetensors --json {tmp_path}/r.safetensors")
     assert outcome.code == 2
@@ -133,8 +144,8 @@ def test_nothing_computed_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch)
     failed = [
         one.model_copy(update={"passes": (), "failure": "all of its values are NaN"}) for one in linear_errors(1, ("MXFP8",))
     ]
-    about = {"source": "recording", "origin": "r", "probed": True}
-    monkeypatch.setattr(numerics, "compute_errors", lambda *_: ComputedErrors(about, 7, 7, failed, complete=True))
+    tensors = opened(7, source="recording", origin="r")
+    monkeypatch.setattr(numerics, "compute_errors", lambda *_: ComputedErrors(tensors, 7, failed, complete=True))
     monkeypatch.setattr(numerics, "read_recording", lambda _: None)
     outcome = run("numerics r")
     assert outcome.code == 1
@@ -142,7 +153,7 @@ def test_nothing_computed_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert "all of its values are NaN" in outcome.out
 
 
-def test_python_gives_the_same(run: Run, requests: list[Mapping[str, Any]], tmp_path: Path) -> None:
+def test_python_gives_the_same(run: Run, requests: list[ErrorsRequest], tmp_path: Path) -> None:
     result = gs.quantization_errors("r.safetensors", recipes="mxfp8, nvfp4", speed=several_gpus(), gpu="b300", bound=0.1)
     assert result.mixed is not None
     assert result.command.startswith("gemmscope.quantization_errors('r.safetensors', ")

@@ -179,7 +179,7 @@ def test_gpus_that_were_not_measured_are_tried_again(monkeypatch: pytest.MonkeyP
 def test_another_measurement_does_not_resume_it(monkeypatch: pytest.MonkeyPatch) -> None:
     measure(monkeypatch, InstantPool(interrupt_after=5))
     pool = InstantPool()
-    measure(monkeypatch, pool, resume=True, choices=Choices(recipes=["fp8block"]))
+    measure(monkeypatch, pool, resume=True, recipes=["fp8block"])
     assert len(pool.assigned) == 8
 
 
@@ -204,8 +204,8 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
         ({"step": True}, "no training step"),
         ({"gpus": "0", "ray": "auto"}, "ray"),
         ({"shapes": [(0, 1, 1)]}, "not a shape"),
-        ({"timing": BenchTiming(precision=-1)}, "precision"),
-        ({"choices": Choices(recipes=["nonsense"])}, "nonsense"),
+        ({"precision": -1}, "precision"),
+        ({"recipes": ["nonsense"]}, "nonsense"),
         ({"step_options": {"hugging_face": True}}, "training steps"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: 
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
     monkeypatch.setattr(fleet_command, "write_text", full)
     with pytest.raises(UserError, match="No space left") as error:
-        run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, choices=Choices(device="cpu"))
+        run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, device="cpu")
     assert error.value.hint == "give another folder"
 
 

@@ -143,15 +143,15 @@ COUNT = 400
 def test_ctrl_c_keeps_what_was_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linears = {f"l.{index}.a": (64, 1.0) for index in range(COUNT)}  # more than the buffer of a pipe
     path = write(tmp_path / "many.safetensors", linears)
-    taken = requests.take_message
+    taken = requests.ComputedErrors.take
 
-    def take(message: object, result: requests.ComputedErrors) -> None:
-        taken(message, result)  # type: ignore[arg-type]
+    def take(result: requests.ComputedErrors, message: requests.ErrorsMessage) -> None:
+        taken(result, message)
         if result.done == 3:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 
-    monkeypatch.setattr(requests, "take_message", take)
+    monkeypatch.setattr(requests.ComputedErrors, "take", take)
     result = run_numerics(path, recipes=["MXFP8"])
     assert result.has("numerics-interrupted")
     assert 3 <= len(result.linears) < COUNT

@@ -10,7 +10,7 @@ import pytest
 from gemmscope.commands.numerics import speed_result
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
-from gemmscope.numerics.evaluation.mixes import weigh
+from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from support.forecast_files import several_gpus, sweep
 from support.numerics_files import linear_errors, numerics_result
 from support.run_files import recorded_bench, squares
@@ -55,7 +55,7 @@ def test_what_has_no_speeds_is_one_message(speed: Any, gpu: str | None, message:
 
 def test_speeds_of_another_model_are_noticed() -> None:
     """Llama 3.1 8B has a hidden size of 4096: so do these linears, and those of half the size do not."""
-    codes = [finding.code for finding in weigh(linear_errors(2), several_gpus(), None, "b300").findings]
+    codes = [finding.code for finding in recipes_and_mix(linear_errors(2), several_gpus(), None, "b300").findings]
     assert "numerics-other-model" not in codes
     smaller = [one.model_copy(update={"inputs": one.inputs // 3, "outputs": one.outputs // 3}) for one in linear_errors(2)]
     experts = [one.model_copy(update={"op": "Expert Down"}) if "down" in one.linear else one for one in linear_errors(2)]
@@ -64,11 +64,13 @@ def test_speeds_of_another_model_are_noticed() -> None:
         (linear_errors(40), "with 32 layers, but the errors are those of 40 layers"),
         (experts, "which has no experts, but some errors are those of experts"),
     ):
-        [finding] = [one for one in weigh(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"]
+        [finding] = [
+            one for one in recipes_and_mix(linears, several_gpus(), None, "b300").findings if one.code == "numerics-other-model"
+        ]
         assert finding.text == f"The speeds may belong to another model: they are for llama-3.1-8b, {reason}."
 
 
 def test_speeds_of_a_host_bound_step_say_so() -> None:
     job = model_run(load_model(preset="llama-3.2-1b"), micro_batch_size=1, sequence_length=4096)
     result, gpu = speed_result(None, "b200", job, ["bf16", "mxfp8"])
-    assert "step-host-bound" in [finding.code for finding in weigh(linear_errors(2), result, None, gpu).findings]
+    assert "step-host-bound" in [finding.code for finding in recipes_and_mix(linear_errors(2), result, None, gpu).findings]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.compare import compare
+from support.commands import compare
 from gemmscope.compare.runs import BETWEEN_RUNS, change
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gemmscope.commands.explain import explain
+from support.commands import explain
 from gemmscope.document.build import document
 from gemmscope.document.charts import BarChart
 from gemmscope.document.model import Document

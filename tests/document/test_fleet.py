@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.commands.compare import compare
+from support.commands import compare
 from gemmscope.document.build import document
 from gemmscope.document.charts import HeatMap, RankChart
 from gemmscope.document.fleet_charts import MOST_POINTS, rank_chart, thinned

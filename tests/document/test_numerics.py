@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.commands.compare import compare
+from support.commands import compare
 from gemmscope.document.build import document
 from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
 from gemmscope.document.model import Document, decisive
 from gemmscope.document.numerics_tables import kept_names
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.numerics.evaluation.mixes import weigh
+from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.results.numerics import LinearError, Mix, NumericsResult
 from gemmscope.writers import csv, figure, html, markdown, terminal
 from support.numerics_files import linear_errors, numerics_result
@@ -228,9 +228,14 @@ def test_linears_without_errors_are_named_next_to_the_error() -> None:
         else one
         for one in linear_errors(4)
     ]
-    weighed = weigh(linears)
+    comparison = recipes_and_mix(linears)
     result = numerics_result(4, gpu="", bound=None).model_copy(
-        update={"linears": tuple(linears), "recipes": weighed.recipes, "mixed": weighed.mixed, "findings": weighed.findings}
+        update={
+            "linears": tuple(linears),
+            "recipes": comparison.recipes,
+            "mixed": comparison.mixed,
+            "findings": comparison.findings,
+        }
     )
     [finding] = [finding for finding in result.findings if finding.code == "numerics-stays-in-baseline"]
     assert sorted(finding.facts["recipes"]) == ["FP8Block", "MXFP8"]  # type: ignore[type-var]
@@ -238,7 +243,7 @@ def test_linears_without_errors_are_named_next_to_the_error() -> None:
     assert "MXFP8 *" in text
     assert "FP8Block *" in text
     assert any("assume" in line and "mlp.down_proj in BF16" in line for line in document(result).because)
-    bounded = weigh(linears, None, 0.15)
+    bounded = recipes_and_mix(linears, None, 0.15)
     assert bounded.mixed is not None
     assert bounded.mixed.chosen is not None
     mixed = document(result.model_copy(update={"mixed": bounded.mixed})).because

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemmscope.commands.shapes import shapes
+from support.commands import shapes
 from gemmscope.document.build import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.explain import explain
+from support.commands import explain
 from gemmscope.document.build import document
 from gemmscope.explain.record_trace import slim_file
 from gemmscope.explain.recorded_trace import read_trace

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.commands.explain import explain
+from support.commands import explain
 from gemmscope.document.explain import explain_document
 from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
 from support.traces import ADAM, BF16, Builder, codes, fact, shared_trace, steady

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.commands.forecast import forecast
+from support.commands import forecast
 from gemmscope.document.build import document
 from gemmscope.job.load import load_model, model_run
 from gemmscope.results.forecast import ForecastResult

@@ -20,6 +20,7 @@ from gemmscope.model import presets
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher, mixed_name, split_name
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.roles import key_of
 from gemmscope.workload.derive import derive
 
 LOW = "FP8Current"
@@ -41,7 +42,7 @@ def forecast(name: str, run: RunSpec, chip: str = "h200") -> StepForecast:
 
 
 def ops_of(step: StepForecast) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(case.op for case, _, _ in step.quantized))
+    return tuple(dict.fromkeys(key_of(case.op) for case, _, _ in step.quantized))
 
 
 def counted(assigned: list[Assigned], name: str) -> int:
@@ -128,10 +129,10 @@ def test_error_bars_of_what_is_kept_cancel(drawn: tuple[StepForecast, KeptHigher
 def test_layers_and_ops_are_counted_once() -> None:
     """Of 32 layers, 3 are kept; of the others, one op."""
     step = forecast("llama-3.1-8b", RUNS[0])
-    name = mixed_name(LOW, KeptHigher(BASELINE, 1, 2, ("MLP Down",)))
+    name = mixed_name(LOW, KeptHigher(BASELINE, 1, 2, ("mlp-down",)))
     by_op = dict(zip(ops_of(step), step.assigned(name), strict=True))
-    assert by_op["MLP Down"] == {BASELINE: 32}
-    assert by_op["QKV Proj"] == {LOW: 29, BASELINE: 3}
+    assert by_op["mlp-down"] == {BASELINE: 32}
+    assert by_op["qkv-proj"] == {LOW: 29, BASELINE: 3}
     assert step.kept_share(name) == pytest.approx((32 + 3 * 3) / (4 * 32))
 
 

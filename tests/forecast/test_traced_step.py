@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.bench.choose import Choices
-from gemmscope.commands.forecast import forecast
+from support.commands import forecast
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
@@ -20,7 +20,7 @@ from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Remainder, gemm_size
+from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace, as_workload
 from support.reading import codes
@@ -38,9 +38,10 @@ def moved(tensors: int, launches: int, kernels: int) -> Moved:
 
 
 ATTENTION = TracedAttention(
-    name="blocks.*.attn", batch=64, heads=16, kv_heads=16, queries=256, keys=256, head_dim=64, value_dim=64, pairs=65536.0,
+    label="blocks.*.attn", batch=64, heads=16, kv_heads=16, queries=256, keys=256, head_dim=64, value_dim=64, pairs=65536.0,
     causal=False, count=LAYERS,
 )  # fmt: skip
+SCAN = BatchedGemm(role="batched-gemm", label="blocks.*.scan", direction="forward", m=64, k=64, n=64, batch=4096, count=LAYERS)
 TRACE = ModuleTrace(
     "Tower",
     parameters=300_000_000,
@@ -50,8 +51,8 @@ TRACE = ModuleTrace(
         *linear("blocks.*.mix", ROWS, WIDTH, WIDTH),
         *linear("head", 64, WIDTH, 1000, 1),
     ),
-    batched_gemms=(BatchedGemm(name="blocks.*.scan", direction="forward", m=64, k=64, n=64, batch=4096, count=LAYERS),),
-    remainder=(Remainder(name="patches", direction="forward", flops=10**10, bytes_moved=10**8),),
+    batched_gemms=(SCAN,),
+    convolutions=(Convolution(role="convolution", label="patches", direction="forward", flops=10**10, bytes_moved=10**8),),
     masks={},
     attentions=(ATTENTION,),
     others=(
@@ -132,7 +133,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     measured = {"BF16": 59.5, "FP8Tensorwise": 90.7}
     monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
     job = model_run(load_model(module="tower.py:build"))
-    one_by_one = forecast(job, ["h200"], choices=Choices(recipes=("fp8tensorwise",)))
+    one_by_one = forecast(job, ["h200"], recipes=("fp8tensorwise",))
     [about] = [finding for finding in one_by_one.gpus[0].findings if finding.code == "traced-step-layers"]
     times = about.facts["times"]
     assert isinstance(times, dict)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuzz.hostile import OUTPUTS, TEXTS
 from fuzz.targets import Target, command_line
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Remainder, gemm_size
+from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace
 
@@ -30,7 +30,8 @@ def linear(op: str, tokens: int, inputs: int, outputs: int, count: int) -> tuple
 LINEARS = st.builds(linear, TEXTS, SIZES, SIZES, SIZES, COUNTS)
 BATCHED = st.builds(
     BatchedGemm,
-    name=TEXTS,
+    role=st.sampled_from(["batched-gemm", "attention-gemm"]),
+    label=TEXTS,
     direction=st.sampled_from(["forward", "backward"]),
     m=SIZES,
     k=SIZES,
@@ -38,7 +39,14 @@ BATCHED = st.builds(
     batch=SIZES,
     count=COUNTS,
 )
-REMAINDER = st.builds(Remainder, name=TEXTS, direction=st.sampled_from(["forward", "backward"]), flops=SIZES, count=COUNTS)
+CONVOLUTIONS = st.builds(
+    Convolution,
+    role=st.just("convolution"),
+    label=TEXTS,
+    direction=st.sampled_from(["forward", "backward"]),
+    flops=SIZES,
+    count=COUNTS,
+)
 MOVED = st.builds(Moved, flops=SIZES, bytes_moved=SIZES, launches=SIZES, fused_bytes=SIZES, kernels=SIZES)
 OTHERS = st.builds(
     OtherWork,
@@ -52,7 +60,7 @@ ATTENTION = st.builds(
     **dict.fromkeys(
         ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim"), st.sampled_from([1, 7, 64, 2**20])
     ),
-    name=TEXTS,
+    label=TEXTS,
     pairs=st.sampled_from([1.0, 1e12]),
     causal=st.booleans(),
     count=COUNTS,
@@ -64,7 +72,7 @@ TRACES = st.builds(
     parameters=SIZES,
     gemms=st.lists(GEMMS, max_size=3).map(tuple) | st.lists(LINEARS, max_size=3).map(lambda groups: tuple(chain(*groups))),
     batched_gemms=st.lists(BATCHED, max_size=2).map(tuple),
-    remainder=st.lists(REMAINDER, max_size=2).map(tuple),
+    convolutions=st.lists(CONVOLUTIONS, max_size=2).map(tuple),
     masks=st.dictionaries(st.sampled_from(["none", "causal", "explicit"]), st.integers(0, 9)),
     versions=st.dictionaries(TEXTS, TEXTS, max_size=2),
     attentions=st.lists(ATTENTION, max_size=1).map(tuple),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.commands.forecast import forecast
+from support.commands import forecast
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.layout import choose_run
 from gemmscope.job.load import ModelRun, load_model, model_run

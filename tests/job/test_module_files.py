@@ -50,8 +50,8 @@ def test_a_module_is_measured_where_its_files_are_not(module: str, tmp_path: Pat
     job, _ = loaded(module)
     arguments: dict[str, Any] = {
         "job": job,
-        "choices": Choices(device="cpu", recipes=["BF16"], modes=["autocast"]),
-        "timing": BenchTiming(num_iters=1, num_warmup=0),
+        "device": "cpu", "recipes": ["BF16"], "modes": ["autocast"],
+        "num_iters": 1, "num_warmup": 0,
     }
     sent = unit_line(Unit("a", MeasureUnit("bench", arguments, f"{__name__}:names").for_other_machines()))
     shutil.rmtree(tmp_path / "models")

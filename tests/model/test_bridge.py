@@ -98,7 +98,7 @@ def test_llama_run_config():
     model = source.model
     assert model is not None
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
-    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.q_bias) == (32, 8, 128, False)
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.qkv_bias) == (32, 8, 128, False)
     assert (mlp.intermediate_size, mlp.gated, mlp.activation) == (14336, True, "silu")
     assert (model.vocab_size, model.tied_embeddings, model.norm.kind, model.positions) == (128256, False, "rmsnorm", 0)
     assert source.run_settings == {

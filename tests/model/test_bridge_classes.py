@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.model import bridge
-from gemmscope.model.bridge import has_sizes, provider_classes
+from gemmscope.model.bridge import provider_classes
 from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
@@ -81,7 +81,7 @@ def test_sparse_attention_adds_an_indexer_to_each_layer():
 
 def test_every_class_is_read():
     for name, settings in provider_classes().items():
-        if has_sizes(settings):
+        if "num_layers" in settings or "hybrid_layer_pattern" in settings:
             assert read(name).model.hidden_size == settings["hidden_size"]
 
 
@@ -114,7 +114,7 @@ def test_classes_without_sizes():
         read("Qwen3ModelProvider")
     sizes = ["num_layers: 2", "hidden_size: 64", "num_attention_heads: 8", "ffn_hidden_size: 128"]
     attention = read("Qwen3ModelProvider", *sizes).model.layers[0].attention
-    assert (attention.head_dim, attention.qk_norm, attention.q_bias) == (128, "head", False)
+    assert (attention.head_dim, attention.qk_norm, attention.qkv_bias) == (128, "head", False)
 
 
 def test_unknown_classes_suggest_a_similar_one():

@@ -36,7 +36,7 @@ def test_llama3_script():
     assert model is not None
     assert (model.name, model.hidden_size, len(model.layers), model.vocab_size) == ("llama3_8b", 4096, 32, 128256)
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
-    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.q_bias) == (32, 8, 128, False)
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.qkv_bias) == (32, 8, 128, False)
     assert (mlp.intermediate_size, mlp.gated, mlp.activation, mlp.up_bias) == (14336, True, "silu", False)
     assert model.norm.kind == "rmsnorm"
     assert not model.tied_embeddings
@@ -120,7 +120,7 @@ def test_printed_list():
     model = source.model
     attention = model.layers[0].attention
     assert attention.kv_heads == 16  # num_query_groups counts only with group_query_attention
-    assert attention.q_bias
+    assert attention.qkv_bias
     assert attention.out_bias
     assert model.positions == 2048
     assert not attention.rotary
@@ -154,7 +154,7 @@ def test_defaults_are_megatrons():
     layer = source.model.layers[0]
     assert layer.attention.head_dim == 16
     assert layer.attention.kv_heads == 4
-    assert layer.attention.k_bias
+    assert layer.attention.qkv_bias
     assert (layer.mlp.intermediate_size, layer.mlp.gated, layer.mlp.activation) == (256, False, "gelu")
     assert source.model.norm.kind == "layernorm"
     assert source.run_settings == {"vocab_multiple": 128, **NOTHING_TURNED_ON}
@@ -180,7 +180,7 @@ def test_attention_switches():
     attention = (
         model_of(SMALL + " --add-qkv-bias --disable-bias-linear --qk-layernorm --softmax-type learnable").layers[0].attention
     )
-    assert (attention.q_bias, attention.v_bias, attention.out_bias) == (True, True, False)
+    assert (attention.qkv_bias, attention.out_bias) == (True, False)
     assert (attention.qk_norm, attention.qk_norm_bias, attention.sinks) == ("head", True, True)
     assert model_of(SMALL + " --group-query-attention").layers[0].attention.kv_heads == 1
     latent = model_of(SMALL + " --multi-latent-attention").layers[0].attention.latent

@@ -96,7 +96,7 @@ def attention_parameters(attention: Any, dim: int) -> int:
             query = dim * latent.q_rank + latent.q_rank + latent.q_rank * attention.q_width
         return int(query + key_down + key_up + out)
     widths = attention.q_width + attention.k_width + attention.v_width
-    extra = attention.q_bias * widths + attention.out_bias * dim + attention.sinks * attention.heads
+    extra = attention.qkv_bias * widths + attention.out_bias * dim + attention.sinks * attention.heads
     return int(dim * widths + out + extra + (2 * attention.head_dim if attention.qk_norm else 0))
 
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.numerics import run_numerics
+from support.commands import run_numerics
 from gemmscope.errors import UserError
-from gemmscope.numerics.evaluation.requests import ComputedErrors, take_message
+from gemmscope.numerics.evaluation.requests import DepthModel, ErrorsRequest, RecordingSource
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from gemmscope.numerics.evaluation.depth import depth_errors, depth_message, depth_of_config, depth_of_factory  # noqa: E402
+from gemmscope.numerics.evaluation.depth import depth_errors, depth_of_config, depth_of_factory, depth_report  # noqa: E402
 
 COARSER = ["BF16", "FP8Current", "NVFP4"]
 WIDTH, DEPTH = 128, 4
@@ -152,19 +152,18 @@ def test_from_a_factory(tmp_path: Path) -> None:
         depth_of_factory(f"{file}:missing", ["MXFP8"], micro_batch=None, sequence=None, device="cpu")
 
 
-def test_message_of_the_worker(tmp_path: Path) -> None:
+def test_report_of_the_worker(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text("from torch import nn, randn\n\n\ndef build():\n    return nn.Linear(128, 128), randn(64, 128)\n")
-    request = {"recipes": ["FP32", "NVFP4"], "backend": "", "device": "cpu"}
-    sizes = {"micro_batch": None, "sequence": None}
-    result = ComputedErrors()
-    take_message(depth_message({**request, "depth": {"module": f"{file}:build", **sizes}}), result)
-    assert [one.recipe for one in result.depth] == ["NVFP4"]
-    assert result.depth_notes[0] == "the weights are those of the factory"
-    assert result.depth_failure == ""
-    take_message(depth_message({**request, "depth": {"module": f"{file}:nothing", **sizes}}), result)
-    assert result.depth == []
-    assert "has no function 'nothing'" in result.depth_failure
+    report, failed = (
+        depth_report(ErrorsRequest(RecordingSource("any"), ("FP32", "NVFP4"), depth=model), model)
+        for model in (DepthModel(f"{file}:build"), DepthModel(f"{file}:nothing"))
+    )
+    assert [one.recipe for one in report.depth] == ["NVFP4"]
+    assert report.notes[0] == "the weights are those of the factory"
+    assert report.failure == ""
+    assert failed.depth == ()
+    assert "has no function 'nothing'" in failed.failure
 
 
 def test_depth_needs_a_model_that_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation import mixes
 from gemmscope.numerics.evaluation.error_table import Cells, cells_of, recipe_errors
-from gemmscope.numerics.evaluation.mixes import PART_COST, recommend_mix, weigh
+from gemmscope.numerics.evaluation.mixes import PART_COST, recipes_and_mix, recommend_mix
 from gemmscope.numerics.evaluation.speeds import Savings, Speeds, nominal_speeds, speeds_of
 from gemmscope.results.numerics import DroppedPass, LinearError, Mix, OperandError, PassError
 from support.forecast_files import several_gpus
@@ -128,8 +128,8 @@ def test_keeps_what_costs_least() -> None:
 
 def test_no_bound_chooses_nothing_and_no_mix_may_be_below_it() -> None:
     linears = [*linear_errors(2, ("MXFP8", "NVFP4")), *(weight_only(name, 0, "BF16", 0.01) for name in ("self_attn.q_proj",))]
-    assert weigh(linears, None, None).mixed.chosen is None
-    result = weigh(linears, None, 0.0001)
+    assert recipes_and_mix(linears, None, None).mixed.chosen is None
+    result = recipes_and_mix(linears, None, 0.0001)
     assert result.mixed.chosen is None
     assert [finding.code for finding in result.findings] == ["numerics-no-mix"]
 
@@ -201,7 +201,7 @@ def test_a_model_without_layers_and_layers_that_were_skipped() -> None:
 def test_without_speeds_bits_decide() -> None:
     """4 bits before 8, 8 before 16; what is kept higher is as few FLOPs as possible, and nothing claims a speedup."""
     linears = linear_errors(4)
-    loose, tight = weigh(linears, None, 0.5), weigh(linears, None, 0.05)
+    loose, tight = recipes_and_mix(linears, None, 0.5), recipes_and_mix(linears, None, 0.05)
     assert loose.mixed.chosen is not None
     assert (loose.mixed.chosen.recipe, loose.mixed.chosen.is_mixed) == ("NVFP4", False)
     assert tight.mixed.chosen is not None
@@ -246,7 +246,7 @@ def test_speeds_of_bench_and_step() -> None:
     assert step.rivals["FP8Delayed"] == ()  # 1.37x, 1.33x and 1.21x with intervals of 1%
     bench = speeds_of(recorded_bench("first"), cells)
     assert (bench.of, bench.gpu) == ("linears", "NVIDIA H200")
-    mixed = weigh(linear_errors(4), recorded_bench("first"), 0.06).mixed
+    mixed = recipes_and_mix(linear_errors(4), recorded_bench("first"), 0.06).mixed
     assert {mix.recipe for mix in mixed.frontier} <= {"BF16", *bench.speedups}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.forecast import forecast
+from support.commands import forecast
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets

@@ -11,11 +11,13 @@ torch = pytest.importorskip("torch")
 
 from gemmscope.numerics.recording import (  # noqa: E402
     LinearFacts,
+    LinearStep,
     PassSample,
     RecordingFacts,
     StepFacts,
-    assembled,
     read_recording,
+    tensor_key,
+    write_recording,
 )
 from gemmscope.numerics.sample import draw, random_for, sample_linear  # noqa: E402
 
@@ -64,8 +66,8 @@ def sampled(budget: int, seed: int = 0, dtype: torch.dtype = torch.float32, **si
     facts, kept = sample_linear(x, w, dy, dtype=dtype, budget=budget, random=random_for(seed))
     assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) <= budget
     linear = LinearFacts(name="a", linear="a", inputs=x.shape[1], outputs=w.shape[0], steps=(facts,))
-    recording = assembled(RecordingFacts(source="synthetic", linears=(linear,)), "", 0, lambda _linear, _step, name: kept[name])
-    return {name: recording.linears[0].steps[0].sample(name) for name in ("fprop", "dgrad", "wgrad")}
+    step = LinearStep(facts, linear, kept.__getitem__)
+    return {name: step.sample(name) for name in ("fprop", "dgrad", "wgrad")}
 
 
 def test_facts_are_those_of_the_whole_tensors() -> None:
@@ -94,7 +96,6 @@ def test_rows_and_maxima_are_those_of_the_tensors() -> None:
             index = distances.argmin(1)
             assert torch.equal(operand.rows, tensor[index][:, kept])
             assert torch.equal(operand.row_amax, tensor[index].abs().amax(1))
-            assert operand.row_count == len(tensor)
             relative = tensor[:, kept].double().square().sum(0) / tensor.abs().max().double() ** 2
             torch.testing.assert_close(operand.energy.double(), relative, rtol=1e-4, atol=0)
             for size, maxima in operand.block_amax.items():
@@ -111,7 +112,7 @@ def test_any_sizes_stay_within_their_bytes(budget: int, tokens: int, inputs: int
     for sample in sampled(budget, dtype=torch.bfloat16, tokens=max(tokens, 12), inputs=max(inputs, 8), outputs=outputs).values():
         assert sample.first is not None
         if budget == 10_000_000:
-            assert len(sample.first.rows) == sample.first.row_count
+            assert sample.first.weights.tolist() == [1.0] * len(sample.first.rows)
             assert sample.column_weights.tolist() == [1.0] * sample.facts.reduced
 
 
@@ -163,7 +164,7 @@ def test_a_sample_survives_the_file(tmp_path) -> None:  # type: ignore[no-untype
     x, w, dy = tensors()
     facts, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=60_000, random=random_for(0))
     linear = LinearFacts(name="a", linear="a", inputs=400, outputs=500, steps=(facts,))
-    recording = assembled(RecordingFacts(source="synthetic", linears=(linear,)), "", 0, lambda _linear, _step, name: kept[name])
-    recording.write(tmp_path / "t")
+    stored = {tensor_key("a", 0, name): tensor for name, tensor in kept.items()}
+    write_recording(tmp_path / "t", RecordingFacts(source="synthetic", linears=(linear,)), stored)
     step: StepFacts = read_recording(tmp_path / "t").linears[0].steps[0].facts
     assert step == facts

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.commands.plan import plan
+from support.commands import plan
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.commands.plan import plan
+from support.commands import plan
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model
 from gemmscope.model import presets

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gemmscope import reading
-from gemmscope.commands.compare import compare
-from gemmscope.commands.explain import explain
+from support.commands import compare
+from support.commands import explain
 from gemmscope.commands.report import report
 from gemmscope.document.table import Cell, Table, columns
 from gemmscope.errors import UserError

@@ -235,7 +235,7 @@ def test_shallower_stacks_keep_as_many_layers() -> None:
 
 
 def test_what_a_stack_cannot_keep() -> None:
-    ops = ("Q Proj", "K Proj", "V Proj", "Attn Out", "Mixer Out", "MLP Down")
+    ops = ("q-proj", "k-proj", "v-proj", "attention-out", "mixer-out", "mlp-down")
     check_kept("FP8Current (in BF16: Q Proj, K Proj, V Proj)", ops)
     with pytest.raises(UserError, match="only together, but the mix does not keep K Proj"):
         check_kept("FP8Current (in BF16: Q Proj)", ops)

@@ -7,7 +7,7 @@ from functools import cache
 from math import hypot
 
 from gemmscope.interval import Interval
-from gemmscope.numerics.evaluation.mixes import weigh
+from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import (
     DepthError,
@@ -80,7 +80,7 @@ def numerics_result(
 ) -> NumericsResult:
     """With the speeds of a forecast for Llama 3.1 8B (without, if `gpu` is empty)."""
     linears = linear_errors(layers)
-    weighed = weigh(linears, several_gpus() if gpu else None, bound, gpu)
+    comparison = recipes_and_mix(linears, several_gpus() if gpu else None, bound, gpu)
     stale = StaleScale(
         name="model.layers.0.mlp.down_proj", tensor="dY", growth=1.8, saturated=0.0004, relative=0.061, fresh_relative=0.052
     )
@@ -91,7 +91,7 @@ def numerics_result(
             backward=tuple(recipe.error * (1.5 - 0.02 * layer) for layer in range(layers)),
             loss=recipe.error**2 / 10,
         )
-        for recipe in weighed.recipes
+        for recipe in comparison.recipes
         if recipe.recipe != "BF16"
     )
     origin = {"recording": "recording.safetensors", "checkpoint": "checkpoints/step-1000", "synthetic": "outliers"}[source]
@@ -104,15 +104,15 @@ def numerics_result(
         tokens=8192,
         sampled_bytes=61_000_000 if source == "recording" else None,
         layers=layers,
-        recipes=weighed.recipes,
+        recipes=comparison.recipes,
         linears=linears,
         stale=(stale,) if detailed else (),
         depth=depth if detailed else (),
-        speed_origin=weighed.speed_origin,
-        speed_of=weighed.speed_of,
-        speed_gpu=weighed.speed_gpu,
-        mixed=weighed.mixed,
-        findings=weighed.findings,
+        speed_origin=comparison.speed_origin,
+        speed_of=comparison.speed_of,
+        speed_gpu=comparison.speed_gpu,
+        mixed=comparison.mixed,
+        findings=comparison.findings,
         device="cpu",
         versions={"torch": "2.13.0"},
         seconds=41.0,

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from gemmscope.bench.choose import Choices
-from gemmscope.commands.plan import plan
+from support.commands import plan
 from gemmscope.job.load import load_model
 from gemmscope.results.plan import PlanResult
 
@@ -20,7 +20,7 @@ def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **optio
         gpus,
         global_batch=batch,
         sequence_length=sequence,
-        choices=Choices(recipes),
+        recipes,
         command=f"gemmscope plan {flags}",
         **options,
     )

@@ -25,8 +25,8 @@ def tiny_bench(key: str, *, side: int = 64, iterations: int = 2) -> Unit:
     """A real measurement of one small GEMM on the CPU."""
     arguments: dict[str, Any] = {
         "shapes": [(side, side, side)],
-        "choices": Choices(device="cpu", recipes=["BF16"], modes=["autocast"]),
-        "timing": BenchTiming(num_iters=iterations, num_warmup=0),
+        "device": "cpu", "recipes": ["BF16"], "modes": ["autocast"],
+        "num_iters": iterations, "num_warmup": 0,
     }
     return Unit(key, MeasureUnit("bench", arguments, "support.pools:times"))
 

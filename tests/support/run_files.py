@@ -8,7 +8,7 @@ from typing import Any
 from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
-from gemmscope.commands.shapes import shapes
+from support.commands import shapes
 from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run

@@ -146,7 +146,7 @@ def test_points_that_failed_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     axes = {"micro_batch_size": [1, 2, 4]}
     swept(monkeypatch, Recorded(fails=("micro_batch_size=2",)), axes)
     again = Recorded()
-    whole = swept(monkeypatch, again, axes, resume=True, timing=BenchTiming(precision=0.5))
+    whole = swept(monkeypatch, again, axes, resume=True, precision=0.5)
     assert [unit.key for unit in again.units] == ["micro_batch_size=2"]
     assert whole.sample_count == 3
     another = Recorded()  # it was complete: there is nothing to resume
@@ -419,4 +419,4 @@ def test_steps_are_measured_in_the_recipes_alone(monkeypatch: pytest.MonkeyPatch
     arguments = pool.units[0].content.arguments
     assert (arguments["try_mixed"], arguments["precision"], arguments["time_limit"]) == (False, 0.02, 20.0)
     with pytest.raises(UserError, match="a training step includes quantization"):
-        sweeping.step_sweep(SIZES, run, {"tp": [1]}, choices=Choices(device="cpu", modes=["pre-quantized"]))
+        sweeping.step_sweep(SIZES, run, {"tp": [1]}, device="cpu", modes=["pre-quantized"])

@@ -71,7 +71,9 @@ class Attended(nn.Module):
         return weights @ v
 
 
-@pytest.mark.parametrize(("how", "role"), [("fused", "fused"), ("softmax", "attention"), ("recurrence", "")])
+@pytest.mark.parametrize(
+    ("how", "role"), [("fused", "fused-attention-gemm"), ("softmax", "attention-gemm"), ("recurrence", "batched-gemm")]
+)
 def test_only_what_goes_through_a_softmax_is_attention(how: str, role: str) -> None:
     trace = record(Attended(how), (2, 3, WIDTH))
     assert {gemm.role for gemm in trace.batched_gemms} == {role}
@@ -161,7 +163,7 @@ def test_a_config_whose_model_reads_values() -> None:
 def test_convolutions_move_bytes() -> None:
     trace = record(nn.Conv1d(4, 6, 3, bias=False), (2, 4, 10))
     moved = (2 * 4 * 10 + 6 * 4 * 3 + 2 * 6 * 8) * 2
-    assert [(op.direction, op.bytes_moved) for op in trace.remainder] == [("forward", moved), ("backward", 2 * moved)]
+    assert [(op.direction, op.bytes_moved) for op in trace.convolutions] == [("forward", moved), ("backward", 2 * moved)]
 
 
 @pytest.mark.parametrize("name", ["vit", "dit"])

@@ -120,7 +120,7 @@ def forward(count: Counter, values: dict[str, Tensor], rule: str) -> Tensor:
 
 
 def scan(rule: MixerKind) -> Scan:
-    return Scan(name="x", rule=rule, batch=1, sequence=CHUNK * CHUNKS, heads=1, groups=1, key_dim=KEY, value_dim=VALUE)
+    return Scan(role="kda", rule=rule, batch=1, sequence=CHUNK * CHUNKS, heads=1, groups=1, key_dim=KEY, value_dim=VALUE)
 
 
 @pytest.mark.parametrize("rule", ["gated delta rule", "kda"])

@@ -65,7 +65,7 @@ def test_settings_that_override_others(model_type: str, settings: dict[str, Any]
 def test_long_sequences_are_not_looped_over() -> None:
     """The kernels of mixers only produce shapes: no GEMM of a fallback, however long the sequence."""
     trace = live({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 32, **TOKENS}, RunSpec(1, 2**20))
-    assert (len(trace.scans), trace.batched_gemms, trace.remainder) == (1, (), ())
+    assert (len(trace.scans), trace.batched_gemms, trace.convolutions) == (1, (), ())
 
 
 @pytest.mark.parametrize(("change", "what"), [({"chunk": 128}, "ssd on 1 x 16: 8 heads of 16"), ({"conv_kernel": 3}, "kernel 3")])

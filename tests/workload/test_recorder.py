@@ -270,7 +270,7 @@ def test_recomputed_attention_is_attention(reentrant: bool) -> None:
     """Also inside the backward pass, attention is one call of a fused kernel."""
     result = record(Wrapped(CheckpointedAttention(reentrant)), TOKENS)
     assert [(op.count, op.forward_runs, op.backward_runs) for op in result.attentions] == [(1, 2, 1)]
-    assert {gemm.role for gemm in result.batched_gemms} == {"fused"}
+    assert {gemm.role for gemm in result.batched_gemms} == {"fused-attention-gemm"}
 
 
 class Fused(torch.autograd.Function):
@@ -296,14 +296,14 @@ def test_custom_autograd_function() -> None:
     assert gemms(record(Wrapped(HandWritten()), TOKENS)) == three(6, 8, 5)
 
 
-def test_convolutions_are_a_named_remainder() -> None:
+def test_convolutions_have_the_name_of_their_module() -> None:
     result = record(nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.Conv1d(6, 2, 1)), torch.zeros(2, 4, 10))
     assert result.gemms == ()
-    flops = {(op.name, op.direction): op.flops * op.count for op in result.remainder}
+    flops = {(op.name, op.direction): op.flops * op.count for op in result.convolutions}
     first, second = 2 * (2 * 6 * 10) * (4 * 3), 2 * (2 * 2 * 10) * 6
     assert flops[("*", "forward")] in (first, second)  # both map to one path, and differ in their FLOPs
-    assert sum(op.flops for op in result.remainder if op.direction == "forward") == first + second
-    assert sum(op.flops for op in result.remainder if op.direction == "backward") == first + 2 * second
+    assert sum(op.flops for op in result.convolutions if op.direction == "forward") == first + second
+    assert sum(op.flops for op in result.convolutions if op.direction == "backward") == first + 2 * second
 
 
 def test_tied_weights_count_once_as_parameters() -> None:

@@ -125,7 +125,7 @@ def test_products_are_those_of_the_kernels() -> None:
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, inputs, grad)
     sizes: dict[str, Any] = {"heads": HEADS, "groups": GROUPS, "key_dim": KEY, "value_dim": VALUE, "chunk": CHUNK}
-    scan = Scan(name="scan", rule="ssd", batch=1, sequence=length, **sizes)
+    scan = Scan(role="ssd", rule="ssd", batch=1, sequence=length, **sizes)
     forward, backward = Kernels(*inputs), Kernels(*inputs)
     assert torch.allclose(forward.forward(), expected.detach())
     assert forward.count.flops == scan.forward().flops

@@ -89,7 +89,7 @@ def test_tensor_parallelism_of_compressed_attention() -> None:
     assert isinstance(groups, GroupedLinear)
     assert isinstance(keys, Linear)
     assert isinstance(attention, Attention)
-    assert (groups.groups, groups.inputs, groups.experts) == (2, 4096, False)
+    assert (groups.groups, groups.inputs, groups.facts.block) == (2, 4096, "attention")
     assert (keys.outputs, keys.copies) == (512, 4)
     assert (attention.heads, attention.kv_heads) == (16, 1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader
 
-from gemmscope.commands.explain import explain
+from support.commands import explain
 from gemmscope.commands.report import report
 from gemmscope.document.combine import MOST_RUNS
 from gemmscope.results.base import Result

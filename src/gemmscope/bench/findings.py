@@ -12,11 +12,11 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.bench import BenchSettings
 from gemmscope.results.linears import Linears, OpTime
+from gemmscope.roles import role_named
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
 
 SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 CLOCK_MOVED = 0.15  # between bursts of one recipe and mode
-LEFT_HIGH = ("LM Head", "Router")  # most frameworks do not quantize these
 
 
 def linear_findings(linears: Linears) -> list[Finding]:
@@ -185,7 +185,7 @@ def speedups_leaving_high(
 
     `speedup_leaving(recipe, mode, cases)`: with these cases left in the baseline's precision.
     """
-    left = [case for case in linears.cases if case.op in LEFT_HIGH]
+    left = [case for case in linears.cases if (known := role_named(case.op)) is not None and known.usually_high]
     if not left or len(left) == len(linears.cases):
         return []
     ops = [case.op for case in left]

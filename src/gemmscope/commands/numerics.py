@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
@@ -17,8 +16,19 @@ from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
-from gemmscope.numerics.evaluation.mixes import weigh
-from gemmscope.numerics.evaluation.requests import ComputedErrors, compute_errors, known_linears
+from gemmscope.numerics.evaluation.mixes import recipes_and_mix
+from gemmscope.numerics.evaluation.requests import (
+    CheckpointSource,
+    ComputedErrors,
+    DepthModel,
+    ErrorsRequest,
+    RecordingSource,
+    SyntheticKind,
+    SyntheticSource,
+    TensorsOpened,
+    compute_errors,
+    model_linears,
+)
 from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
@@ -35,9 +45,8 @@ from gemmscope.signals import defer_signals
 from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
 
-PathLike = str | Path
 BACKENDS = ("transformer_engine", "torchao")
-KINDS = ("normal", "heavy", "outliers")
+KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
@@ -47,35 +56,36 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
     `job`: the model of `synthetic` tensors, of `depth`, and of the forecast for `gpu`. With `depth`, a Hugging Face config runs
     with random weights; a module is run without being asked. Ctrl-C ends it early, with the linears computed until then.
     """
-    begin, backend, speed = time.monotonic(), options.backend or "", options.speed
-    request = {
-        **_source(options, job, context.reporter),
-        "recipes": chosen_recipes(options.recipes, backend),
-        "backend": backend,
-        "device": options.device or "cpu",
-        "seed": options.seed,
-        "depth": _depth(job, options.depth),
-    }
-    _check(options.bound, options.device or "cpu", options.seed)
+    begin, backend, speed, device = time.monotonic(), options.backend or "", options.speed, options.device or "cpu"
+    request = ErrorsRequest(
+        source=_source(options, job, context.reporter),
+        recipes=tuple(chosen_recipes(options.recipes, backend)),
+        backend=backend,
+        device=device,
+        seed=options.seed,
+        depth=_depth(job, options.depth),
+    )
+    _check(options.bound, device, options.seed)
     speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, context.reporter)
+        opened = computed.opened
+        assert opened is not None
         with damage_reported(*([speeds] if speeds is not None else [])):
-            weighed = weigh(computed.linears, speeds, options.bound, speed_gpu)
-        about = {name: value for name, value in computed.about.items() if name not in ("probed", "notes")}
+            comparison = recipes_and_mix(computed.linears, speeds, options.bound, speed_gpu)
         result = NumericsResult(
             command=context.command,
-            findings=(*_findings(computed, backend), *weighed.findings),
-            **about,
-            recipes=weighed.recipes,
+            findings=(*_findings(computed, opened, backend), *comparison.findings),
+            **vars(opened.facts),
+            recipes=comparison.recipes,
             linears=tuple(computed.linears),
             stale=tuple(computed.stale),
-            depth=tuple(computed.depth),
-            speed_origin=weighed.speed_origin,
-            speed_of=weighed.speed_of,
-            speed_gpu=weighed.speed_gpu,
+            depth=computed.depth.depth,
+            speed_origin=comparison.speed_origin,
+            speed_of=comparison.speed_of,
+            speed_gpu=comparison.speed_gpu,
             speed_file=str(speed) if isinstance(speed, (str, Path)) else "",
-            mixed=weighed.mixed,
+            mixed=comparison.mixed,
             seconds=time.monotonic() - begin,
         )
         if context.deliver is not None:
@@ -103,7 +113,9 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
     return list(dict.fromkeys(one.name for one in chosen))
 
 
-def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) -> dict[str, Any]:
+def _source(
+    options: NumericsOptions, job: ModelRun | None, reporter: Reporter
+) -> RecordingSource | CheckpointSource | SyntheticSource:
     """The source of tensors, as the worker is told."""
     recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
     given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
@@ -119,9 +131,10 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
         raise UserError(f"{option('checkpoint')} is empty", "give a safetensors file, or a folder of them")
     if recording is not None:
         read_recording(recording)  # an invalid file is rejected before a process is started
-    if synthetic is None:
-        model = job.source.model if job is not None and checkpoint is not None else None
-        return {named[0]: str(given[named[0]]), "known": asdict(known_linears(model)) if model is not None else None}
+        return RecordingSource(str(recording))
+    if checkpoint is not None:
+        model = job.source.model if job is not None else None
+        return CheckpointSource(str(checkpoint), model_linears(model) if model is not None else None)
     if synthetic not in KINDS:
         raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(KINDS)}")
     if job is None:
@@ -131,11 +144,13 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
         )
     subject = rank_workload(job, reporter.say)
     heads = {op.name for op in subject.workload.ops if op.section == HEAD}  # they stay in BF16
-    cases = [asdict(case) for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
-    return {"synthetic": synthetic, "model": subject.name, "cases": cases}
+    cases = [case for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
+    if not cases:
+        raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
+    return SyntheticSource(synthetic, {case.op: (case.inputs, case.outputs) for case in cases}, subject.name)
 
 
-def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
+def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
     """The model to run for errors along depth; None if none was requested."""
     source = job.source if job is not None else None
     if job is None or source is None or (source.module is None and source.config is None):
@@ -147,8 +162,8 @@ def _depth(job: ModelRun | None, wanted: bool) -> dict[str, Any] | None:
         return None
     if not wanted and source.module is None:
         return None
-    sizes = {"micro_batch": job.micro_batch, "sequence": job.sequence}
-    return {"module": source.module, "config": dict(source.config) if source.config is not None else None, **sizes}
+    config = dict(source.config) if source.config is not None else None
+    return DepthModel(source.module, config, job.micro_batch, job.sequence)
 
 
 def _check(bound: float | None, device: str, seed: int) -> None:
@@ -165,7 +180,7 @@ def _check(bound: float | None, device: str, seed: int) -> None:
         )
 
 
-def _computed(request: Mapping[str, Any], reporter: Reporter) -> ComputedErrors:
+def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:
     """Let the worker compute the errors. Progress begins once it has opened the file and knows how many linears there are."""
     state: list[Any] = []
 
@@ -182,31 +197,32 @@ def _computed(request: Mapping[str, Any], reporter: Reporter) -> ComputedErrors:
             state[0].__exit__(None, None, None)
 
 
-def _findings(computed: ComputedErrors, backend: str) -> list[Finding]:
-    findings = [finding("numerics-recording-note", text=note) for note in computed.about.get("notes", ())]
+def _findings(computed: ComputedErrors, opened: TensorsOpened, backend: str) -> list[Finding]:
+    tensors = opened.facts
+    findings = [finding("numerics-recording-note", text=note) for note in opened.notes]
     if not computed.complete:
         facts = {"done": computed.done, "count": computed.count}
         ended = computed.ended
         findings.append(
             finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
         )
-    if computed.about.get("source") != "checkpoint" and not computed.about.get("probed", True):
+    if tensors.source != "checkpoint" and not opened.probed:
         findings.append(finding("numerics-no-probes"))
-    if computed.depth_failure:
-        findings.append(finding("numerics-no-depth", reason=computed.depth_failure))
-    if computed.depth_notes:
-        findings.append(finding("numerics-depth", notes=computed.depth_notes))
+    if computed.depth.failure:
+        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
+    if computed.depth.notes:
+        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
     with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
-    findings += padded_tokens(computed.about.get("tokens") or 0, with_errors, backend)
+    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
     delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
-    if computed.about.get("source") == "recording" and delayed:
-        earlier = max(len(computed.about.get("steps", ())) - 1, 0)
+    if tensors.source == "recording" and delayed:
+        earlier = max(len(tensors.steps) - 1, 0)
         if not computed.stale:
             findings.append(finding("numerics-no-history"))
         elif earlier < HISTORY:
             findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
     counted = counted_linears(computed.linears)
-    if computed.about.get("source") == "recording":
+    if tensors.source == "recording":
         passes = {one.pass_name for linear in counted for one in linear.passes}
         dropped = any(linear.dropped for linear in counted)
         findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []

@@ -13,13 +13,13 @@ from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
-from gemmscope.recipe.recipes import BASELINE
+from gemmscope.recipe.recipes import BASELINE, recipes
+from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import PartComparison, StepComparison
 from gemmscope.results.step import StepResult, StepTime
 
 SAME_FLOPS = 0.1  # relative difference that two traces of one model and batch stay below
-RECIPES = {"FP8 blocks": ("FP8Block",), "MXFP8": ("MXFP8",), "FP4": ("NVFP4",)}
 ALIASES: dict[StepPart, StepPart] = {"routing": "embedding"}  # a trace does not show which indexing is routing
 
 
@@ -140,8 +140,9 @@ def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str |
         return BASELINE if BASELINE in known else known[0]
     precision = max(rows, key=lambda row: row.time_ms).precision
     delayed = any(item.work_class.facts.kernel_class == "update" for item in diagnosis.evidence.items)
-    usual = ("FP8Delayed",) if delayed else ("FP8Current", "FP8Tensorwise", "FP8Rowwise")
-    chosen = next((name for name in RECIPES.get(precision, usual) if name in known), None)
+    alike = [name for name, one in recipes().items() if one.precision("fprop").in_traces == precision]
+    usual = [name for name in alike if len(alike) == 1 or recipe_named(name).delayed == delayed]
+    chosen = next((name for name in usual if name in known), None)
     if chosen is None:
         raise UserError(
             f"{origin} has no recipe that runs {precision} as this trace does", f"choose one: {option('recipe', known[-1])}"

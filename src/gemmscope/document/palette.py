@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from gemmscope.roles import key_of
 from gemmscope.toml import load_data
 from gemmscope.units import slug
 
@@ -80,7 +81,7 @@ def op_keys(ops: Sequence[str]) -> dict[str, str]:
     >>> op_keys(["MLP Up", "QKV Proj", "my.linear"])
     {'MLP Up': 'series-3', 'QKV Proj': 'series-1', 'my.linear': 'series-2'}
     """
-    places = {op: place - 1 for op in ops if (place := _data()["ops"].get(op)) is not None}
+    places = {op: place - 1 for op in ops if (place := _data()["ops"].get(key_of(op))) is not None}
     most = most_series() if len(ops) <= most_series() else most_series() - 1
     keys: dict[str, str] = {}
     for op in ops[:most]:  # those with a color of their own first, or others would take it

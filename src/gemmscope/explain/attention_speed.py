@@ -13,6 +13,7 @@ from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
 from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
+from gemmscope.recipe.precisions import precisions
 from gemmscope.results.explain import Cause
 from gemmscope.results.explain_tables import AttentionTotal
 from gemmscope.toml import load_data
@@ -24,7 +25,7 @@ FASTEST = 1.1  # a rate above this multiple of the best known rate is not possib
 LARGEST_HEAD = 256
 BACKWARD_FLOPS = 2.5  # over those of forward: five GEMMs instead of two
 HEADS_SECOND = re.compile(r"scaled_dot_product|_cudnn_attention")  # [batch, heads, sequence, head size]; others swap the middle
-TYPES = (("BFloat16", "BF16"), ("Half", "FP16"), ("Float8", "FP8"), ("float", "FP32"))
+PRECISIONS = tuple(precisions()[name] for name in ("bf16", "fp16", "fp8", "fp32"))
 FORWARD = re.compile(r"fprop|fwd|[Ff]orward")
 BACKWARD = re.compile(r"bprop|bwd|[Bb]ackward|dot_do_o|convert_dq|reduce_head")
 # The place of is_causal among the arguments of PyTorch's operators
@@ -127,7 +128,7 @@ def _key(item: TimedWork) -> _Key:
     shape = _shape(chosen) if chosen is not None else None
     causal = _causal(item, operator)
     types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
-    return _Key(backend, pass_name, shape, causal, next((short for text, short in TYPES if text in types), ""))
+    return _Key(backend, pass_name, shape, causal, next((known.title for known in PRECISIONS if known.torch_type in types), ""))
 
 
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from math import gcd, prod
 
 from gemmscope.explain.gemms import Size
-from gemmscope.explain.gpu_rates import facts_clock
+from gemmscope.explain.gpu_rates import WEIGHTS, facts_clock
 from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kernels, sizes_of, spans_of
 from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 from gemmscope.results.explain_tables import GemmShapeTotal
 
@@ -16,10 +17,7 @@ SLOW_CLOCK = 0.55  # of the highest clock
 SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
 IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
 BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
-JUDGED = ("FP4", "FP8", "FP8 blocks", "MXFP8", "BF16", "FP16")  # precisions whose rate tells whether the GPU is slow
-# Bytes per element of the operands, and elements in 16 bytes, which tensor cores load at once
-BYTES = {"FP4": 0.5, "FP8": 1.0, "FP8 blocks": 1.0, "MXFP8": 1.0, "INT8": 1.0, "BF16": 2.0, "FP16": 2.0, "TF32": 4.0, "FP32": 4.0}
-LOADED_BYTES = 16
+LOADED_BYTES = 16  # that tensor cores load at once
 TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
 TINY = 32  # a side that does not fill a tile of a tensor core
@@ -27,10 +25,7 @@ TINY = 32  # a side that does not fill a tile of a tensor core
 
 MOST_SHAPES = 200
 ALIGNED_BYTES = 16
-# Bytes per element of the operands, scales included, and of the result
-OPERAND_BYTES = {"FP4": 0.5625, "FP8": 1.0, "FP8 blocks": 1.03, "MXFP8": 1.03, "INT8": 1.0, "FP32": 4.0, "TF32": 4.0}
-WEIGHT_BYTES = {"FP4 weights": 0.5625, "FP8 weights": 1.0, "INT8 weights": 1.0, "INT4 weights": 0.5}
-HIGH_BYTES = 2.0
+HIGH_BYTES = 2.0  # per element, where the precision is not known
 
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
 
@@ -74,7 +69,9 @@ def best_rates(step: StepEvidence) -> dict[str, float]:
 
 def _peak_shares(step: StepEvidence, rates: dict[str, float]) -> dict[str, float]:
     """Rates as shares of the GPU's peak, where that is known."""
-    peaks = {name: step.gpu.peak(name) for name in rates if name in JUDGED} if step.gpu is not None else {}
+    known = precision_in_traces()
+    measured = [name for name in rates if name in known and known[name].timed_as]
+    peaks = {name: step.gpu.peak(name) for name in measured} if step.gpu is not None else {}
     return {name: rates[name] / peak for name, peak in peaks.items() if peak}
 
 
@@ -101,7 +98,8 @@ def implausible_times(step: StepEvidence) -> list[Finding]:
 
 def _misaligned(item: TimedWork) -> bool:
     """Whether the rows of an operand begin between the 16 bytes that tensor cores load at once."""
-    multiple = LOADED_BYTES / BYTES.get(item.gemm.precision, LOADED_BYTES)
+    known = precision_in_traces().get(item.gemm.precision)
+    multiple = LOADED_BYTES / known.bytes if known else 1
     return item.gemm.size is not None and any(side % multiple for side in item.gemm.size[1:])
 
 
@@ -136,7 +134,7 @@ def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], bes
     sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
     facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
     if code == "misaligned":
-        multiple = int(LOADED_BYTES / BYTES[precision])
+        multiple = int(LOADED_BYTES / precision_in_traces()[precision].bytes)
         odd = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})
         facts.append(finding("cause-misaligned-sizes", sizes=list(map(str, odd[:5])), multiple=multiple, precision=precision))
     if precision in best:
@@ -147,12 +145,13 @@ def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], bes
 def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> float | None:
     """What the GEMM would take with sizes that fit: by the GPU's rates, else at the rate of the best GEMM of the step."""
     gemm = item.gemm
-    if gemm.size is None or gemm.precision not in BYTES:
+    known = precision_in_traces().get(gemm.precision)
+    if gemm.size is None or known is None:
         return None
     if step.gpu is not None and step.gpu.peak(gemm.precision):
         m, k, n = gemm.size
         batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
-        size_bytes = batches * (BYTES[gemm.precision] * (m * k + k * n) + max(BYTES[gemm.precision], 2.0) * m * n)
+        size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
         return step.gpu.least_us(gemm.precision, gemm.flops, size_bytes)
     return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
 
@@ -200,9 +199,9 @@ def gemm_bytes(m: int, k: int, n: int, batch: int, precision: str) -> float:
     >>> gemm_bytes(1024, 1024, 1024, 1, "BF16") / 2**20, gemm_bytes(1024, 1024, 1024, 1, "FP8") / 2**20
     (6.0, 4.0)
     """
-    operand = OPERAND_BYTES.get(precision, HIGH_BYTES)
-    weight = WEIGHT_BYTES.get(precision, operand)
-    return batch * (m * k * operand + k * n * weight + m * n * (4.0 if precision in ("FP32", "TF32") else HIGH_BYTES))
+    known, weights = precision_in_traces().get(precision), precision_in_traces().get(precision.removesuffix(WEIGHTS))
+    operand, weight = (one.operand_bytes if one else HIGH_BYTES for one in (known, weights))
+    return batch * (m * k * operand + k * n * weight + m * n * max(operand, HIGH_BYTES))
 
 
 def alignment(inner: int, columns: int, precision: str) -> int:
@@ -211,6 +210,7 @@ def alignment(inner: int, columns: int, precision: str) -> int:
     >>> alignment(64, 3137, "BF16"), alignment(4096, 4096, "BF16"), alignment(4090, 4096, "FP8")
     (2, 16, 2)
     """
-    bits = round(8 * OPERAND_BYTES.get(precision, HIGH_BYTES)) if precision != "FP4" else 4
+    known = precision_in_traces().get(precision)
+    bits = round(8 * (known.bytes if known else HIGH_BYTES))
     whole = gcd(gcd(inner * bits, columns * bits), 8 * ALIGNED_BYTES)
     return max(whole // 8, 1)

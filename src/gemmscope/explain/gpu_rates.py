@@ -6,14 +6,10 @@ from functools import cache
 from typing import Any
 
 from gemmscope.gpu.specs import spec_of
+from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.toml import load_data
 
-# The formats whose peak holds for each precision, the first that the GPU has. Weights in fewer bits are multiplied in BF16.
-FORMATS = {
-    "FP4": ("fp4",), "FP8": ("fp8",), "FP8 blocks": ("fp8",), "MXFP8": ("fp8",), "INT8": ("int8",), "BF16": ("bf16",),
-    "FP16": ("fp16", "bf16"), "TF32": ("tf32",), "FP32": ("fp32",), "FP4 weights": ("bf16",), "FP8 weights": ("bf16",),
-    "INT8 weights": ("bf16",), "INT4 weights": ("bf16",),
-}  # fmt: skip
+WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 
 
 @dataclass(frozen=True)
@@ -27,8 +23,9 @@ class GpuRates:
     source: str = ""
 
     def peak(self, precision: str) -> float | None:
-        formats = FORMATS.get(precision, ())
-        return next((self.peaks[name] for name in formats if name in self.peaks), None)
+        """The rate that holds for this precision, the first that the GPU has. Weights in fewer bits are multiplied in BF16."""
+        known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
+        return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
     def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
         """The shortest time of a GEMM: what its FLOPs take at the usual rate, or its bytes at the bandwidth of the memory."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
 from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
+from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 
 GAIN_LOST = 0.5  # of the GEMMs' gain
@@ -200,8 +202,8 @@ def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:
     rates = step.rates
     if "BF16" not in rates:
         return
-    for precision in ("FP4", "MXFP8", "FP8 blocks", "FP8"):
-        if precision in rates and rates[precision] < 1.25 * rates["BF16"]:
+    for precision in LOW:
+        if precision in rates and precision_in_traces()[precision].timed_as and rates[precision] < 1.25 * rates["BF16"]:
             items = [item for item in step.low if item.gemm.precision == precision]
             rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates["BF16"])
             usual = 1.5 * rates["BF16"]

@@ -13,6 +13,7 @@ from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, add_up
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
+from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
@@ -20,8 +21,6 @@ NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
 MOST_SPANS = 2000  # of one cause in a trace viewer
 LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
-# Rate of large low-precision GEMMs over BF16, where the trace does not show it: measured on an H200 (FP8 1.85, blocks 1.5).
-USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5, "INT8": 1.85}
 TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
@@ -112,7 +111,8 @@ class StepEvidence:
         if low and "BF16" in self.rates:
             return max(max(low) / self.rates["BF16"], 1.05)
         present = {item.gemm.precision for item in self.items}
-        return max((USUAL_RATIO[precision] for precision in LOW if precision in present), default=USUAL_RATIO["FP8"])
+        known = precision_in_traces()
+        return max((known[name].usual_ratio for name in LOW if name in present), default=known["FP8"].usual_ratio)
 
     def of_class(self, name: str) -> list[TimedWork]:
         return [item for item in self.items if item.name == name]

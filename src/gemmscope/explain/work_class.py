@@ -13,27 +13,21 @@ from typing import Any
 from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
 from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
+from gemmscope.recipe.precisions import precision_shown, precisions
 from gemmscope.toml import load_data
 
-LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4", "INT8")
-WEIGHT_ONLY = ("FP4 weights", "FP8 weights", "INT8 weights", "INT4 weights")  # decoded on the way: the GEMM itself is not faster
+MULTIPLIED = [known for known in precisions().values() if known.rates]
+LOW = tuple(known.in_traces for known in MULTIPLIED if known.low)
+WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().values() if known.weight_only)
 UNKNOWN_PRECISION = "unknown precision"
-PRECISIONS = (*LOW, *WEIGHT_ONLY, "BF16", "FP16", "TF32", "FP32", UNKNOWN_PRECISION)
+PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
 CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
 CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
 CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
-DTYPES = {
-    "e2m1": "FP4", "int4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "int8": "INT8", "bf16": "BF16", "fp16": "FP16", "tf32": "TF32",
-    "fp32": "FP32",
-}  # fmt: skip
-FORMATS = tuple(DTYPES.values())  # the narrowest first
-FP8_SCALES = {"block32": "MXFP8", "block128": "FP8 blocks"}
-TORCH_TYPES = (
-    ("Float4", "FP4"), ("Float8", "FP8"), ("signed char", "INT8"), ("BFloat16", "BF16"), ("Half", "FP16"), ("float", "FP32"),
-)  # fmt: skip
+OF_TORCH_TYPES = [known for known in MULTIPLIED if known.torch_type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +127,15 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
     """Precision of the operands: from the kernel name, else from the input types of the operator."""
     if facts.operands is not None:
-        narrow, wide = sorted((DTYPES[operand] for operand in facts.operands), key=FORMATS.index)
-        if narrow != wide and wide not in LOW:
-            return f"{narrow} weights" if f"{narrow} weights" in WEIGHT_ONLY else wide
-        return FP8_SCALES.get(facts.scales or "", narrow) if narrow == "FP8" else narrow
+        operands = [(precision_shown(operand, None), operand) for operand in facts.operands]
+        (narrow, operand), (wide, _) = sorted(operands, key=lambda pair: pair[0].bytes)
+        if narrow != wide and not wide.low:
+            return f"{narrow.in_traces} weights" if narrow.weight_only else wide.in_traces
+        return precision_shown(operand, facts.scales).in_traces
     types = " ".join(map(str, operator.types[:3])) if operator else ""
     if "Float4" not in types and ("_scaled" in (operator.name if operator else "") or SCALED_GEMM in name):
         return "FP8"
-    return next((precision for text, precision in TORCH_TYPES if text in types), UNKNOWN_PRECISION)
+    return next((known.in_traces for known in OF_TORCH_TYPES if known.torch_type in types), UNKNOWN_PRECISION)
 
 
 def _class_of_operators(names: Iterable[str]) -> str:

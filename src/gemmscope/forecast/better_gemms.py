@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gemmscope.errors import UserError
-from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF, Layout, Times, model
+from gemmscope.errors import MissingFactError, UserError
+from gemmscope.forecast.gemm import LAYOUT_OF, Layout, Times, model
 from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import GpuSpec, spec_of
+from gemmscope.recipe.precisions import precision_in_traces, precisions, timed_precisions
 from gemmscope.results.explain_tables import GemmShapeTotal
 
-FORMAT_OF = {"BF16": "bf16", "FP16": "bf16", "FP8": "fp8", "FP8 blocks": "fp8-block", "MXFP8": "mxfp8", "FP4": "nvfp4"}
-TITLES = {"bf16": "BF16", "fp8": "FP8", "fp8-block": "FP8 blocks", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-ORDER = ("FP32", "TF32", "BF16", "FP16", "FP8 blocks", "MXFP8", "FP8", "FP4")  # of falling precision
 MULTIPLE = 16  # sizes in low precision must be multiples of this
 WORTH = 0.95  # a better recipe is named only if it takes at most this share of the current time
 
@@ -28,7 +26,7 @@ def with_better_recipe(rows: Sequence[GemmShapeTotal], gpu_name: str) -> tuple[G
         return tuple(rows)
     shapes = Shapes.of(*([getattr(rows[place], side) for place in chosen] for side in ("m", "k", "n")))
     layouts = [_layout(rows[place]) for place in chosen]
-    times = {fmt: time for fmt in FORMATS if (time := _times(spec, fmt, shapes, layouts)) is not None}
+    times = {fmt: time for fmt in timed_precisions() if (time := _times(spec, fmt, shapes, layouts)) is not None}
     result = list(rows)
     for number, place in enumerate(chosen):
         result[place] = _better(rows[place], {fmt: _of(time, number) for fmt, time in times.items()})
@@ -41,7 +39,9 @@ def _can_change(row: GemmShapeTotal) -> bool:
     The number of rows is free, except where wgrad makes it the inner size or the length of a row.
     """
     sides = (row.m, row.k, row.n) if "wgrad" in row.passes else (row.k, row.n)
-    return row.batch == 1 and row.precision in ORDER and not any(side % MULTIPLE for side in sides)
+    known = precision_in_traces().get(row.precision)
+    changes = known is not None and (bool(known.timed_as) or not known.low)
+    return row.batch == 1 and changes and not any(side % MULTIPLE for side in sides)
 
 
 def _layout(row: GemmShapeTotal) -> Layout:
@@ -52,6 +52,8 @@ def _layout(row: GemmShapeTotal) -> Layout:
 def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -> Times | None:
     try:
         return model().time(spec, fmt, shapes, layout=np.array(layouts))
+    except MissingFactError:
+        raise
     except UserError:  # the GPU does not support it, or nothing like it was measured
         return None
 
@@ -62,15 +64,15 @@ def _of(times: Times, number: int) -> tuple[float, float]:
 
 
 def _better(row: GemmShapeTotal, times: dict[str, tuple[float, float]]) -> GemmShapeTotal:
-    own = times.get(FORMAT_OF.get(row.precision, ""))
+    own = times.get(precision_in_traces()[row.precision].timed_as)
     now_ms = row.time_ms / row.count
     # What slows this GEMM down now (a low clock, other work at the same time) would slow it down in another recipe as well.
     slower = max(now_ms / own[0], 1.0) if own is not None else 1.0
     casts = own[1] if own is not None else 0.0
-    rank = ORDER.index(row.precision)
-    lower = {fmt for precision, fmt in FORMAT_OF.items() if ORDER.index(precision) > rank}
+    rising = list(precision_in_traces())
+    lower = {precision_in_traces()[name].timed_as for name in rising[: rising.index(row.precision)]}
     better_ms = {fmt: slower * gemm + max(cast - casts, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
     best = min(better_ms, key=lambda fmt: better_ms[fmt], default=None)
     if best is None or better_ms[best] > WORTH * now_ms:
         return row
-    return row.model_copy(update={"better": TITLES[best], "better_ms": better_ms[best] * row.count})
+    return row.model_copy(update={"better": precisions()[best].title, "better_ms": better_ms[best] * row.count})

@@ -22,13 +22,13 @@ from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
 from gemmscope.forecast.coefficients import REINSTALL, read_stored
-from gemmscope.forecast.gemm import FORMATS
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.reading import called, read_text
+from gemmscope.recipe.precisions import timed_precisions
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.toml import load_data
@@ -71,7 +71,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for what, names, known in (
-            ("format", (*self.gemms, *self.burst), FORMATS),
+            ("format", (*self.gemms, *self.burst), timed_precisions()),
             ("recipe", self.quantize, recipes()),
             ("calibrated part", self.parts, CALIBRATED_PARTS),
         ):

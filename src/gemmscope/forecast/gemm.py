@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, Sizes, shipped
-from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
+from gemmscope.forecast.physics import Array, Shapes, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.recipe.precisions import precisions, timed_precisions
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import Pass
 
 State = Literal["sustained", "burst"]
 STATES: tuple[State, ...] = ("sustained", "burst")
-FORMATS = tuple(RATE_OF)
 Layout = Literal["tn", "nn", "nt"]
 LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
@@ -155,12 +155,10 @@ class GemmModel:
         `library` may include a version. `in_training`: prefer one library for both states, so that they can be compared.
         `outside`: ranges of sizes that do not contain the GEMMs; series with other ranges are preferred.
         """
-        if fmt not in RATE_OF:
-            raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
-        scales_inside = chip.capability >= (10, 0)  # scales inside the GEMM came with Blackwell
-        able = [
-            candidate for candidate in FORMATS if RATE_OF[candidate] in chip.tflops and (candidate != "mxfp8" or scales_inside)
-        ]
+        formats = sorted(timed_precisions())
+        if fmt not in formats:
+            raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(formats)}")
+        able = [name for name in formats if precisions()[name].runs_on(chip.tflops, chip.capability)]
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"supported formats: {', '.join(able)}")
         facts, (name, version) = _transfer(), library_and_version(library)
@@ -266,11 +264,11 @@ class GemmModel:
                 if same and series is not basis.series:
                     other = replace(basis, series=series, uncertainty=0.0)
                     times = times.reaching(self._time(other, shapes, layouts, work, known))
-        return times.within(shapes.flops / (basis.chip.tflops[RATE_OF[basis.fmt]] * 1e9))  # caches can beat the memory
+        return times.within(shapes.flops / (basis.chip.tflops[precisions()[basis.fmt].rate] * 1e9))  # caches can beat the memory
 
     def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
-        rates = {"tflops": chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": chip.bandwidth_tbps}
+        rates = {"tflops": chip.tflops[precisions()[fmt].rate], "bandwidth_tbps": chip.bandwidth_tbps}
         physics = roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates)
         if series.index not in known:
             known[series.index] = self.coefficients.correction(shapes, chip.sms, work, np.full(len(physics), series.index))
@@ -295,7 +293,7 @@ class GemmModel:
 def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
     """The lower bound for any library on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
     compute_ms, memory_ms = (
-        shapes.flops / (chip.tflops[RATE_OF[fmt]] * 1e9),
+        shapes.flops / (chip.tflops[precisions()[fmt].rate] * 1e9),
         shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9),
     )
     limit: Array = np.maximum(compute_ms, memory_ms)
@@ -304,7 +302,7 @@ def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
 
 def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: State) -> Array:
     """What the chip's power limit allows where it is known to be far below the published rate; zero elsewhere."""
-    rate = chip.sustained_tflops.get(RATE_OF[fmt])
+    rate = chip.sustained_tflops.get(precisions()[fmt].rate)
     if rate is None:
         return np.zeros(len(shapes.m))
     limit: Array = shapes.flops / (rate * 1e9) / (1.0 if state == "sustained" else _slower(chip, fmt))

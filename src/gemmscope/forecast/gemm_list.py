@@ -19,6 +19,7 @@ from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.reading import called, read_text
+from gemmscope.recipe.precisions import precisions
 from gemmscope.text import csv_cell
 
 Kind = tuple[str, str | None]  # a format, and a library if one is named
@@ -29,7 +30,6 @@ REQUIRED = ("m", "k", "n", "format")
 ADDED = ("gemm_ms", "quantize_ms", "low_ms", "high_ms")
 HINT = "the first line names the columns m,k,n,format and optionally layout,groups,library; then one GEMM per line"
 LAYOUT_NAMES = {"": "tn", "fprop": "tn", "dgrad": "nn", "wgrad": "nt", "tn": "tn", "nn": "nn", "nt": "nt"}
-SPELLINGS = {"bfloat16": "bf16", "fp8_block": "fp8-block", "fp8block": "fp8-block", "fp4": "nvfp4"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ def forecast_gemm_list(
     return GemmForecast(out.getvalue(), tuple(findings))
 
 
+def _spelled(fmt: str) -> str:
+    """A format as the table spells it."""
+    return next((known.name for known in precisions().values() if fmt in known.aliases), fmt)
+
+
 class _Gemms(NamedTuple):
     """All GEMMs of a file: M, K, N and groups of each, its layout, and the rows of every format and library."""
 
@@ -148,7 +153,7 @@ class _Gemms(NamedTuple):
                 raise UserError(f"{row.where}: {groups} groups share {side} = {most}: some are empty", HINT)
             sizes.append((m, k, n, groups))
             fmt = row.cell("format")
-            kinds.setdefault((SPELLINGS.get(fmt, fmt), row.cell("library") or library), []).append(number)
+            kinds.setdefault((_spelled(fmt), row.cell("library") or library), []).append(number)
             if len(kinds) > MOST_KINDS:
                 raise UserError(f"{row.where}: there are more than {MOST_KINDS} formats and libraries", HINT)
         return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
+from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.streams import StreamMix
@@ -13,17 +13,7 @@ from gemmscope.workload.streams import StreamMix
 FP32_BYTES = 4
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
 
-# Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
-_ATTENTION_INPUT = ("Mixer In", "QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "KV Proj",
-                    "Compressor KV+Gate", "Compressor KV Proj", "Compressor Gate", "Indexer KV+Gate", "Indexer KV Proj",
-                    "Indexer Gate", "Indexer Weights", "Indexer K Proj", "Mixer Decay Gate Down",
-                    "Mixer Output Gate Down", "QKV Adapter Down")  # fmt: skip
-_MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
-              "Shared Expert Scale", "Latent Down Proj", "MLP Adapter Down")  # fmt: skip
-_LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
-_EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
-_RECOMPUTABLE = ("attention", "mlp", "activated", "expert activated")  # written by norms and activations
-_GATES = ("Attention Gate", "Mixer Gate")  # the other operand is kept by attention and recurrence
+_RECOMPUTABLE = ("attention input", "MLP input", "activated", "expert activated")  # written by norms and activations
 
 
 class BlockMemory(NamedTuple):
@@ -32,7 +22,6 @@ class BlockMemory(NamedTuple):
     dense: int = 0  # parameters outside of the experts
     experts: int = 0
     quantized: int = 0  # weights of linears that recipes quantize, in and outside of experts
-    quantized_experts: int = 0
     kept: float = 0.0  # by everything but linears
     context: float = 0.0  # of `kept`, what attention writes: recomputed where recomputation is selective
     inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
@@ -77,7 +66,6 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
         dense=sum(op.all_parameters for op in ops if not _of_experts(op)),
         experts=sum(op.all_parameters for op in ops if _of_experts(op)),
         quantized=sum(read.weights for read in quantized),
-        quantized_experts=sum(read.weights for read in quantized if read.of_experts),
         kept=sum(memory.kept for memory in memories),
         context=next((memory.context for memory in reversed(memories) if memory.context), 0.0),
         inputs=sum(size for tensor, size in once.items() if tensor != "context"),
@@ -124,17 +112,13 @@ def _op_memory(op: Op, run: RunSpec) -> _OpMemory:
     if isinstance(op, Activation):
         read = (op.forward_tensors - 1) * size
         return _OpMemory(kept=read * op.count, transient=read + size)
-    if op.name == "Rotary":
-        return _OpMemory(unfused=size)
-    if op.name.endswith(" Mean"):  # values and their weights
-        return _OpMemory(kept=2 * size * op.count)
-    return _OpMemory(kept=size * op.count) if isinstance(op, Norm) or op.name in _GATES else _OpMemory()
+    return _OpMemory(kept=op.kept_tensors * size * op.count, unfused=size if op.facts.kept_unfused else 0.0)
 
 
 def _linear_memory(op: Linear, run: RunSpec) -> _OpMemory:
-    if op.name == "Router":
+    if op.facts.routes:
         return _OpMemory(kept=op.tokens * op.outputs * ROUTER_BYTES)
-    if op.name == "Expert Down":
+    if op.facts.kept_unfused:
         returned = op.tokens * op.outputs * ELEMENT_BYTES
         return _OpMemory(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
     return _OpMemory()
@@ -157,19 +141,19 @@ class _Input(NamedTuple):
     elements: float
     quantized: bool
     weights: int
-    of_experts: bool
 
 
 def _inputs(ops: Iterable[Op], run: RunSpec) -> list[_Input]:
     inputs: list[_Input] = []
     for op in ops:
         if isinstance(op, Linear):
-            tensor, size = _input(op, _sharded(run))
-            if op.name == "Attn Out" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
-                tensor = op.name
+            tensor: str = op.facts.reads or op.role
+            if tensor == "context" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
+                tensor = op.role
+            size = op.tokens * op.inputs / (_sharded(run) if op.facts.reads_shard else 1)
             quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
             weights = op.groups * op.inputs * op.outputs * op.count
-            inputs.append(_Input(tensor, size * op.count, quantized, weights, _of_experts(op)))
+            inputs.append(_Input(tensor, size * op.count, quantized, weights))
     return inputs
 
 
@@ -182,27 +166,9 @@ def _kept_once(inputs: Iterable[_Input]) -> dict[str, float]:
 
 
 def _of_experts(op: Op) -> bool:
-    return isinstance(op, GroupedLinear) and op.experts
+    return isinstance(op, Linear) and op.facts.block == "experts"
 
 
 def _sharded(run: RunSpec) -> int:
     """The number of ranks that tensors outside of the linears are divided among."""
     return run.tp if run.sequence_parallel else 1
-
-
-def _input(op: Linear, sharded: int) -> tuple[str, float]:
-    """Which tensor a linear reads, and how many elements of it this rank keeps."""
-    size = float(op.tokens * op.inputs)
-    if op.name in ("Attn Out", "Attn Out Groups"):
-        return "context", size  # what attention keeps anyway
-    if op.name in _ATTENTION_INPUT:
-        return "attention", size / (sharded if "Down" not in op.name else 1)
-    if op.name in _MLP_INPUT:
-        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale", "Latent Down Proj") else 1)
-    if op.name in _LATENT_INPUT:
-        return _LATENT_INPUT[op.name], size / sharded
-    if op.name in _EXPERT_INPUT:
-        return "expert", size
-    if op.name.endswith(" Down"):
-        return "expert activated" if op.name == "Expert Down" else "activated", size
-    return op.name, size / (sharded if op.name == "LM Head" else 1)

@@ -52,10 +52,10 @@ def assigned(
     shares = _kept_layers(model, run, workload, ops, kept)
     result: list[Assigned] = []
     for op in ops:
-        if op.name in kept.ops:
+        if op.key in kept.ops:
             result.append({kept.recipe: op.count})
             continue
-        high, layers = shares.get(op.section if model is not None else op.name, (0, 1))
+        high, layers = shares.get(op.section if model is not None else op.key, (0, 1))
         count = op.count * high // layers
         result.append({base: op.count - count, kept.recipe: count})
     return result
@@ -66,7 +66,7 @@ def _kept_layers(
 ) -> dict[str, tuple[int, int]]:
     """How many layers are kept of how many, by section. The layers of a traced module are assumed to be alike."""
     if model is None:
-        numbered = {op.name: op.count for op in ops if "*" in op.name}
+        numbered = {op.key: op.count for op in ops if "*" in op.key}
         layers = min(numbered.values(), default=1)
         return {name: (min(kept.first_layers + kept.last_layers, layers), layers) for name in numbered}
     first, last = stage_layers(model, run)[workload.stage]

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from gemmscope.recipe.precisions import precisions
+
 Array: TypeAlias = NDArray[np.float64]
 
 TILES = ((256, 256), (256, 128), (128, 256), (256, 192), (192, 192), (320, 128), (128, 128), (256, 64), (64, 256))
@@ -27,10 +29,6 @@ BANDWIDTH_REACHED = 0.92  # of the data sheet's
 LAUNCH_MS = 0.0025
 SHARPNESS = 4.0  # how sudden the change from memory-bound to compute-bound is
 
-# Bytes per element of an operand, scales included.
-OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "nvfp4": 0.5625}
-# Which of the chip's rates multiplies it.
-RATE_OF = {"bf16": "bf16", "fp8": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 RESULT_BYTES = 2.0
 
 
@@ -73,7 +71,7 @@ class Shapes:
     def bytes_moved(self, fmt: str) -> Array:
         """Operands read once, results written once."""
         rows, inner = self.rows, self.inner
-        return self.groups * ((rows * inner + inner * self.n) * OPERAND_BYTES[fmt] + rows * self.n * RESULT_BYTES)
+        return self.groups * ((rows * inner + inner * self.n) * precisions()[fmt].operand_bytes + rows * self.n * RESULT_BYTES)
 
 
 def tile_work(shapes: Shapes, sms: int) -> Array:

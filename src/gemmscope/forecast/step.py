@@ -35,7 +35,7 @@ from gemmscope.forecast.mixed import (
     without_misaligned,
 )
 from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, at_least, launch_ms, speedup
-from gemmscope.forecast.step_ops import linear_case, part_of, part_of_linear
+from gemmscope.forecast.step_ops import linear_case
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -48,7 +48,7 @@ from gemmscope.results.step import Exchanged, StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.derive import Workload, derive
-from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear, Linear, Optimizer
+from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, Activation, Linear, Optimizer
 from gemmscope.workload.summary import totals
 
 WAITING: StepPart = "exposed communication"
@@ -87,7 +87,7 @@ class StepForecast:
         self.network = network if network is not None else network_of(forecaster.chip)
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [linear_case(op) for op in self.linears]
-        quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if part_of_linear(op) == "GEMMs"]
+        quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if op.facts.part == "GEMMs"]
         self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if op.quantized]
         self._quantized_ops = [op for op, _ in quantized if op.quantized]
         self._assigned: dict[str, list[Assigned]] = {}
@@ -316,7 +316,7 @@ class StepForecast:
         optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
         for op in self.workload.ops:
             if isinstance(op, Linear):
-                part = part_of_linear(op)
+                part = op.facts.part
                 if part != "GEMMs":
                     gemms = self.forecaster.linear(linear_case(op), BASELINE).all_gemms()
                     times = op.count * (1 + (op.forward_runs - 1) / len(op.passes))
@@ -328,13 +328,13 @@ class StepForecast:
                 part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
                 estimates.setdefault(part, []).append(Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure))
                 continue
-            part, table = part_of(op)
-            estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(table, chip))
+            part = op.facts.part
+            estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
             if isinstance(op, Optimizer):
                 optimizer = estimate.times(self._optimizer_share)
             else:
                 estimates.setdefault(part, []).append(estimate)
-            if op.name == "Expert Activation":
+            if isinstance(op, Activation) and op.facts.block == "experts":
                 activation = total([activation, estimate])
         parts = {part: total(of_part) for part, of_part in estimates.items()}
         if "routing" in parts:
@@ -348,9 +348,10 @@ class StepForecast:
     @cached_property
     def rank_share(self) -> RankShare:
         """The layers and parameters of this rank."""
-        in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear) and op.experts)
+        in_experts = sum(op.all_parameters for op in self.linears if op.facts.block == "experts")
         attentions, mixers, mlps, moe_layers = (
-            sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
+            sum(op.count for op in self.linears if op.facts.ends_block and op.facts.block == block)
+            for block in ("attention", "mixer", "MLP", "experts")
         )
         layers = sum(self.workload.layers.values())
         updated = sum(

@@ -18,15 +18,14 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import ELEMENT_BYTES, BatchedGemm, Direction, Linear, Op, Remainder
+from gemmscope.workload.ops import ELEMENT_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
 from gemmscope.workload.recorded import Between, TracedAttention
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
 
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
-_PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
-TracedOp = Between | BatchedGemm | Remainder | TracedAttention
+TracedOp = Between | BatchedGemm | Convolution | TracedAttention
 
 
 @cache
@@ -37,13 +36,7 @@ def coefficients() -> dict[str, Any]:
 
 def part_of(op: TracedOp) -> StepPart:
     """The part of the step that an op belongs to."""
-    if isinstance(op, Between):
-        return "head and loss" if op.section == HEAD else _PARTS.get(op.kind, "norms and activations")
-    if op.section == MIXER:
-        return "linear attention"
-    if isinstance(op, Remainder):
-        return "convolutions"
-    return "attention" if isinstance(op, TracedAttention) or op.role else "other"
+    return "linear attention" if op.section == MIXER else op.facts.part
 
 
 def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
@@ -53,7 +46,7 @@ def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
         return float(coefficients()["unfused_attention" if op.unfused else "explicit_mask"]["uncertainty"])
     if isinstance(op, Between):
         return float(table["fused" if fused else "eager"])
-    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Remainder) else "batched_gemm"
+    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Convolution) else "batched_gemm"
     return float(table[kind])
 
 
@@ -68,7 +61,7 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
         slower = coefficients()["explicit_mask"]["slower"] if op.mask_bytes and not op.unfused else 1.0
         once = op.forward_runs * one_way(op, chip, "forward") + op.backward_runs * one_way(op, chip, "backward")
         return float(op.count * once * slower)
-    known = coefficients()["convolution" if isinstance(op, Remainder) else "batched_gemm"]
+    known = coefficients()["convolution" if isinstance(op, Convolution) else "batched_gemm"]
     work = op.work()
     once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
     return float(op.count * (once + launch_ms))
@@ -97,7 +90,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
         elif isinstance(op, TracedAttention):
             kernels = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
             count += op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs)
-        elif isinstance(op, (BatchedGemm, Remainder)):
+        elif isinstance(op, (BatchedGemm, Convolution)):
             count += op.count
         elif isinstance(op, (Scan, CausalConv)):
             count += op.count * (2 * facts()["linear attention"]["kernels"] if isinstance(op, Scan) else 2)

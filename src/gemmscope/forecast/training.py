@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.recipe.precisions import timed_as
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.recipe.support import support
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op, Work
@@ -57,12 +59,10 @@ def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     >>> gemm_format(recipe("FP8Block"), "fprop", gpu("rtx-pro-6000"))
     'fp8-block'
     """
-    if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
-        return "bf16"
-    emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).note
-    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, its own block-scaled GEMMs were measured
-        return "mxfp8"
-    return str(facts()["gemm_format"][recipe.scales])
+    emulated_by = support(recipe.name, chip.capability).emulated_by
+    if emulated_by and support(emulated_by, chip.capability).runs:  # elsewhere, its own GEMMs were measured
+        return gemm_format(recipe_named(emulated_by), pass_name, chip)
+    return timed_as(recipe.precision(pass_name))
 
 
 def gemm_factor(fmt: str, chip: GpuSpec) -> float:
@@ -153,7 +153,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
     if isinstance(op, IndexScores):
         return op.count * sum(index_ms(work, chip) for work in [op.forward()] * op.forward_runs + [op.backward()] if work.flops)
     table = facts()["bandwidth"]
-    kind = "rotary" if op.name == "Rotary" else op.kind if op.kind in table else "elementwise"
+    kind = op.facts.bandwidth or (op.kind if op.kind in table else "elementwise")
     reached = chip.bandwidth_tbps * 1e9 * table[kind]
     launches = 2 if op.backward().bytes_moved else 1
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])

@@ -144,7 +144,9 @@ def _with_rows(op: Linear) -> Linear:
     """A traced linear of several weights: how its rows are split is not known from a trace."""
     check_size(f"the number of weights of {shown(op.name)}", op.groups, "experts")
     rows = tuple((op.tokens + index) // op.groups for index in range(op.groups))
-    return GroupedLinear(name=op.name, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows)
+    return GroupedLinear(
+        role=op.role, label=op.label, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows
+    )
 
 
 def _with_unique_names(linears: list[Linear]) -> list[Linear]:
@@ -153,7 +155,7 @@ def _with_unique_names(linears: list[Linear]) -> list[Linear]:
     for op in linears:
         sizes.setdefault(op.name, set()).add((op.tokens, op.inputs, op.outputs, op.groups))
     return [
-        replace(op, name=f"{op.name} {op.tokens}x{op.inputs}x{op.outputs}") if len(sizes[op.name]) > 1 else op for op in linears
+        replace(op, label=f"{op.name} {op.tokens}x{op.inputs}x{op.outputs}") if len(sizes[op.name]) > 1 else op for op in linears
     ]
 
 

@@ -19,7 +19,7 @@ from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
 from gemmscope.model.spec import ModelSource
-from gemmscope.toml import load_data
+from gemmscope.toml import inherited, load_data
 
 VOCABULARY = "tokenizer_vocabulary"  # of a class
 BRIDGE, SECTIONS = FACTS["bridge"], FACTS["bridge_sections"]
@@ -108,7 +108,11 @@ def _last_name(target: object) -> str:
 
 def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Mapping[str, object] | None) -> None:
     """Reject a class whose sizes are neither known nor in the file. `own`: what is known of the class."""
-    if not provider or provider in BRIDGE["plain_classes"] or (own and has_sizes(own)):
+    if (
+        not provider
+        or provider in BRIDGE["plain_classes"]
+        or (own and not {"num_layers", "hybrid_layer_pattern"}.isdisjoint(own))
+    ):
         return
     latent = values.get("multi_latent_attention") is True
     names = [*REQUIRED, "multi_latent_attention", *BRIDGE["shapes"]]
@@ -246,17 +250,7 @@ def provider_classes() -> dict[str, dict[str, object]]:
     for family in load_data("gemmscope.model", "bridge_classes.toml").values():
         defaults, classes = family.get("defaults", {}), family.get("classes", {})
         settings |= {name: dict(defaults) for name in family.get("bases", ())}
-        settings |= {name: {**defaults, **_own_settings(classes, facts)} for name, facts in classes.items()}
+        for name in classes:  # "none" is None, which TOML does not have
+            own = {key: None if value == "none" else value for key, value in inherited(classes, name).items() if key != "like"}
+            settings[name] = {**defaults, **own}
     return settings
-
-
-def _own_settings(classes: dict[str, Any], facts: dict[str, Any]) -> dict[str, object]:
-    """What a class sets beyond its family's defaults; "none" is None, which TOML does not have."""
-    inherited = _own_settings(classes, classes[facts["like"]]) if "like" in facts else {}
-    own = {name: None if value == "none" else value for name, value in facts.items() if name != "like"}
-    return {**inherited, **own}
-
-
-def has_sizes(settings: Mapping[str, object]) -> bool:
-    """Whether these are the settings of a whole model."""
-    return "num_layers" in settings or "hybrid_layer_pattern" in settings

@@ -8,7 +8,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.model.limits import check_size
-from gemmscope.toml import load_data
+from gemmscope.toml import inherited, load_data
 
 LARGEST_NUMBER = 2**62  # of any setting; most have a far smaller limit of their own
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # templates for the others
@@ -43,18 +43,28 @@ def known_model_types() -> tuple[str, ...]:
     return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and parts.isdisjoint(facts)))
 
 
-def language_type(model_type: str) -> str:
-    """Of a multimodal model, the type of its language part where `text_config` does not say; or empty.
+def language_part(model_type: str, config: Mapping[str, Any]) -> Any:
+    """The language part of a multimodal config, with its model type where that is known from the whole.
 
-    >>> language_type("qwen3_5"), language_type("llama")
-    ('qwen3_5_text', '')
+    >>> language_part("qwen3_5", {"text_config": {"hidden_size": 64}})
+    {'model_type': 'qwen3_5_text', 'hidden_size': 64}
     """
-    return str(_facts().get(model_type, {}).get("language", ""))
+    facts, part = _facts().get(model_type, {}), config.get("text_config")
+    if isinstance(part, Mapping):
+        part = {**part, **_language_settings(facts, part)}
+    if "language" in facts and (part is None or isinstance(part, Mapping)):
+        return {"model_type": facts["language"], **(part or {})}
+    flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
+    sizes = flat if part is None and facts.get("language_flat") else part
+    # A language part with a class of its own, which has other defaults, so the config must have the keys that matter.
+    required = {*_KEYS["language"]["required"], *facts.get("language_keys", ())}
+    if isinstance(sizes, Mapping) and "language_like" in facts and sizes.keys() >= required:
+        return {**sizes, "model_type": facts["language_like"]}
+    return part
 
 
-def language_settings(model_type: str, language: Mapping[str, Any]) -> dict[str, Any]:
+def _language_settings(facts: Mapping[str, Any], language: Mapping[str, Any]) -> dict[str, Any]:
     """What a multimodal class sets in its language part, whatever the config says."""
-    facts = _facts().get(model_type, {})
     settings = dict(facts.get("language_settings", {}))
     if language.get("model_type") != facts.get("language_settings_for", language.get("model_type")):
         return {}
@@ -62,21 +72,6 @@ def language_settings(model_type: str, language: Mapping[str, Any]) -> dict[str,
         hidden, heads = language.get("hidden_size"), language.get("num_attention_heads")
         settings["head_dim"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
     return settings
-
-
-def may_be_flat(model_type: str) -> bool:
-    """Whether the config of a multimodal model may have the sizes of its language part without `text_config`."""
-    return bool(_facts().get(model_type, {}).get("language_flat"))
-
-
-def similar_language_type(model_type: str, language: Mapping[str, Any]) -> str:
-    """Of a multimodal model whose language part has a class of its own, the type that this class equals; or empty.
-
-    The two classes have other defaults, so the config must have the keys that matter.
-    """
-    facts = _facts().get(model_type, {})
-    required = {*_KEYS["language"]["required"], *facts.get("language_keys", ())}
-    return str(facts.get("language_like", "")) if language.keys() >= required else ""
 
 
 def built_like(config: Mapping[str, Any]) -> str:
@@ -99,8 +94,7 @@ def built_like(config: Mapping[str, Any]) -> str:
 @cache
 def family(model_type: str) -> Mapping[str, Any]:
     """The facts of one model type, including inherited ones."""
-    own = _facts()[model_type]
-    return {**(family(own["like"]) if "like" in own else {}), **own}
+    return inherited(_facts(), model_type)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,7 @@ from typing import Any
 from gemmscope.errors import LONGEST_SHOWN, UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import (
-    FamilyConfig,
-    built_like,
-    known_model_types,
-    language_settings,
-    language_type,
-    may_be_flat,
-    similar_language_type,
-)
+from gemmscope.model.families import FamilyConfig, built_like, known_model_types, language_part
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.layer_spec import LayerSpec
@@ -69,7 +61,7 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
             "the config has no model_type" if model_type is None else f"model_type must be a name, not {shown(model_type)}",
             f'add for example "model_type": "{built_like(config) or "llama"}"; the documentation of --config lists all types',
         )
-    known, language = model_type in known_model_types(), _language(model_type, config)
+    known, language = model_type in known_model_types(), language_part(model_type, config)
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(_with_outer_ties(config, language), origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
@@ -80,20 +72,6 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     model = _model(FamilyConfig(model_type, config), origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
-
-
-def _language(model_type: str, config: Mapping[str, Any]) -> Any:
-    """The language part of a multimodal config, with its model type where that is known from the whole."""
-    language = config.get("text_config")
-    if isinstance(language, Mapping):
-        language = {**language, **language_settings(model_type, language)}
-    if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
-        return {"model_type": inner, **(language or {})}
-    flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
-    part = flat if language is None and may_be_flat(model_type) else language
-    if isinstance(part, Mapping) and (similar := similar_language_type(model_type, part)):
-        return {**part, "model_type": similar}
-    return language
 
 
 def _with_layer_types(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:

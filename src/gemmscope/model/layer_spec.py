@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from gemmscope.errors import UserError
 from gemmscope.model.limits import Checked, Size, check_size, divisors_text
+from gemmscope.roles import role
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -88,9 +89,7 @@ class AttentionSpec(Checked):
     # a value head's size where it differs (latent attention)
     value_dim: Annotated[int | None, Size("v_head_dim", "head_dim")] = None
     input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
+    qkv_bias: bool = False
     out_bias: bool = False
     causal: bool = True
     # how many positions back a query sees; None: all
@@ -171,18 +170,18 @@ MIXER_NAMES: dict[MixerKind, str] = {
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear beside attention, mixer and MLP, on every token."""
+    """A linear beside attention, mixer and MLP, on every token. `role`: a key of `roles.toml`."""
 
-    name: str
+    role: str
     inputs: int
     outputs: int
     bias: bool = False
     count: int = 1
-    quantized: bool = True  # False: frameworks leave it in BF16
 
     def __post_init__(self) -> None:
-        check_size(f"the input features of {self.name}", self.inputs, "intermediate_size")
-        check_size(f"the output features of {self.name}", self.outputs, "intermediate_size")
+        name = role(self.role).name
+        check_size(f"the input features of {name}", self.inputs, "intermediate_size")
+        check_size(f"the output features of {name}", self.outputs, "intermediate_size")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gemmscope.errors import UserError, shown
 from gemmscope.model.layer_spec import AttentionSpec, IndexerSpec, MixerSpec
 from gemmscope.model.limits import LARGEST, divisors_text
-from gemmscope.model.megatron_settings import FACTS, MegatronSettings
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings, all_but_every
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 ATTENTION_SHARE, MLP_SHARE = "hybrid_attention_ratio", "hybrid_mlp_ratio"
@@ -44,10 +44,6 @@ class HybridPattern:
         return len(self.prediction) == 1 or (
             len(self.prediction) == 2 and self.prediction[0] not in "-E" and self.prediction[1] in "-E"
         )
-
-    @property
-    def has_attention(self) -> bool:
-        return bool(set(self.layers + self.prediction) & {ATTENTION, LATENT, SPARSE})
 
 
 def hybrid_pattern(settings: MegatronSettings) -> HybridPattern | None:
@@ -197,13 +193,13 @@ def linear_attention_layers(settings: MegatronSettings, layers: int) -> list[boo
     """Which layers of a GPT model have linear attention: all but every N-th, or those with a 1 in the list."""
     if settings.text(VARIANT).lower() not in LINEAR_ATTENTION:
         return [False] * layers
-    pattern = settings.pattern(EVERY, layers)
-    if pattern is None:
+    linear = settings.layers(EVERY, layers, all_but_every)
+    if linear is None:
         raise UserError(
             f"{settings.spell(VARIANT)} {settings.text(VARIANT)} needs {settings.spell(EVERY)}: the layers without it",
             f"for example {settings.example(EVERY)}: every fourth layer",
         )
-    return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
+    return linear
 
 
 def sparse(settings: MegatronSettings, attention: AttentionSpec, layer: int) -> AttentionSpec:

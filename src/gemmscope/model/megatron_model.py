@@ -34,11 +34,12 @@ from gemmscope.model.megatron_hybrid import (
     mamba_mixer,
     sparse,
 )
-from gemmscope.model.megatron_settings import FACTS, MegatronSettings
+from gemmscope.model.megatron_settings import FACTS, MegatronSettings, all_but_every
 from gemmscope.model.spec import ModelSpec, NormSpec
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """The settings that every file must have."""
+HYBRID_LAYERS = (MAMBA, DELTA, ATTENTION, LATENT, MLP, EXPERTS)
 
 
 def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collection[str] = ()) -> ModelSpec:
@@ -48,7 +49,7 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
     _require_sizes(settings, pattern, unknown_names)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    depths = prediction_depths(settings, pattern)
+    depths = _prediction_depths(settings, pattern)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
@@ -68,44 +69,27 @@ def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
     """The layers of a GPT model: attention, or a linear kind of it, and an MLP or experts."""
     count = settings.size("num_layers", "layers", 0)
     dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
-    is_moe = _moe_layers(settings, count) if moe else [False] * count
+    is_moe = settings.layers("moe_layer_freq", count, lambda layer, every: layer % every == 0) if moe else None
+    windowed = settings.layers("window_attn_skip_freq", count, all_but_every) or [True] * count
     linear = linear_attention_layers(settings, count)
     latent = settings.flag("multi_latent_attention")
     full, near = (_attention(settings, hidden, window, latent=latent) for window in (None, _window(settings)))
     near = replace(near, chunk=settings.maybe_size("attention_chunk_size", "sequence_length"))
     mixer = delta_mixer(settings) if any(linear) else None
     norms = settings.size("layer_norms", "layers", 2)
-    layers = []
-    indexed = settings.text(VARIANT).lower() == SPARSE_ATTENTION
-    for layer, (windowed, expert, is_linear) in enumerate(zip(_windowed_layers(settings, count), is_moe, linear, strict=True)):
-        mlp = moe if moe and expert else dense
-        attention = near if windowed else full
+    layers, indexed = [], settings.text(VARIANT).lower() == SPARSE_ATTENTION
+    for layer in range(count):
+        mlp = moe if moe and (is_moe is None or is_moe[layer]) else dense
+        attention = near if windowed[layer] else full
         attention = sparse(settings, attention, layer) if indexed else attention
-        layers.append(LayerSpec(None, mlp, norms=norms, mixer=mixer) if is_linear else LayerSpec(attention, mlp, norms=norms))
+        layers.append(LayerSpec(None, mlp, norms, mixer=mixer) if linear[layer] else LayerSpec(attention, mlp, norms))
     return layers
 
 
 def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPattern, layers: str) -> list[LayerSpec]:
     """Layers of a hybrid model, by their symbols. Each has one block, and a norm before it."""
-    symbols = set(layers)
-    kinds: dict[str, LayerSpec] = {}
-    if MAMBA in symbols:
-        kinds[MAMBA] = LayerSpec(None, None, norms=1, mixer=mamba_mixer(settings, hidden))
-    if DELTA in symbols:
-        kinds[DELTA] = LayerSpec(None, None, norms=1, mixer=delta_mixer(settings))
-    for symbol in symbols & {ATTENTION, LATENT}:
-        kinds[symbol] = LayerSpec(_attention(settings, hidden, _window(settings), latent=symbol == LATENT), None, norms=1)
-    if MLP in symbols:
-        kinds[MLP] = LayerSpec(None, dense_mlp(settings, hidden), norms=1)
-    if EXPERTS in symbols:
-        experts = _moe_mlp(settings, hidden)
-        if experts is None:
-            raise UserError(
-                f"{settings.spell(pattern.setting)} has experts (E), but {settings.spell('num_moe_experts')} is not given",
-                f"add for example {settings.example('num_moe_experts')}",
-            )
-        kinds[EXPERTS] = LayerSpec(None, experts, norms=1)
-    if SPARSE not in symbols:
+    kinds = {symbol: _hybrid_layer(settings, hidden, pattern, symbol) for symbol in HYBRID_LAYERS if symbol in layers}
+    if SPARSE not in layers:
         return [kinds[symbol] for symbol in layers]
     latent = _attention(settings, hidden, None, latent=settings.flag("multi_latent_attention"))
     return [
@@ -114,7 +98,21 @@ def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPatte
     ]
 
 
-def prediction_depths(settings: MegatronSettings, pattern: HybridPattern | None) -> int:
+def _hybrid_layer(settings: MegatronSettings, hidden: int, pattern: HybridPattern, symbol: str) -> LayerSpec:
+    if symbol in (MAMBA, DELTA):
+        return LayerSpec(None, None, norms=1, mixer=mamba_mixer(settings, hidden) if symbol == MAMBA else delta_mixer(settings))
+    if symbol in (ATTENTION, LATENT):
+        return LayerSpec(_attention(settings, hidden, _window(settings), latent=symbol == LATENT), None, norms=1)
+    mlp = dense_mlp(settings, hidden) if symbol == MLP else _moe_mlp(settings, hidden)
+    if mlp is None:
+        raise UserError(
+            f"{settings.spell(pattern.setting)} has experts (E), but {settings.spell('num_moe_experts')} is not given",
+            f"add for example {settings.example('num_moe_experts')}",
+        )
+    return LayerSpec(None, mlp, norms=1)
+
+
+def _prediction_depths(settings: MegatronSettings, pattern: HybridPattern | None) -> int:
     """Layers of multi-token prediction, as far as they can be modelled."""
     if pattern is None:
         return settings.maybe_count("mtp_num_layers", "layers") or 0
@@ -167,9 +165,7 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, l
         heads=heads,
         kv_heads=groups,
         head_dim=_head_dim(settings, hidden, heads),
-        q_bias=qkv_bias,
-        k_bias=qkv_bias,
-        v_bias=qkv_bias,
+        qkv_bias=qkv_bias,
         out_bias=bias,
         window=window,
         qk_norm="head" if qk_norm else None,
@@ -232,11 +228,6 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
     )
 
 
-def _moe_layers(settings: MegatronSettings, layers: int) -> list[bool]:
-    pattern = settings.pattern("moe_layer_freq", layers) or 1
-    return [layer % pattern == 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
-
-
 def _window(settings: MegatronSettings) -> int | None:
     """How many positions a query sees, including its own. Megatron counts only those before it, and -1 means all."""
     if not settings.given("window_size"):
@@ -246,14 +237,6 @@ def _window(settings: MegatronSettings) -> int | None:
     if left < -1:
         raise UserError(f"{what} must be two numbers: positions before and positions after", "for example 4096,0")
     return None if left == -1 else check_size(what, left + 1, "sequence_length")
-
-
-def _windowed_layers(settings: MegatronSettings, layers: int) -> list[bool]:
-    """Which layers have a window: all but every N-th, or those with a 1 in the list."""
-    pattern = settings.pattern("window_attn_skip_freq", layers)
-    if pattern is None:
-        return [True] * layers
-    return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
 
 
 def other_model(evidence: str, what: str) -> UserError:
@@ -283,7 +266,7 @@ def _reject_not_modelled(settings: MegatronSettings) -> None:
 
 def _require_sizes(settings: MegatronSettings, pattern: HybridPattern | None, unknown_names: Collection[str]) -> None:
     not_needed = {"num_layers"} if pattern else set()
-    if pattern and not pattern.has_attention:
+    if pattern and not {ATTENTION, LATENT, SPARSE}.intersection(pattern.layers + pattern.prediction):
         not_needed.add("num_attention_heads")
     missing = [name for name in REQUIRED if name not in not_needed and not settings.given(name)]
     if not missing:

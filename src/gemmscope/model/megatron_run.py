@@ -19,7 +19,7 @@ says so.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,82 +66,65 @@ def model_source(
         model = model_spec(settings, origin, unknown_names)
         findings = [*findings, *model_findings(settings, model)]
     samples = settings.maybe_size("global_batch_size", "vocab_size")
-    run = _run_settings(settings, model, samples)
-    findings = (*findings, *_run_findings(settings, model, run))
-    return ModelSource(origin=origin, model=model, run_settings=run, findings=findings, global_batch=samples)
+    run, of_run = _run(settings, model, samples)
+    return ModelSource(origin=origin, model=model, run_settings=run, findings=(*findings, *of_run), global_batch=samples)
 
 
-def _run_settings(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> dict[str, Any]:
-    run: dict[str, Any] = {}
-    for name, (field, limit) in FACTS["run_sizes"].items():
-        value = settings.maybe_size(name, limit)
-        if value is not None:
-            run[field] = value
+def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> tuple[dict[str, Any], list[Finding]]:
+    """The fields of `RunSpec` that the file sets, and what is not modelled about the run."""
+    spell, findings = settings.spell, list[Finding]()
+    run = _known({field: settings.maybe_size(name, limit) for name, (field, limit) in FACTS["run_sizes"].items()})
+    layers, stages, tp = len(model.layers), run.get("pp", 1), run.get("tp", 1)
     if settings.given("sequence_parallel"):
         run["sequence_parallel"] = settings.flag("sequence_parallel")
-    if settings.given("recompute_granularity"):
-        run["recompute"] = settings.word("recompute_granularity", ("selective", "full"), "")
-        modules = _recompute_modules(settings)
-        if run["recompute"] == "selective" and modules is not None:
-            run |= {"partly_recomputed": True} if modules - {COUNTED_MODULE} else {}
-            run["recompute"] = "selective" if COUNTED_MODULE in modules else "none"
-    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
-    if expert_tp and tp % expert_tp == 0 and (expert_tp < tp or tp == 1):  # where equal, etp follows tp by itself
-        run["etp"] = expert_tp
-    stages = _stage_layers(settings, len(model.layers), run.get("pp", 1))
-    if stages:
-        run["pp_layers"] = stages
-    pieces = _virtual_stages(settings, len(model.layers), run.get("pp", 1))
-    if pieces:
-        run["vp"] = pieces[1]
-    run |= _layout(settings, run)
-    accumulation = _accumulation(samples, run)
-    if accumulation:
-        run["gradient_accumulation"] = accumulation
-    return run
-
-
-def _recompute_modules(settings: MegatronSettings) -> set[str] | None:
-    """The modules that selective recomputation runs again; None where the file does not say (Megatron's default is attention)."""
-    modules = settings.values.get("recompute_modules")
-    if isinstance(modules, str):
-        modules = re.findall(r"\w+", modules)
-    if not isinstance(modules, list) or modules == ["None"]:
-        return None
-    return {module for module in modules if isinstance(module, str)}
-
-
-def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int | None:
-    """Tensor parallelism inside the experts, where the model has any and the file says; Megatron's default is tp."""
-    size = settings.maybe_size("expert_tensor_parallel_size", "parallel")
-    return size if any(layer.is_moe for layer in model.layers) else None
-
-
-def _run_findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
-    spell = settings.spell
+    recompute, of_recompute = _recompute(settings)
+    run |= recompute
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
-        yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
-    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
-    if expert_tp and tp % expert_tp:
-        setting, tp_setting = spell("expert_tensor_parallel_size"), spell("tensor_model_parallel_size")
-        yield finding("expert-tp-not-modelled", setting=setting, size=expert_tp, tp_setting=tp_setting, tp=tp)
-    pieces = _virtual_stages(settings, len(model.layers), run.get("pp", 1))
-    if pieces and len(dict(model.layer_groups())) > 1:
-        yield finding("stage-of-several-pieces", setting=spell(pieces[0]))
-    if _weights_exposed(settings, run):
-        gradients, weights = spell(GRADIENTS), spell(WEIGHTS)
-        yield finding("weights-not-overlapped", setting=gradients, other=weights)
-    yield from _recompute_findings(settings, run)
+        findings.append(finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor")))
+    expert_tp = settings.maybe_size("expert_tensor_parallel_size", "parallel")
+    if expert_tp and any(layer.is_moe for layer in model.layers):
+        if tp % expert_tp:
+            setting, tp_setting = spell("expert_tensor_parallel_size"), spell("tensor_model_parallel_size")
+            findings.append(finding("expert-tp-not-modelled", setting=setting, size=expert_tp, tp_setting=tp_setting, tp=tp))
+        elif expert_tp < tp or tp == 1:  # where equal, etp follows tp by itself
+            run["etp"] = expert_tp
+    if stages > 1:
+        setting, parts = _parts(settings, layers, stages)
+        split = _stage_layers(settings, layers, stages, parts)
+        pieces_by, pieces = _virtual_stages(settings, layers, stages, setting, parts)
+        run |= _known({"pp_layers": split, "vp": pieces if pieces > 1 else None})
+        if pieces > 1 and len(dict(model.layer_groups())) > 1:
+            findings.append(finding("stage-of-several-pieces", setting=spell(pieces_by)))
+    run |= _layout(settings, run)
+    run |= _known({"gradient_accumulation": _accumulation(samples, run)})
+    sharded = run.get("dp_overlap") and run.get("zero") and not settings.flag(TORCH_FSDP)
+    if sharded and _any(settings, WEIGHTS) is False:  # only gradients are exchanged during computation
+        findings.append(finding("weights-not-overlapped", setting=spell(GRADIENTS), other=spell(WEIGHTS)))
+    return run, [*findings, *of_recompute]
 
 
-def _recompute_findings(settings: MegatronSettings, run: Mapping[str, Any]) -> Iterator[Finding]:
-    modules = _recompute_modules(settings) or set()
-    others = [name[:100] for name in sorted(modules - {COUNTED_MODULE})]
-    if run.get("recompute") in ("selective", "none") and others:
-        code = "recompute-only-attention" if COUNTED_MODULE in modules else "recompute-not-modelled"
-        yield finding(code, setting=settings.spell("recompute_modules"), modules=others)
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the file determines."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _recompute(settings: MegatronSettings) -> tuple[dict[str, Any], list[Finding]]:
+    """What backward computes again: layers, or attention; other modules are only named. By default, Megatron's is attention."""
+    run = _known({"recompute": settings.word("recompute_granularity", ("selective", "full"), "") or None})
+    given, counted, others = settings.values.get("recompute_modules"), True, list[str]()
+    modules = re.findall(r"\w+", given) if isinstance(given, str) else given
+    if isinstance(modules, list) and modules != ["None"]:
+        counted = COUNTED_MODULE in modules
+        others = sorted({module for module in modules if isinstance(module, str)} - {COUNTED_MODULE})
+    if run.get("recompute") == "selective":
+        run |= {"partly_recomputed": True} if others else {}
+        run["recompute"] = "selective" if counted else "none"
+        if others:
+            code, names = "recompute-only-attention" if counted else "recompute-not-modelled", [name[:100] for name in others]
+            return run, [finding(code, setting=settings.spell("recompute_modules"), modules=names)]
     if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
-        yield finding("recompute-all-layers", setting=settings.spell("recompute_method"))
+        return run, [finding("recompute-all-layers", setting=settings.spell("recompute_method"))]
+    return run, []
 
 
 def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +148,7 @@ def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any
     if fields["zero"] and fields["dp"] and groups > 1:
         sharing, rest = divmod(fields["dp"] * run.get("cp", 1), groups)
         fields["zero_ranks"] = sharing if not rest else None
-    return {name: value for name, value in fields.items() if value is not None}
+    return _known(fields)
 
 
 def _data_parallel(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
@@ -183,11 +166,6 @@ def _accumulation(samples: int | None, run: Mapping[str, Any]) -> int | None:
         return None
     micro_batches, rest = divmod(samples, run["dp"] * run["micro_batch_size"])
     return None if rest or not 0 < micro_batches <= LARGEST["parallel"] else micro_batches
-
-
-def _weights_exposed(settings: MegatronSettings, run: Mapping[str, Any]) -> bool:
-    """Whether only gradients are exchanged during computation, and the weights after it."""
-    return bool(run.get("dp_overlap") and run.get("zero") and not settings.flag(TORCH_FSDP) and _any(settings, WEIGHTS) is False)
 
 
 def _any(settings: MegatronSettings, *names: str) -> bool | None:
@@ -242,20 +220,26 @@ def _cuda_graphs(settings: MegatronSettings) -> bool | None:
     return False if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
 
 
-def _stage_layers(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...] | None:
+def _parts(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, list[int]]:
+    """The setting in which bars separate the parts of the pipeline, and the layers of each; empty where there is none."""
+    pattern = hybrid_pattern(settings)
+    if pattern is None or len(pattern.parts) == 1:
+        return (LAYOUT, _layout_parts(settings, layers, stages)) if settings.given(LAYOUT) else ("", [])
+    if len(pattern.parts) % stages:
+        raise UserError(
+            f"{settings.spell(pattern.setting)} has {len(pattern.parts)} parts, but there are {stages} pipeline stages",
+            f"separate the layers by | into {stages} parts, or a multiple of it",
+        )
+    return pattern.setting, [*pattern.parts]
+
+
+def _stage_layers(settings: MegatronSettings, layers: int, stages: int, parts: list[int]) -> tuple[int, ...] | None:
     """Layers of each pipeline stage, where the file splits them unevenly."""
-    if stages == 1:
-        return None
-    parts = _pattern_parts(settings, stages)
     if parts:
-        return tuple(sum(parts[stage::stages]) for stage in range(stages))
-    if settings.given(LAYOUT):
-        parts = _layout_parts(settings, layers, stages)
         return tuple(sum(parts[stage::stages]) for stage in range(stages))
     if settings.given(FIRST) or settings.given(LAST):
         return _with_own_ends(settings, layers, stages)
-    embedding = settings.flag("account_for_embedding_in_pipeline_split")
-    loss = settings.flag("account_for_loss_in_pipeline_split")
+    embedding, loss = (settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     if not (embedding or loss):
         return None
     per_stage, remainder = divmod(layers + embedding + loss, stages)
@@ -267,41 +251,24 @@ def _stage_layers(settings: MegatronSettings, layers: int, stages: int) -> tuple
     return (per_stage - embedding, *(per_stage,) * (stages - 2), per_stage - loss)
 
 
-def _virtual_stages(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, int] | None:
-    """How many pieces of the model each stage has, and the setting that says so; None for one piece."""
-    if stages == 1:
-        return None
-    pattern = _pattern_parts(settings, stages)
-    if pattern:
-        return (next(filter(settings.given, PATTERNS)), len(pattern) // stages) if len(pattern) > stages else None
+def _virtual_stages(settings: MegatronSettings, layers: int, stages: int, split_by: str, parts: list[int]) -> tuple[str, int]:
+    """How many pieces of the model each stage has, and the setting that says so. `split_by`: where the `parts` come from."""
+    if split_by in PATTERNS:
+        return split_by, len(parts) // stages
     for name in PIECES:
         if (pieces := settings.maybe_count(name, "layers") or 1) > 1:
             return name, pieces
     per_piece = settings.maybe_count(LAYERS_PER_PIECE, "layers")
-    if per_piece:
-        counted = layers + sum(settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
-        pieces, rest = divmod(counted, stages * per_piece)
-        if rest and counted % stages == 0:
-            raise UserError(
-                f"{settings.spell(LAYERS_PER_PIECE)} {per_piece} does not divide the {counted // stages} layers of a stage",
-                f"possible values: {divisors_text(counted // stages)}",
-            )
-        return (LAYERS_PER_PIECE, pieces) if pieces > 1 and not rest else None
-    parts = len(_layout_parts(settings, layers, stages)) if settings.given(LAYOUT) else stages
-    return (LAYOUT, parts // stages) if parts > stages else None
-
-
-def _pattern_parts(settings: MegatronSettings, stages: int) -> list[int]:
-    """Layers of each part of a hybrid pattern, where bars separate them."""
-    pattern = hybrid_pattern(settings)
-    if pattern is None or len(pattern.parts) == 1:
-        return []
-    if len(pattern.parts) % stages:
+    if per_piece is None:
+        return split_by, len(parts) // stages
+    counted = layers + sum(settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+    pieces, rest = divmod(counted, stages * per_piece)
+    if rest and counted % stages == 0:
         raise UserError(
-            f"{settings.spell(pattern.setting)} has {len(pattern.parts)} parts, but there are {stages} pipeline stages",
-            f"separate the layers by | into {stages} parts, or a multiple of it",
+            f"{settings.spell(LAYERS_PER_PIECE)} {per_piece} does not divide the {counted // stages} layers of a stage",
+            f"possible values: {divisors_text(counted // stages)}",
         )
-    return [*pattern.parts]
+    return LAYERS_PER_PIECE, pieces if not rest else 1
 
 
 def _with_own_ends(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...]:

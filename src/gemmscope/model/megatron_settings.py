@@ -108,24 +108,43 @@ class MegatronSettings:
 
     def numbers(self, name: str) -> int | list[int]:
         """A whole number or a list of them that the file sets. Text may be a Python expression."""
-        value = self.values[name]
-        return numbers(self.spell(name), value if isinstance(value, (list, tuple)) else self.single(name))
+        what, value = self.spell(name), self.values[name]
+        if isinstance(value, (list, tuple)) and len(value) <= LARGEST["layers"]:
+            return [whole_number(f"each number of {what}", item) for item in value]
+        if not isinstance(value, (list, tuple, str)):
+            return whole_number(what, self.single(name))
+        try:
+            return evaluate(str(value))
+        except ValueError:
+            raise UserError(
+                f"{what} must be a number or a list of numbers, not {shown(value)}", "for example 1, or ([0]*3+[1]*58)"
+            ) from None
 
-    def pattern(self, name: str, layers: int) -> int | list[int] | None:
-        """Which layers: every N-th (a number), or one 0 or 1 for each (a list)."""
+    def layers(self, name: str, count: int, nth: Callable[[int, int], bool]) -> list[bool] | None:
+        """Which layers a setting chooses: a number N by the rule `nth(layer, N)`, a list with a 1 for each."""
         if not self.given(name):
             return None
         what, value = self.spell(name), self.numbers(name)
         if isinstance(value, int):
-            return check_size(what, value, "layers")
-        if len(value) != layers or set(value) - {0, 1}:
+            check_size(what, value, "layers")
+            return [nth(layer, value) for layer in range(count)]
+        if len(value) != count or set(value) - {0, 1}:
             raise UserError(
-                f"{what} lists {len(value)} layers, but {self.spell('num_layers')} is {layers}"
-                if len(value) != layers
+                f"{what} lists {len(value)} layers, but {self.spell('num_layers')} is {count}"
+                if len(value) != count
                 else f"{what} must contain only 0 and 1",
-                f"write one 0 or 1 for each of the {layers} layers, such as ([0]*1+[1]*{layers - 1}), or N for every N-th layer",
+                f"write one 0 or 1 for each of the {count} layers, such as ([0]*1+[1]*{count - 1}), or N for every N-th layer",
             )
-        return value
+        return [*map(bool, value)]
+
+
+def all_but_every(layer: int, number: int) -> bool:
+    """Not every N-th layer, but the others.
+
+    >>> [all_but_every(layer, 4) for layer in range(4)]
+    [True, True, True, False]
+    """
+    return (layer + 1) % number != 0
 
 
 def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
@@ -139,20 +158,6 @@ def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
     raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-
-
-def numbers(what: str, value: object) -> int | list[int]:
-    """A whole number or a list of them, from YAML or from text that may be a Python expression."""
-    if isinstance(value, (list, tuple)) and len(value) <= LARGEST["layers"]:
-        return [whole_number(f"each number of {what}", item) for item in value]
-    if not isinstance(value, str):
-        return whole_number(what, value)
-    try:
-        return evaluate(value)
-    except ValueError:
-        raise UserError(
-            f"{what} must be a number or a list of numbers, not {shown(value)}", "for example 1, or ([0]*3+[1]*58)"
-        ) from None
 
 
 def evaluate(text: str) -> int | list[int]:

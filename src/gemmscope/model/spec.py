@@ -59,7 +59,6 @@ class ModelSpec(Checked):
     head_bias: bool = False
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
-    head_output: bool = True  # False: an encoder without a vocabulary head
     first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
     last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
     layer_inputs: LayerInputsSpec | None = None

@@ -14,7 +14,7 @@ from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec
-from gemmscope.toml import load_data
+from gemmscope.toml import FactTable, inherited, load_data
 
 OTHER_WAYS = f"for any other model give its Hugging Face config.json with {option('config')}, or trace it with " + option(
     "module", "FILE.py:FUNCTION"
@@ -43,9 +43,9 @@ def load_flavor(family: str, name: str) -> Flavor:
     >>> load_flavor("qwen3", "0.6B")["dim"]
     1024
     """
-    facts, flavors = families()[family], families()[family]["flavors"]
-    own = flavors[name]
-    return {**facts["defaults"], **(flavors[own["like"]] if "like" in own else {}), **own}
+    facts = families()[family]
+    sizes = {**facts["defaults"], **inherited(facts["flavors"], name)}
+    return FactTable(sizes, "model/torchtitan_flavors.toml", f"{family}.flavors.{name}")
 
 
 def model_and_flavor(model: Mapping[str, Any]) -> tuple[str, str]:
@@ -142,9 +142,7 @@ def _attention(flavor: Flavor, index: int) -> AttentionSpec:
         heads=flavor["n_heads"],
         kv_heads=flavor["n_kv_heads"] or flavor["n_heads"],
         head_dim=flavor["head_dim"] or flavor["dim"] // flavor["n_heads"],
-        q_bias=flavor["bias"],
-        k_bias=flavor["bias"],
-        v_bias=flavor["bias"],
+        qkv_bias=flavor["bias"],
         out_bias=flavor["bias"],
         window=window or None if index % 2 == 0 else None,
         chunk=flavor["fixed_attn_block_size"] if nope and index % nope else None,

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from gemmscope.roles import Role, name_of, pieces, role
 from gemmscope.toml import load_data
 
+FEED_FORWARD = ("MLP", "experts", "shared expert")  # blocks
 CHUNK = "pipeline_part_"  # before the number of a part, where a rank has several parts of a pipeline
-HIGH_PRECISION_OPS = ("Router", "Shared Expert Scale", "Indexer Weights")  # that no recipe quantizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,22 @@ class LinearName:
     """Without layer and expert: mlp.down_proj."""
     layer: int | None = None
     expert: int | None = None
-    op: str = ""
+    role: str = ""
+
+    @property
+    def op(self) -> str:
+        """What `shapes` calls it; empty if that is not known."""
+        return name_of(self.role)
+
+    @property
+    def facts(self) -> Role | None:
+        """The facts of its role."""
+        return role(self.role) if self.role else None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recipe may quantize it: not if its values decide something, such as the expert."""
+        return self.facts is None or self.facts.stays_high != "exact"
 
 
 @cache
@@ -66,8 +82,8 @@ def name_linears(sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
     for path, (stack, layer, expert, rest) in split.items():
         inside = layer is not None
         linear = rest if not inside or stack == trunk else f"{stack}.{rest}"
-        op = _op(rest, routed=expert is not None) if stack == trunk or not inside else ""
-        names[path] = LinearName(unwrapped(path), linear, layer, expert, op)
+        key = _role(rest, routed=expert is not None) if stack == trunk or not inside else ""
+        names[path] = LinearName(unwrapped(path), linear, layer, expert, key)
     return _latent_queries(_with_gates(names, sizes))
 
 
@@ -98,41 +114,43 @@ def _split(path: str) -> tuple[str, int | None, int | None, str]:
     return stack, layer, expert, ".".join(rest)
 
 
-def _op(rest: str, *, routed: bool) -> str:
-    """The op of a path without layer and expert, by its longest known ending."""
+def _role(rest: str, *, routed: bool) -> str:
+    """The role of a path without layer and expert, by its longest known ending."""
     facts, parts = _facts(), tuple(rest.split("."))
-    op = next((_endings()[parts[start:]] for start in range(len(parts)) if parts[start:] in _endings()), "")
-    if op.startswith("MLP "):
-        if set(parts) & set(facts["shared"]):
-            return op.replace("MLP", "Shared Expert")
-        if routed or set(parts) & set(facts["routed"]):
-            return op.replace("MLP", "Expert")
-    return op
+    key = next((_endings()[parts[start:]] for start in range(len(parts)) if parts[start:] in _endings()), "")
+    if set(parts) & set(facts["shared"]):
+        return str(facts["of_shared_expert"].get(key, key))
+    if routed or set(parts) & set(facts["routed"]):
+        return str(facts["of_experts"].get(key, key))
+    return key
 
 
 def _with_gates(names: Mapping[str, LinearName], sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
     """`Up` instead of `Gate+Up` where an MLP has no gate: its first linears add up to the input width of its last one."""
     wide: Counter[tuple[int | None, int | None, str]] = Counter()
     narrow: dict[tuple[int | None, int | None, str], int] = {}
-    for path, name in names.items():
-        block = (name.layer, name.expert, name.op.rpartition(" ")[0])
-        if name.op.endswith(" Gate+Up"):
-            wide[block] += sizes[path][1]
-        elif name.op.endswith(" Down"):
+    mlps = {path: name for path, name in names.items() if name.facts is not None and name.facts.block in FEED_FORWARD}
+    for path, name in mlps.items():
+        block = (name.layer, name.expert, role(name.role).block)
+        if role(name.role).ends_block:
             narrow[block] = max(narrow.get(block, 0), sizes[path][0])
+        else:
+            wide[block] += sizes[path][1]
     renamed = dict(names)
-    for path, name in names.items():
-        block = (name.layer, name.expert, name.op.rpartition(" ")[0])
+    for path, name in mlps.items():
+        block = (name.layer, name.expert, role(name.role).block)
         gated = "gate" in name.linear.rpartition(".")[2]
-        if name.op.endswith(" Gate+Up") and not gated and wide[block] == narrow.get(block):
-            renamed[path] = replace(name, op=name.op.replace("Gate+Up", "Up"))
+        if not gated and wide[block] == narrow.get(block):
+            renamed[path] = replace(name, role=pieces(name.role)[-1])
     return renamed
 
 
 def _latent_queries(names: Mapping[str, LinearName]) -> dict[str, LinearName]:
     """Beside latent keys and values, the queries are a linear of their own, as in DeepSeek-V2-Lite."""
-    latent = {name.layer for name in names.values() if name.op == "KV Down Proj"}
+    latent = {name.layer for name in names.values() if name.role == _facts()["latent"]}
     return {
-        path: replace(name, op="Q Proj") if name.op == "QKV Proj" and name.layer in latent else name
+        path: replace(name, role=pieces(name.role)[0])
+        if name.layer in latent and name.facts is not None and name.facts.kit_part == "qkv"
+        else name
         for path, name in names.items()
     }

@@ -45,6 +45,7 @@ EXPONENTS = 256  # biased exponents of float32: 0 holds zeros and subnormals, 25
 OPERANDS: dict[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
 COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}  # stored transposed: columns of the tensor are rows of the operand
 ZERO_OUTPUT = "the exact output is zero"
+PLACES = ("first", "second")  # of an operand in its GEMM
 HINT = f"give a file that gemmscope.record_tensors wrote, or a checkpoint with {option('checkpoint')}"
 
 
@@ -73,6 +74,11 @@ class PassFacts(Part):
     """Sum over the reduced dimension of the operands' energies: the squared norm of the output if its terms were uncorrelated."""
     norm: float | None = None
     """Of the exact output."""
+
+    @property
+    def widths(self) -> list[int]:
+        """Of every block."""
+        return [min(BLOCK, self.reduced - start) for start in self.blocks]
 
 
 class StepFacts(Part):
@@ -136,14 +142,10 @@ class OperandSample:
     """Sampled rows of one operand of one pass. The reduced dimension is the last one."""
 
     tensor: TensorName
-    columnwise: bool
-    """The rows are columns of the tensor."""
     rows: Tensor
     """[s, R]: R is the kept part of the reduced dimension."""
     weights: Tensor
-    """[s] float32: 1 / probability of being drawn; their sum is about `row_count`."""
-    row_count: int
-    """Rows of the whole operand."""
+    """[s] float32: 1 / probability of being drawn."""
     row_amax: Tensor
     """[s] float32: maximum of each sampled row over the whole reduced dimension."""
     energy: Tensor
@@ -180,10 +182,6 @@ class LinearStep:
         """The passes that samples exist of."""
         return tuple(self.facts.passes)
 
-    @property
-    def sampled(self) -> bool:
-        return bool(self.facts.passes)
-
     def problem(self, pass_name: Pass) -> str:
         """Why a pass has no error in this step; empty if it has one."""
         for tensor in OPERANDS[pass_name]:
@@ -203,34 +201,23 @@ class LinearStep:
             self._operand(tensor, pass_name) if tensor in self.facts.tensors else None for tensor in OPERANDS[pass_name]
         )
         weights = self.load(f"{pass_name}.first.energy" if first else f"{pass_name}.second.energy").new_tensor(facts.weights)
-        widths = [min(BLOCK, facts.reduced - start) for start in facts.blocks]
-        return PassSample(pass_name, facts, first, second, weights.repeat_interleave(weights.new_tensor(widths).long()))
+        return PassSample(pass_name, facts, first, second, weights.repeat_interleave(weights.new_tensor(facts.widths).long()))
 
     def exponents(self, tensor: TensorName) -> Tensor:
         """[256] float32: how many values of the whole tensor have each biased exponent (floor(log2 |x|) + 127)."""
         return self.load(f"{tensor}.exponents")
 
     def _operand(self, tensor: TensorName, pass_name: Pass) -> OperandSample:
-        prefix = f"{pass_name}.{'first' if OPERANDS[pass_name][0] == tensor else 'second'}"
+        prefix = f"{pass_name}.{PLACES[OPERANDS[pass_name].index(tensor)]}"
         return OperandSample(
             tensor=tensor,
-            columnwise=(tensor, pass_name) in COLUMNWISE,
             rows=self.load(f"{prefix}.rows"),
             weights=self.load(f"{prefix}.weights"),
-            row_count=self._row_count(tensor, pass_name),
             row_amax=self.load(f"{prefix}.row_amax"),
             energy=self.load(f"{prefix}.energy"),
             amax=self.facts.tensors[tensor].amax,
             block_amax={size: self.load(f"{prefix}.amax{size}") for size in WEIGHT_BLOCKS} if tensor == "W" else {},
         )
-
-    def _row_count(self, tensor: TensorName, pass_name: Pass) -> int:
-        tokens = self.facts.tokens or 0
-        if pass_name == "fprop":
-            return self.linear.outputs if tensor == "W" else tokens
-        if pass_name == "dgrad":
-            return self.linear.inputs if tensor == "W" else tokens
-        return self.linear.inputs if tensor == "X" else self.linear.outputs
 
 
 @dataclass(frozen=True)
@@ -246,7 +233,7 @@ class RecordedLinear:
 
     @property
     def sampled_steps(self) -> tuple[LinearStep, ...]:
-        return tuple(step for step in self.steps if step.sampled)
+        return tuple(step for step in self.steps if step.facts.passes)
 
 
 @dataclass(frozen=True)
@@ -260,23 +247,9 @@ class TensorRecording:
     sampled_bytes: int
 
     @property
-    def source(self) -> Source:
-        return self.facts.source
-
-    @property
     def layers(self) -> int:
         """How many layers have recorded linears."""
         return len({linear.facts.layer for linear in self.linears if linear.facts.layer is not None})
-
-    def write(self, path: str | Path) -> None:
-        """Write the recording to one file."""
-        tensors = {
-            tensor_key(linear.name, step.facts.step, name): step.load(name)
-            for linear in self.linears
-            for step in linear.steps
-            for name in tensor_names(step.facts)
-        }
-        write_recording(path, self.facts, tensors)
 
 
 def nonfinite_values(tensor: TensorName) -> str:
@@ -308,20 +281,23 @@ def scale_maxima(steps: Sequence[StepFacts], own: StepFacts) -> dict[TensorName,
     return {tensor: max(amax, known.get(tensor, 0.0)) for tensor, amax in earlier.items()}
 
 
-Loader = Callable[[str, int, str], Any]
+def assembled(facts: RecordingFacts, origin: str, sampled_bytes: int, load: Callable[[str], Any]) -> TensorRecording:
+    """A recording of these facts; `load` gives a tensor by its key."""
 
-
-def assembled(facts: RecordingFacts, origin: str, sampled_bytes: int, load: Loader) -> TensorRecording:
-    """A recording of these facts; `load(linear, step, tensor)` gives its tensors."""
-
-    def loader(linear: str, step: int) -> Callable[[str], Any]:
-        return lambda name: load(linear, step, name)
+    def loader(linear: LinearFacts, step: StepFacts) -> Callable[[str], Any]:
+        return lambda name: load(tensor_key(linear.name, step.step, name))
 
     linears = tuple(
-        RecordedLinear(linear, tuple(LinearStep(step, linear, loader(linear.name, step.step)) for step in linear.steps))
+        RecordedLinear(linear, tuple(LinearStep(step, linear, loader(linear, step)) for step in linear.steps))
         for linear in facts.linears
     )
     return TensorRecording(facts, linears, origin, sampled_bytes)
+
+
+def in_memory(facts: RecordingFacts, origin: str, tensors: Mapping[str, Tensor]) -> TensorRecording:
+    """A recording of tensors that are not in a file."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return assembled(facts, origin, size, tensors.__getitem__)
 
 
 def tensor_key(linear: str, step: int, name: str) -> str:
@@ -333,24 +309,10 @@ def tensor_key(linear: str, step: int, name: str) -> str:
     return f"{linear}/{step}/{name}"
 
 
-def tensor_names(facts: StepFacts) -> Iterator[str]:
-    """The tensors that a step has."""
-    if not facts.passes:
-        return
-    for tensor in facts.tensors:
-        yield f"{tensor}.exponents"
-    for pass_name in facts.passes:
-        for place, tensor in zip(("first", "second"), OPERANDS[pass_name], strict=True):
-            if tensor in facts.tensors:
-                blocks = [f"amax{size}" for size in WEIGHT_BLOCKS] if tensor == "W" else []
-                yield from (f"{pass_name}.{place}.{name}" for name in ("rows", "weights", "row_amax", "energy", *blocks))
-
-
 def write_recording(path: str | Path, facts: RecordingFacts, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, replaced as a whole."""
-    text = json.dumps(
-        facts.model_dump(exclude_defaults=True), separators=(",", ":")
-    )  # maxima may be NaN, which pydantic would drop
+    # not by pydantic, which would drop maxima that are NaN
+    text = json.dumps(facts.model_dump(exclude_defaults=True), separators=(",", ":"))
     write_tensors(path, tensors, {METADATA: text})
 
 
@@ -361,11 +323,7 @@ def read_recording(path: str | Path) -> TensorRecording:
     problem = next(_problems(facts, file), "")
     if problem:
         raise UserError(f"{called(path)} is damaged: {problem}", "record it again")
-
-    def load(linear: str, step: int, name: str) -> Any:
-        return file.load(tensor_key(linear, step, name))
-
-    return assembled(facts, called(path), file.data_bytes, load)
+    return assembled(facts, called(path), file.data_bytes, file.load)
 
 
 def _facts(file: TensorFile, path: str | Path) -> RecordingFacts:
@@ -395,34 +353,35 @@ def _problems(facts: RecordingFacts, file: TensorFile) -> Iterator[str]:
         if len({step.step for step in linear.steps}) < len(linear.steps):
             yield f"{linear.name} has a step twice"
         for step in linear.steps:
-            for pass_name, facts_of_pass in step.passes.items():
-                yield from _pass_problems(linear, step, pass_name, facts_of_pass, file)
-            for tensor in step.tensors if step.passes else ():
-                yield from _shape_problems(file, tensor_key(linear.name, step.step, f"{tensor}.exponents"), [EXPONENTS])
+            for pass_name, one in step.passes.items():
+                if not _valid_blocks(linear, step, pass_name, one):
+                    yield f"the blocks of {linear.name}, {pass_name}, are invalid"
+            for key, shape in _expected_shapes(linear, step, file):
+                stored = file.tensors.get(key)
+                if stored is None or stored.shape != shape:
+                    yield f"{key} is {'missing' if stored is None else f'of shape {stored.shape}, not {shape}'}"
 
 
-def _pass_problems(linear: LinearFacts, step: StepFacts, pass_name: Pass, facts: PassFacts, file: TensorFile) -> Iterator[str]:
+def _valid_blocks(linear: LinearFacts, step: StepFacts, pass_name: Pass, facts: PassFacts) -> bool:
     reduced = {"fprop": linear.inputs, "dgrad": linear.outputs, "wgrad": step.tokens}[pass_name]
-    valid = [start for start in facts.blocks if start % BLOCK == 0 and 0 <= start < facts.reduced]
-    if facts.reduced != reduced or not valid or valid != sorted(set(facts.blocks)) or len(valid) != len(facts.weights):
-        yield f"the blocks of {linear.name}, {pass_name}, are invalid"
-        return
-    width = sum(min(BLOCK, facts.reduced - start) for start in valid)
-    for place, tensor in zip(("first", "second"), OPERANDS[pass_name], strict=True):
-        if tensor not in step.tensors:
-            continue
-        prefix = tensor_key(linear.name, step.step, f"{pass_name}.{place}.")
-        rows = file.shapes.get(f"{prefix}rows", ())
-        count = rows[0] if len(rows) == 2 else 0
-        yield from _shape_problems(file, f"{prefix}rows", [max(count, 1), width])
-        yield from _shape_problems(file, f"{prefix}weights", [count])
-        yield from _shape_problems(file, f"{prefix}row_amax", [count])
-        yield from _shape_problems(file, f"{prefix}energy", [width])
-        for size in WEIGHT_BLOCKS if tensor == "W" else ():
-            blocks = sum(-(-min(BLOCK, facts.reduced - start) // size) for start in valid)
-            yield from _shape_problems(file, f"{prefix}amax{size}", [count, blocks])
+    inside = all(start % BLOCK == 0 and 0 <= start < facts.reduced for start in facts.blocks)
+    ascending = list(facts.blocks) == sorted(set(facts.blocks))
+    return facts.reduced == reduced and inside and ascending and 0 < len(facts.blocks) == len(facts.weights)
 
 
-def _shape_problems(file: TensorFile, key: str, shape: Sequence[int]) -> Iterator[str]:
-    if file.shapes.get(key) != tuple(shape):
-        yield f"{key} is {'missing' if key not in file.shapes else f'of shape {file.shapes[key]}, not {tuple(shape)}'}"
+def _expected_shapes(linear: LinearFacts, step: StepFacts, file: TensorFile) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a sampled step with their shapes. How many rows were drawn is only known from the file."""
+    for pass_name, facts in step.passes.items():
+        for place, tensor in zip(PLACES, OPERANDS[pass_name], strict=True):
+            if tensor not in step.tensors:
+                continue
+            prefix = tensor_key(linear.name, step.step, f"{pass_name}.{place}.")
+            rows = file.tensors.get(f"{prefix}rows")
+            count = rows.shape[0] if rows is not None and len(rows.shape) == 2 else 0
+            yield f"{prefix}rows", (max(count, 1), sum(facts.widths))
+            yield from ((f"{prefix}{name}", (count,)) for name in ("weights", "row_amax"))
+            yield f"{prefix}energy", (sum(facts.widths),)
+            for size in WEIGHT_BLOCKS if tensor == "W" else ():
+                yield f"{prefix}amax{size}", (count, sum(-(-width // size) for width in facts.widths))
+    for tensor in step.tensors if step.passes else ():
+        yield tensor_key(linear.name, step.step, f"{tensor}.exponents"), (EXPONENTS,)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gemmscope.errors import UserError, shown
 from gemmscope.files import replacing
@@ -53,10 +55,6 @@ class TensorFile:
     metadata: Mapping[str, str]
     data_bytes: int
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return _TensorShapes(self.tensors)
-
     def load(self, name: str) -> Tensor:
         """A whole tensor, in memory of its own."""
         tensor = self.tensors[name]
@@ -71,37 +69,16 @@ class TensorFile:
     def _read(self, tensor: StoredTensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
         import torch
 
-        dtype: Any = getattr(torch, TORCH_NAMES[tensor.dtype])
+        dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
         if begin == end:
             return torch.empty(shape, dtype=dtype)
-        data = bytearray(end - begin)
         try:
-            with Path(self.path).open("rb", buffering=0) as stream:
-                stream.seek(begin)
-                view, size = memoryview(data), 0
-                while size < len(data) and (count := stream.readinto(view[size:])):
-                    size += count
+            data = np.fromfile(self.path, np.uint8, end - begin, offset=begin)
         except OSError as error:
             raise UserError(f"{called(self.path)} cannot be read: {error.strerror or error}") from None
-        if size < len(data):
+        if len(data) < end - begin:
             raise UserError(f"{called(self.path)} became shorter while it was read", "copy it again")
         return torch.frombuffer(data, dtype=dtype).reshape(shape)
-
-
-class _TensorShapes(Mapping[str, tuple[int, ...]]):
-    """Tensor → shape."""
-
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def read_header(path: str | Path, hint: str = "") -> TensorFile:
@@ -158,6 +135,8 @@ def _stored(key: str, value: Any, offset: int, name: str, hint: str) -> StoredTe
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write all tensors to one file, which replaces an old one atomically. A `UserError` if that fails."""
+    import torch
+
     names = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # as the safetensors library does: wide types first, so that every tensor is aligned
@@ -178,14 +157,4 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for name in order:
-            out.write(tensor_bytes(tensors[name]))
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The values of a tensor as they are stored."""
-    import torch
-
-    if not tensor.numel():
-        return b""
-    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data
+            out.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

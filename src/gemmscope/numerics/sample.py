@@ -9,7 +9,7 @@ a generator of its own: that of the training is never used. Of many experts, a f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from zlib import crc32
@@ -103,27 +103,22 @@ def _probabilities(importance: np.ndarray, count: int) -> np.ndarray:
         certain |= above
 
 
-def chunks(tensor: Tensor, dtype: torch.dtype) -> list[tuple[int, Callable[[], Tensor]]]:
-    """Pieces of the rows of a matrix, as `dtype` and then float32: where each begins, and how to get it."""
+def chunks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Pieces of the rows of a matrix, as `dtype` and then float32, each with the row where it begins."""
     size = CPU_CHUNK if tensor.device.type == "cpu" else CHUNK
     rows = max(size // max(tensor.shape[1], 1) // SMALL_BLOCK, 1) * SMALL_BLOCK
-
-    def piece(start: int) -> Callable[[], Tensor]:
-        return lambda: tensor[start : start + rows].to(dtype).float()
-
-    return [(start, piece(start)) for start in range(0, tensor.shape[0], rows)]
+    for start in range(0, tensor.shape[0], rows):
+        yield start, tensor[start : start + rows].to(dtype).float()
 
 
 def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> TensorSummary:
     """Maxima, counts and energies of a matrix."""
-    pieces = chunks(tensor, dtype)
     amax, largest = _maxima(tensor, dtype)
     scale = largest if largest > 0 else 1.0
     nonzero = torch.zeros((), dtype=torch.int64, device=tensor.device)
     exponents = torch.zeros(EXPONENTS, dtype=torch.int64, device=tensor.device)
     rows, columns, maxima = [], torch.zeros(tensor.shape[1], device=tensor.device), []
-    for _, piece in pieces:
-        values = piece()
+    for _, values in chunks(tensor, dtype):
         biased = (values.view(torch.int32) >> 23).to(torch.uint8)  # without the sign
         exponents += torch.bincount(biased.reshape(-1), minlength=EXPONENTS)
         nonzero += torch.count_nonzero(values)
@@ -145,7 +140,7 @@ def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     amax = float(amax_of(tensor, dtype))
     if isfinite(amax):
         return amax, amax
-    finite = [torch.nan_to_num(piece().abs(), 0.0, 0.0, 0.0).amax() for _, piece in chunks(tensor, dtype)]
+    finite = [torch.nan_to_num(piece.abs(), 0.0, 0.0, 0.0).amax() for _, piece in chunks(tensor, dtype)]
     return amax, float(torch.stack(finite).amax())
 
 
@@ -170,7 +165,7 @@ def weighted_energies(tensor: Tensor, dtype: torch.dtype, scale: float, weights:
     """Sum of squares of every row, columns weighted; or of every column, rows weighted."""
     rows, columns = [], torch.zeros(tensor.shape[1], device=tensor.device)
     for start, piece in chunks(tensor, dtype):
-        squares = _squares(piece(), scale)
+        squares = _squares(piece, scale)
         if by_column:
             columns += weights[start : start + len(squares)] @ squares
         else:
@@ -263,7 +258,7 @@ def _sample_pass(
     reduced = len(energies[names[0]])
     count, width = kept_sizes(budget * 2 // len(names), reduced, dtype.itemsize)
     joint = torch.stack([energies[name].double() for name in names]).prod(0)
-    blocks, block_weights = draw(_host(_block_sums(joint)), -(-width // BLOCK), random)
+    blocks, block_weights = draw(np.asarray(_block_sums(joint).cpu()), -(-width // BLOCK), random)
     kept = torch.cat([torch.arange(start * BLOCK, min((start + 1) * BLOCK, reduced)) for start in blocks.tolist()])
     kept = kept.to(joint.device)
     tensors: dict[str, Tensor] = {}
@@ -275,7 +270,7 @@ def _sample_pass(
             importance = summaries[name].column_energy if across[name] else summaries[name].row_energy
         else:
             importance = weighted_energies(whole[name], dtype, summaries[name].scale, other, by_column=across[name])
-        chosen, weights = draw(_host(importance), count, random)
+        chosen, weights = draw(np.asarray(importance.double().cpu()), count, random)
         index = torch.from_numpy(chosen).to(kept.device)
         lines = (whole[name][:, index].T if across[name] else whole[name][index]).to(dtype)
         tensors |= {
@@ -304,11 +299,6 @@ def _sample_pass(
 
 def _block_sums(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).sum(1)
-
-
-def _host(values: Tensor) -> np.ndarray:
-    array: np.ndarray = values.double().cpu().numpy()
-    return array
 
 
 EXPERTS = 2  # of each layer

@@ -12,6 +12,7 @@ from typing import Any
 from gemmscope.paste.emit import megatron_text, modules, ready_to_paste, templates
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.numerics import Mix
+from gemmscope.roles import key_of
 
 PER_LAYER = "layers are numbered within their pipeline stage: with pipeline parallelism, use other numbers on each stage"
 
@@ -61,8 +62,8 @@ def _of_ops(names: Sequence[str]) -> list[str]:
 
 
 def _op(name: str) -> str:
-    """An op without the kind of layer that may stand behind it."""
-    return name.partition(",")[0]
+    """The role of an op, without the kind of layer that may stand behind its name."""
+    return key_of(name.partition(",")[0])
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> str:

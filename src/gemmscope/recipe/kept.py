@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gemmscope.roles import key_of, name_of
+
 _NAME = re.compile(r"(?P<recipe>\S+) \(in (?P<higher>\S+): (?P<what>.+)\)", re.DOTALL)
 _LAYERS = re.compile(r"(first|last) ([0-9]{1,5})")
 
@@ -21,7 +23,7 @@ class KeptHigher:
     first_layers: int = 0
     last_layers: int = 0
     ops: tuple[str, ...] = ()
-    """In every layer: linears as `gemmscope shapes` names them."""
+    """In every layer: roles of linears, or the paths of a traced module."""
 
     @property
     def anything(self) -> bool:
@@ -39,18 +41,18 @@ class KeptHigher:
 def mixed_name(recipe: str, kept: KeptHigher) -> str:
     """The name of a mix; the name of the recipe itself if nothing is kept in higher precision.
 
-    >>> mixed_name("FP8Current", KeptHigher("BF16", 1, 2, ("MLP Down",)))
+    >>> mixed_name("FP8Current", KeptHigher("BF16", 1, 2, ("mlp-down",)))
     'FP8Current (in BF16: first 1, last 2, MLP Down)'
     """
     layers = [f"{end} {count}" for end, count in (("first", kept.first_layers), ("last", kept.last_layers)) if count]
-    return f"{recipe} (in {kept.recipe}: {', '.join([*layers, *kept.ops])})" if kept.anything else recipe
+    return f"{recipe} (in {kept.recipe}: {', '.join([*layers, *map(name_of, kept.ops)])})" if kept.anything else recipe
 
 
 def split_name(name: str) -> tuple[str, KeptHigher] | None:
     """The recipe of a mix and what it keeps; None if this is not the name of a mix.
 
     >>> split_name("FP8Current (in BF16: first 1, MLP Down)")
-    ('FP8Current', KeptHigher(recipe='BF16', first_layers=1, last_layers=0, ops=('MLP Down',)))
+    ('FP8Current', KeptHigher(recipe='BF16', first_layers=1, last_layers=0, ops=('mlp-down',)))
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -60,5 +62,5 @@ def split_name(name: str) -> tuple[str, KeptHigher] | None:
         if (counted := _LAYERS.fullmatch(part)) is not None:
             layers[counted[1]] = int(counted[2])
         else:
-            ops.append(part)
+            ops.append(key_of(part))
     return match["recipe"], KeptHigher(match["higher"], layers["first"], layers["last"], tuple(ops))

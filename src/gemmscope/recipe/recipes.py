@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.recipe.kept import KeptHigher, mixed_name, split_name
+from gemmscope.recipe.precisions import Precision, precision_with
 from gemmscope.toml import load_data
 
 BASELINE = "BF16"
@@ -24,6 +25,7 @@ class Recipe:
     operands: Mapping[str, tuple[str, str]]
     scales: str
     also_scaled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by pass: other scales that a kernel may show
+    delayed: bool = False  # scales come from the maxima of earlier steps
     multiple_of: int = 1  # tokens, input and output features must be multiples of it
     bytes_read: float = 0  # per element quantized
     bytes_written: float = 0
@@ -48,6 +50,14 @@ class Recipe:
         if set(self.operands[pass_name]) == {"bf16"}:
             return ("none",)
         return (self.scales, *self.also_scaled.get(pass_name, ()))
+
+    def precision(self, pass_name: str) -> Precision:
+        """The precision of a pass's GEMMs.
+
+        >>> recipe("FP8Block").precision("dgrad").title, recipe("FP8RowwiseGWHP").precision("wgrad").title
+        ('FP8 blocks', 'BF16')
+        """
+        return precision_with(frozenset(self.operands[pass_name]), self.scales_of(pass_name)[0])
 
     def multiple_in(self, backend: str) -> int:
         """The number that sizes must be a multiple of with this backend, which may need more than the hardware.

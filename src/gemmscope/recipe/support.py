@@ -14,6 +14,7 @@ class Support:
 
     runs: bool
     note: str = ""
+    emulated_by: str = ""  # the recipe whose kernels run instead
     complete: bool = False  # the note already names the GPU's compute capability
 
     def why_not(self, who: str, capability: tuple[int, int]) -> str:
@@ -37,7 +38,7 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     """Whether a GPU of this compute capability runs a recipe.
 
     >>> support("MXFP8", (9, 0))
-    Support(runs=False, note='MXFP8 GEMMs need compute capability 10.0', complete=False)
+    Support(runs=False, note='MXFP8 GEMMs need compute capability 10.0', emulated_by='', complete=False)
     >>> support("FP8Block", (10, 0)).note
     'emulated with MXFP8 kernels on Blackwell'
     """
@@ -48,7 +49,7 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     if architecture in facts["yes"]:
         return Support(runs=True)
     if architecture in facts.get("emulated", ()):
-        return Support(runs=True, note=facts["emulated_as"])
+        return Support(runs=True, note=facts["emulated_as"], emulated_by=facts["emulated_by"])
     if architecture in facts.get("not_yet", {}):
         return Support(runs=False, note=facts["not_yet"][architecture], complete=True)
     return Support(runs=False, note=facts["otherwise"])

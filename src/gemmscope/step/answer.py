@@ -20,6 +20,7 @@ from gemmscope.results.linears import Speedup
 from gemmscope.results.numerics import Mix
 from gemmscope.results.step import CapturedTime, Recommendation, StepTime, StepTimes, VariantResult, Verified
 from gemmscope.results.winner import find_winner
+from gemmscope.roles import name_of
 from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.step.waterfall import LINEARS, ProfiledStep, attention_kernels, levels_of, place, unknown_kernels, verdict
 from gemmscope.workload.summary import Totals
@@ -223,7 +224,7 @@ def _to_paste(plan: PartialRecipe, layers: int) -> dict[str, str]:
         higher=kept.recipe,
         first_layers=kept.first_layers,
         last_layers=kept.last_layers,
-        linears=kept.ops,
+        linears=tuple(map(name_of, kept.ops)),
         error=0.0,
     )
-    return mix_to_paste(mix, kept.ops, layers)
+    return mix_to_paste(mix, mix.linears, layers)

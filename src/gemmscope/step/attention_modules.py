@@ -51,8 +51,12 @@ class SelfAttention(nn.Module):
 
 def projections(kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> nn.Module:
     """Queries, keys and values by one GEMM."""
-    width, bias = sum(projected_widths(spec)), spec.q_bias or spec.k_bias or spec.v_bias
-    return kit.linear(hidden, width, bias=bias) if norm is None else kit.norm_linear(norm, hidden, width, bias=bias)
+    width = sum(projected_widths(spec))
+    return (
+        kit.linear(hidden, width, bias=spec.qkv_bias)
+        if norm is None
+        else kit.norm_linear(norm, hidden, width, bias=spec.qkv_bias)
+    )
 
 
 class SeparateProjections(nn.Module):
@@ -61,9 +65,7 @@ class SeparateProjections(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> None:
         super().__init__()
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
-        biases = (spec.q_bias, spec.k_bias, spec.v_bias)
-        widths = projected_widths(spec)
-        self.linears = nn.ModuleList(kit.linear(hidden, width, bias=bias) for width, bias in zip(widths, biases, strict=False))
+        self.linears = nn.ModuleList(kit.linear(hidden, width, bias=spec.qkv_bias) for width in projected_widths(spec))
 
     def forward(self, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         x = self.norm(x)
@@ -205,12 +207,12 @@ class LatentAttention(nn.Module):
         plain = spec.head_dim - latent.rope_dim
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         if latent.q_rank is None:
-            self.q_down, self.q_up = None, kit.linear(hidden, spec.q_width, bias=spec.q_bias)
+            self.q_down, self.q_up = None, kit.linear(hidden, spec.q_width, bias=spec.qkv_bias)
         else:
             self.q_down = kit.linear(hidden, latent.q_rank, bias=latent.down_bias)
-            self.q_up = kit.norm_linear(inner, latent.q_rank, spec.q_width, bias=spec.q_bias)
+            self.q_up = kit.norm_linear(inner, latent.q_rank, spec.q_width, bias=spec.qkv_bias)
         self.kv_down = kit.linear(hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
-        self.kv_up = kit.norm_linear(inner, latent.kv_rank, spec.heads * (plain + spec.value_head_dim), bias=spec.k_bias)
+        self.kv_up = kit.norm_linear(inner, latent.kv_rank, spec.heads * (plain + spec.value_head_dim), bias=spec.qkv_bias)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         spec, latent = self.spec, self.latent

@@ -9,30 +9,20 @@ from collections.abc import Sequence
 from gemmscope.errors import UserError, option
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import recipe
+from gemmscope.roles import kit_part, name_of
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.stack_plan import StackPlan
 
-PROJECTIONS = ("QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "Q Up Proj", "KV Down Proj", "KV Up Proj")
-PARTS = {
-    "qkv": PROJECTIONS,
-    "attn out": ("Attn Out",),
-    "mlp up": ("MLP Gate+Up", "MLP Gate", "MLP Up"),
-    "mlp down": ("MLP Down",),
-    "experts up": ("Expert Gate+Up", "Expert Gate", "Expert Up"),
-    "experts down": ("Expert Down",),
-    "shared expert up": ("Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up"),
-    "shared expert down": ("Shared Expert Down",),
-}
 WHOLE_MLP = "mlp"  # all of the feed-forward block
 
 
 def kept_parts(kept: KeptHigher | None) -> frozenset[str]:
     """The parts of every layer that a mix keeps.
 
-    >>> sorted(kept_parts(KeptHigher("BF16", ops=("MLP Gate+Up", "MLP Down", "Attn Out")))), kept_parts(None)
+    >>> sorted(kept_parts(KeptHigher("BF16", ops=("mlp-gate-up", "mlp-down", "attention-out")))), kept_parts(None)
     (['attn out', 'mlp down', 'mlp up'], frozenset())
     """
-    return frozenset(part for part, ops in PARTS.items() if kept is not None and set(ops) & set(kept.ops))
+    return frozenset(filter(None, map(kit_part, kept.ops if kept is not None else ())))
 
 
 def check_kept(name: str, ops: Sequence[str]) -> None:
@@ -40,19 +30,18 @@ def check_kept(name: str, ops: Sequence[str]) -> None:
     kept = recipe(name).kept
     if kept is None:
         return
-    known = {op for every in PARTS.values() for op in every}
-    if strange := [op for op in kept.ops if op not in known]:
-        possible = [op for op in ops if op in known]
+    if strange := [op for op in kept.ops if not kit_part(op)]:
+        possible = [name_of(op) for op in ops if kit_part(op)]
         raise UserError(
-            f"a step cannot keep {strange[0]} in a different precision",
+            f"a step cannot keep {name_of(strange[0])} in a different precision",
             f"it can keep {', '.join(possible)}; gemmscope forecast supports all",
         )
-    for part, of_part in PARTS.items():
-        present = [op for op in ops if op in of_part]
-        missing = [op for op in present if op not in kept.ops]
-        if part in kept_parts(kept) and missing:
+    for part in dict.fromkeys(map(kit_part, kept.ops)):
+        present = [op for op in ops if kit_part(op) == part]
+        if missing := [name_of(op) for op in present if op not in kept.ops]:
             raise UserError(
-                f"a step keeps {', '.join(present)} in a higher precision only together, but the mix does not keep {missing[0]}",
+                f"a step keeps {', '.join(map(name_of, present))} in a higher precision only together, but the mix does not keep "
+                f"{missing[0]}",
                 f"add {missing[0]} to {option('keep_higher')}, or use gemmscope forecast, which supports each",
             )
 

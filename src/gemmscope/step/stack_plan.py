@@ -19,6 +19,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
+from gemmscope.roles import name_of
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 from gemmscope.workload.mixers import input_widths
@@ -290,8 +291,8 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
     norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
-    beside = [linear.name for layer in dict.fromkeys(layers) for linear in layer.extra]
-    beside = list(dict.fromkeys([*beside, *(linear.name for linear in (*model.first_linears, *model.last_linears))]))
+    beside = [name_of(linear.role) for layer in dict.fromkeys(layers) for linear in layer.extra]
+    beside = list(dict.fromkeys([*beside, *(name_of(linear.role) for linear in (*model.first_linears, *model.last_linears))]))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
         "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),

@@ -45,10 +45,10 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))
     if not has_fallback(trace):
-        result += _unequal(_kernel_counts(workload.ops), _kernel_counts((*trace.scans, *trace.convolutions)))
+        result += _unequal(_kernel_counts(workload.ops), _kernel_counts((*trace.scans, *trace.causal_convolutions)))
     if workload.parameters != trace.parameters:
         result.append(Difference("parameters", workload.parameters, trace.parameters))
-    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder if op.section != MIXER]
+    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.convolutions if op.section != MIXER]
     return result + _masks(model, trace)
 
 
@@ -64,7 +64,7 @@ def as_live(model: ModelSpec) -> ModelSpec:
 
 def has_fallback(trace: ModuleTrace) -> bool:
     """Whether a mixer ran in plain PyTorch, not by a function that stands for its kernel."""
-    return any(op.section == MIXER for op in (*trace.batched_gemms, *trace.remainder))
+    return any(op.section == MIXER for op in (*trace.batched_gemms, *trace.convolutions))
 
 
 def recurrences(trace: ModuleTrace) -> int:

@@ -71,7 +71,7 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
     parameters = sum(op.all_parameters for op in ops)
-    optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
+    optimizer = Optimizer(role="optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
     if model.prediction_layers and stage == run.pp - 1:
         layers[PREDICTION] = model.prediction_layers
@@ -177,15 +177,15 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
     position_width = model.hidden_size if model.positions_on_hidden else width
     tables = vocab * width + model.positions * position_width + model.token_types * width + model.unused_parameters
-    yield Embedding(name="Embedding", section=EMBEDDING, tokens=run.tokens, vocab=vocab, width=width, parameters=tables)
+    yield Embedding(role="embedding", section=EMBEDDING, tokens=run.tokens, vocab=vocab, width=width, parameters=tables)
     if model.embedding_norm:
-        yield norm(model, run, "Embedding Norm", width, EMBEDDING)
+        yield norm(model, run, "embedding-norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
-        yield replace(_embedding_projection(model, run, "Embedding In Proj", width, model.hidden_size), section=EMBEDDING)
+        yield replace(_embedding_projection(model, run, "embedding-in", width, model.hidden_size), section=EMBEDDING)
     if model.layer_inputs is not None:
         rows, inputs = model.layer_inputs.vocab_size, model.layer_inputs.width * len(model.layers)
         yield Embedding(
-            name="Layer Inputs", section=EMBEDDING, tokens=run.tokens, vocab=rows, width=inputs, parameters=rows * inputs
+            role="layer-inputs", section=EMBEDDING, tokens=run.tokens, vocab=rows, width=inputs, parameters=rows * inputs
         )
     for extra in model.first_linears:
         yield replace(_beside(extra, run), section=EMBEDDING)
@@ -193,16 +193,16 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(inputs_norm, section=EMBEDDING)
 
 
-def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int, outputs: int) -> Linear:
+def _embedding_projection(model: ModelSpec, run: RunSpec, role: str, inputs: int, outputs: int) -> Linear:
     """Between an embedding and a hidden size that differ, the same on every tensor-parallel rank."""
-    return replace(linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
+    return replace(linear(role, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
     if layer.norms:
-        yield replace(norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
+        yield replace(norm(model, run, "norm", model.hidden_size), count=layer.norms, forward_runs=runs)
     for op in _blocks(model, layer, run):
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2) if repeated else op
@@ -226,7 +226,7 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     for extra in layer.extra:
         yield _beside(extra, run)
     if mlp is not None:
-        yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
+        yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "mlp", run.tp)
         if not mixed:
             yield residual(model, run)
     yield from layer_input_ops(model, layer, run)
@@ -234,19 +234,18 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 
 def _beside(one: LinearSpec, run: RunSpec) -> Linear:
     """A linear that tensor parallelism does not split."""
-    op = linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
-    return replace(op, count=one.count, quantized=one.quantized, copies=run.tp)
+    return replace(linear(one.role, run, one.inputs, one.outputs, bias=one.bias), count=one.count, copies=run.tp)
 
 
 def _shared_block(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """Attention and a feed-forward block whose weights several layers use. Its output is added to the mixer's input."""
     if layer.attention is not None:
         width = layer.attention.input_size or model.hidden_size
-        for op in (norm(model, run, "Attention Norm", width), *_attention(model, layer.attention, run)):
+        for op in (norm(model, run, "attention-norm", width), *_attention(model, layer.attention, run)):
             yield replace(op, shares_weights=True)
     if isinstance(layer.mlp, MlpSpec):
-        first = norm(model, run, "MLP Norm", model.hidden_size)
-        for op in (first, *_feed_forward(model, layer.mlp, run, "MLP", run.tp)):
+        first = norm(model, run, "mlp-norm", model.hidden_size)
+        for op in (first, *_feed_forward(model, layer.mlp, run, "mlp", run.tp)):
             yield replace(op, shares_weights=True)
     yield residual(model, run)
 
@@ -262,15 +261,15 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
         rotated = (spec.rotary_dim or spec.head_dim) * (spec.heads + (0 if spec.shares_kv else spec.kv_heads))
         width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else rotated) // run.tp
         yield Elementwise(
-            name="Rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
+            role="rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
     if spec.temperature:
         width = spec.q_width // run.tp
-        yield Elementwise(name="Attention Temperature", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2)
+        yield Elementwise(role="attention-temperature", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2)
     queries = run.sequence_length // run.cp
     pairs = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window, chunk=spec.chunk)
     attention = Attention(
-        name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
+        role="attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
         pairs=pairs / run.cp, causal=spec.causal, window=spec.window or spec.chunk, shares_kv=spec.shares_kv,
         parameters=spec.heads // run.tp if spec.sinks else 0,
@@ -283,28 +282,29 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
     yield attention
     if spec.gated:
         yield Elementwise(
-            name="Attention Gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
-            forward_flops=5, backward_flops=8,
+            role="attention-gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
+            forward_flops=5, backward_flops=8, kept_tensors=1,  # the context is kept by attention
         )  # fmt: skip
-    yield linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
+    yield linear("attention-out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
 
 
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
     parts = [
-        ("Q Proj", spec.q_proj_width // run.tp, spec.q_bias),
-        ("K Proj", spec.k_width // run.tp, spec.k_bias),
-        ("V Proj", spec.v_width // run.tp, spec.v_bias),
+        ("q-proj", spec.q_proj_width // run.tp, spec.qkv_bias),
+        ("k-proj", spec.k_width // run.tp, spec.qkv_bias),
+        ("v-proj", spec.v_width // run.tp, spec.qkv_bias),
     ]
     parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
     inputs = spec.input_size or model.hidden_size
     if run.separate_projections and not spec.stored_fused:
-        for name, width, bias in parts:
-            yield linear(name, run, inputs, width, bias=bias)
+        for role, width, bias in parts:
+            yield linear(role, run, inputs, width, bias=bias)
     else:
         biased = sum(width for _, width, bias in parts if bias)
-        name = "".join(name[0] for name, _, _ in parts)
-        yield linear(f"{name} Proj", run, inputs, sum(width for _, width, _ in parts), bias=biased)
+        yield linear(
+            "".join(role[0] for role, _, _ in parts) + "-proj", run, inputs, sum(width for _, width, _ in parts), bias=biased
+        )
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -314,62 +314,62 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
-        yield linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("q-proj", run, hidden, heads * spec.head_dim, bias=spec.qkv_bias)
     else:
-        yield on_sequence_shard(linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
-        yield norm(model, narrow, "Q Latent Norm", latent.q_rank)
-        yield linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
-    down = linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
+        yield on_sequence_shard(linear("q-down", run, hidden, latent.q_rank, bias=latent.down_bias), run)
+        yield norm(model, narrow, "q-latent-norm", latent.q_rank)
+        yield linear("q-up", run, latent.q_rank, heads * spec.head_dim, bias=spec.qkv_bias)
+    down = linear("kv-down", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
     yield on_sequence_shard(down, run)
-    yield norm(model, narrow, "KV Latent Norm", latent.kv_rank)
+    yield norm(model, narrow, "kv-latent-norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+    yield linear("kv-up", run, latent.kv_rank, heads * key_value, bias=spec.qkv_bias)
 
 
 def _feed_forward(
-    model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = (), inputs: int | None = None
+    model: ModelSpec, spec: MlpSpec, run: RunSpec, block: str, tp: int, rows: tuple[int, ...] = (), inputs: int | None = None
 ) -> Iterator[Op]:
     """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
     width, hidden = spec.intermediate_size // tp, inputs or model.hidden_size
     tokens = sum(rows) if rows else run.tokens
     separate = run.separate_projections and not spec.stored_fused
-    ups = [f"{name} Gate", f"{name} Up"] if spec.gated and separate else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
+    ups = [f"{block}-gate", f"{block}-up"] if spec.gated and separate else [f"{block}-gate-up" if spec.gated else f"{block}-up"]
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
         yield linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
     if spec.sparse:
         yield Elementwise(
-            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
+            role=f"{block}-sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
             backward_flops=6,
         )  # fmt: skip
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
-    activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
+    activation = Activation(role=f"{block}-activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation
-    yield linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
+    yield linear(f"{block}-down", run, width, hidden, bias=spec.down_bias, rows=rows)
 
 
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    router = linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
-    yield on_sequence_shard(replace(router, quantized=False), run)
+    router = linear("moe-router", run, hidden, spec.experts, bias=spec.router_bias)
+    yield on_sequence_shard(router, run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
     width = spec.latent or hidden
-    move = Elementwise(name="Token Dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    move = Elementwise(role="token-dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
     if spec.latent is not None:
-        yield on_sequence_shard(linear("Latent Down Proj", run, hidden, width, bias=spec.latent_bias), run)
+        yield on_sequence_shard(linear("latent-down", run, hidden, width, bias=spec.latent_bias), run)
     yield move
-    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows, width)
-    yield replace(move, name="Token Combine")
+    yield from _feed_forward(model, spec.expert, run, "expert", run.expert_tp, rows, width)
+    yield replace(move, role="token-combine")
     if spec.latent is not None:
-        yield on_sequence_shard(linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
+        yield on_sequence_shard(linear("latent-up", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:
-        yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
+        yield from _feed_forward(model, spec.shared, run, "shared-expert", run.tp)
     if spec.shared_gate:
-        yield on_sequence_shard(replace(linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
+        yield on_sequence_shard(linear("shared-expert-scale", run, hidden, 1), run)
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -377,18 +377,18 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     for extra in model.last_linears:
         yield replace(_beside(extra, run), section=HEAD)
     if model.final_norm:
-        yield norm(model, run, "Final Norm", model.hidden_size, HEAD)
-    if model.vocab_size is None or not model.head_output:
+        yield norm(model, run, "final-norm", model.hidden_size, HEAD)
+    if model.vocab_size is None:
         return
     width = model.hidden_size
     if model.head_transform:
-        transform = linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
+        transform = linear("head-transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
         yield replace(transform, copies=run.tp)
-        yield norm(model, run, "Head Norm", model.embedding_width, HEAD)
+        yield norm(model, run, "head-norm", model.embedding_width, HEAD)
     elif model.embedding_width != model.hidden_size:
-        yield replace(_embedding_projection(model, run, "Embedding Out Proj", width, model.embedding_width), section=HEAD)
+        yield replace(_embedding_projection(model, run, "embedding-out", width, model.embedding_width), section=HEAD)
     vocab = sharding.padded_vocab(model.vocab_size, run)
-    head = linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
+    head = linear("lm-head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
     needs_table = (
         model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings
@@ -396,7 +396,7 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     copies = int(needs_table) - int(is_tied)
     parameters = head.parameters + copies * model.embedding_width * (vocab // run.tp)
     yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)
-    yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
+    yield Loss(role="loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
 
 def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -411,9 +411,9 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         return
     if model.vocab_size is not None:
         vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
-        yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
-    norms = replace(norm(model, run, "Prediction Norm", hidden), count=3)
-    for op in (norms, linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
+        yield Embedding(role="embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
+    norms = replace(norm(model, run, "prediction-norm", hidden), count=3)
+    for op in (norms, linear("prediction-proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
         own = 1 if model.prediction_shared else count
         yield replace(op, count=op.count * own, section=PREDICTION)
         if count > own:
@@ -427,4 +427,4 @@ def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
     weights = {"head": (1 if spec.shares_kv else 2) * spec.head_dim}.get(str(spec.qk_norm), heads * spec.head_dim)
     parameters = weights * (spec.qk_norm_weight * model.norm.weight + spec.qk_norm_bias)
     normed = heads + (spec.kv_heads // run.tp if spec.v_norm and not spec.shares_kv else 0)
-    return Norm(name="QK Norm", rows=run.tokens * normed, width=spec.head_dim, parameters=parameters)
+    return Norm(role="qk-norm", rows=run.tokens * normed, width=spec.head_dim, parameters=parameters)

@@ -16,8 +16,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gemmscope.workload.mixers import SCAN_NAMES
-from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.scans import CausalConv, Scan, scan_role
 
 MIXER_CLASS = re.compile(
     r"(?:Mamba\d?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|Delta(?:Net|Attention)|LightningAttention|TextLinearAttention"
@@ -94,7 +93,7 @@ def _shapes(calls: KernelCalls, shape: tuple[int, ...], *inputs: Any) -> torch.T
 def _causal_conv(calls: KernelCalls, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """x is [batch, channels, sequence], the weight [channels, kernel]."""
     batch, channels, sequence = x.shape
-    calls.record(CausalConv(name="Causal Conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
+    calls.record(CausalConv(role="causal-conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
     return _shapes(calls, tuple(x.shape), x, weight, bias)
 
 
@@ -129,7 +128,7 @@ def _delta_rule(rule: str) -> Callable[..., Any]:
 
 def _scan(rule: Any, rows: tuple[int, int], values: tuple[int, int], keys: tuple[int, ...], chunk: int = DELTA_CHUNK) -> Scan:
     return Scan(
-        name=SCAN_NAMES[rule], rule=rule, batch=rows[0], sequence=rows[1], heads=values[0], value_dim=values[1],
+        role=scan_role(rule), rule=rule, batch=rows[0], sequence=rows[1], heads=values[0], value_dim=values[1],
         groups=keys[0], key_dim=keys[1], chunk=chunk,
     )  # fmt: skip
 

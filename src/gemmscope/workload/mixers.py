@@ -14,15 +14,7 @@ from dataclasses import replace
 from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import Activation, Elementwise, Linear, Norm, Op
-from gemmscope.workload.scans import CausalConv, Scan
-
-SCAN_NAMES = {
-    "ssd": "State-Space Scan",
-    "selective scan": "Selective Scan",
-    "gated delta rule": "Gated Delta Rule",
-    "kda": "KDA",
-    "lightning attention": "Lightning Attention",
-}
+from gemmscope.workload.scans import CausalConv, Scan, scan_role
 
 
 def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
@@ -32,32 +24,32 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
     if part.conv_kernel:
         channels = part.inner + (0 if part.kind in ("selective scan", "short convolution") else 2 * part.keys)
         weights = channels * (part.conv_kernel + part.conv_bias)
-        yield CausalConv(name="Causal Conv", tokens=run.tokens, channels=channels, kernel=part.conv_kernel, parameters=weights)
+        yield CausalConv(role="causal-conv", tokens=run.tokens, channels=channels, kernel=part.conv_kernel, parameters=weights)
     if part.kind == "lightning attention":  # without a convolution
         width = 2 * part.keys + part.inner
-        yield Activation(name="Mixer Activation", rows=run.tokens, width=width, function="silu")
+        yield Activation(role="mixer-activation", rows=run.tokens, width=width, function="silu")
     if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
         states = part.rank + 2 * part.key_dim
-        yield replace(_linear("Mixer X Proj", run, part.inner, states), quantized=False)
+        yield _linear("mixer-x", run, part.inner, states)
         if part.state_norm:
             weights = states if part.state_norm == "weighted" else 0
-            yield Norm(name="Mixer State Norm", rows=run.tokens, width=states, parameters=weights)
-        yield replace(_linear("Mixer Time Step Proj", run, part.rank, part.inner, bias=True), quantized=False)
-    if part.kind in SCAN_NAMES:
+            yield Norm(role="mixer-state-norm", rows=run.tokens, width=states, parameters=weights)
+        yield _linear("mixer-time-step", run, part.rank, part.inner, bias=True)
+    if part.kind != "short convolution":
         yield Scan(
-            name=SCAN_NAMES[part.kind], rule=part.kind, batch=run.micro_batch_size, sequence=run.sequence_length // run.cp,
+            role=scan_role(part.kind), rule=part.kind, batch=run.micro_batch_size, sequence=run.sequence_length // run.cp,
             heads=part.heads, groups=part.groups, key_dim=part.key_dim, value_dim=part.value_dim, chunk=part.chunk,
             parameters=_scan_parameters(part),
         )  # fmt: skip
     if part.norm:
         weights = part.value_dim if part.norm == "head" else part.inner
-        yield Norm(name="Mixer Norm", rows=run.tokens, width=part.inner, parameters=weights)
+        yield Norm(role="mixer-norm", rows=run.tokens, width=part.inner, parameters=weights)
     if part.gated:
         yield Elementwise(
-            name="Mixer Gate", rows=run.tokens, width=part.inner, forward_tensors=3, backward_tensors=5,
-            forward_flops=6, backward_flops=10, count=2 if part.kind == "short convolution" else 1,
+            role="mixer-gate", rows=run.tokens, width=part.inner, forward_tensors=3, backward_tensors=5,
+            forward_flops=6, backward_flops=10, kept_tensors=1, count=2 if part.kind == "short convolution" else 1,
         )  # fmt: skip
-    yield _linear("Mixer Out", run, part.inner, model.hidden_size, bias=spec.out_bias)
+    yield _linear("mixer-out", run, part.inner, model.hidden_size, bias=spec.out_bias)
 
 
 def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
@@ -67,13 +59,13 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
         return
     pieces = part.stored if run.separate_projections and part.stored else ("".join(widths),)
     for piece in pieces:
-        name = "Mixer In" if len(pieces) == 1 else f"Mixer In {piece.upper()}"
-        yield _linear(name, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
+        role = "mixer-in" if len(pieces) == 1 else f"mixer-in-{piece}"
+        yield _linear(role, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
     if part.kind == "kda":  # the gates of decay and output go through a bottleneck
-        for gate in ("Decay", "Output"):
-            yield replace(_linear(f"Mixer {gate} Gate Down", run, model.hidden_size, part.rank), copies=run.tp)
+        for gate in ("decay", "output"):
+            yield replace(_linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank), copies=run.tp)
             yield _linear(
-                f"Mixer {gate} Gate Up", run, part.rank, part.heads * (part.key_dim if gate == "Decay" else part.value_dim)
+                f"mixer-{gate}-gate-up", run, part.rank, part.heads * (part.key_dim if gate == "decay" else part.value_dim)
             )
 
 
@@ -102,6 +94,6 @@ def _scan_parameters(part: MixerSpec) -> int:
     return {"gated delta rule": 2 * part.heads, "kda": part.heads + part.heads * part.key_dim}.get(part.kind, 0)
 
 
-def _linear(name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+def _linear(role: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
     parameters = inputs * outputs + (outputs if bias else 0)
-    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters)
+    return Linear(role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters)

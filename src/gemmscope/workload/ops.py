@@ -19,6 +19,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
+from gemmscope import roles
+
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
@@ -105,16 +107,36 @@ def with_counts(counts: Mapping[Counted, int]) -> tuple[Counted, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """The common part of all operations. `section`: where in the model it is (the embedding, a kind of layer, the head)."""
+    """The common part of all operations. `role`: what it is, a key of `roles.toml`; one that is not there raises. `section`:
+    where in the model it is (the embedding, a kind of layer, the head)."""
 
     kind: ClassVar[str]
-    name: str
+    role: str
+    label: str = ""  # what people call it, if not by the name of its role: the path of a traced module
     count: int = 1
     section: str = ""
     forward_runs: int = 1
     copies: int = 1
     parameters: int = 0  # of this rank, for one of the `count` instances
     shares_weights: bool = False  # all instances use the same weights
+
+    def __post_init__(self) -> None:
+        roles.role(self.role)
+
+    @property
+    def facts(self) -> roles.Role:
+        """What code needs to know about its role."""
+        return roles.role(self.role)
+
+    @property
+    def name(self) -> str:
+        """What people call it. No code looks at this."""
+        return self.label or self.facts.name
+
+    @property
+    def key(self) -> str:
+        """What identifies it in a mix: its role, or the module that was traced."""
+        return self.label or self.role
 
     def forward(self) -> Work:
         """One forward execution."""
@@ -138,7 +160,7 @@ class Op:
 class Linear(Op):
     """Y = X W: three GEMMs in training. X is [tokens, inputs], W [inputs, outputs], dY [tokens, outputs].
 
-    >>> qkv = Linear(name="QKV Proj", tokens=15872, inputs=4096, outputs=12288)
+    >>> qkv = Linear(role="qkv-proj", tokens=15872, inputs=4096, outputs=12288)
     >>> [gemm.shape for gemm in qkv.gemms()]
     ['15872x4096x12288', '15872x12288x4096', '4096x15872x12288']
     """
@@ -148,12 +170,16 @@ class Linear(Op):
     inputs: int
     outputs: int
     padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
-    quantized: bool = True  # False: frameworks leave it in BF16 whatever the recipe, because it is small or must be exact
     passes: tuple[Pass, ...] = PASSES  # fewer where a gradient is not needed
 
     @property
     def groups(self) -> int:
         return 1
+
+    @property
+    def quantized(self) -> bool:
+        """Whether recipes quantize it; else frameworks leave it in BF16 whatever the recipe."""
+        return not self.facts.stays_high
 
     def gemms(self) -> Iterator[Gemm]:
         """The three passes; fprop as often as forward runs."""
@@ -179,7 +205,6 @@ class GroupedLinear(Linear):
 
     kind: ClassVar[str] = "grouped linear"
     rows: tuple[int, ...] = field(default=())
-    experts: bool = True  # False: weights that all see every token, each a share of its features
 
     @property
     def groups(self) -> int:
@@ -251,11 +276,7 @@ class OneWay(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedGemm(OneWay):
-    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows.
-
-    `role`: "fused" inside scaled_dot_product_attention, "attention" before or after a softmax; "" elsewhere, in a recurrence for
-    example.
-    """
+    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows."""
 
     kind: ClassVar[str] = "batched GEMM"
     m: int
@@ -263,7 +284,6 @@ class BatchedGemm(OneWay):
     n: int
     batch: int
     visible: Annotated[Fraction, PlainValidator(Fraction), PlainSerializer(str)] = ALL_VISIBLE
-    role: Literal["", "attention", "fused"] = ""
 
     def work(self) -> Work:
         elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
@@ -271,8 +291,8 @@ class BatchedGemm(OneWay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remainder(OneWay):
-    """Work with FLOPs that is not a GEMM: a convolution. It reads two of input, filters and output, and writes the third."""
+class Convolution(OneWay):
+    """One convolution, as a trace shows it. It reads two of input, filters and output, and writes the third."""
 
     kind: ClassVar[str] = "convolution"
     flops: int
@@ -286,7 +306,8 @@ class Remainder(OneWay):
 class Elementwise(Op):
     """Memory-bound work: norms, activations, residual adds, rotary positions, moving tokens to experts.
 
-    `forward_tensors` and `backward_tensors` are how many tensors of rows x width are read or written.
+    `forward_tensors` and `backward_tensors` are how many tensors of rows x width are read or written, `kept_tensors` how many are
+    kept for backward that no other op keeps.
     """
 
     kind: ClassVar[str] = "elementwise"
@@ -296,6 +317,7 @@ class Elementwise(Op):
     backward_tensors: float
     forward_flops: float = 1
     backward_flops: float = 1
+    kept_tensors: float = 0
 
     def forward(self) -> Work:
         """Reads the inputs, writes the output."""
@@ -317,6 +339,7 @@ class Norm(Elementwise):
     backward_tensors: float = 3
     forward_flops: float = 4
     backward_flops: float = 8
+    kept_tensors: float = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from gemmscope.workload.ops import Elementwise, GroupedLinear, Linear, Norm
 
 
 def linear(
-    name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
+    role: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
 ) -> Linear:
     """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
     parameters = inputs * outputs + (outputs if bias is True else int(bias))
     if rows:
         parameters *= len(rows)
-        return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
-    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
+        return GroupedLinear(role=role, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
+    return Linear(role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
 
 
 def on_sequence_shard(op: Linear, run: RunSpec) -> Linear:
@@ -29,11 +29,11 @@ def shard_rows(run: RunSpec) -> tuple[int, int]:
     return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
 
 
-def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
+def norm(model: ModelSpec, run: RunSpec, role: str, width: int, section: str = "") -> Norm:
     """RMSNorm or LayerNorm, as the model has it."""
     rows, copies = shard_rows(run)
     return Norm(
-        name=name, rows=rows, width=width, copies=copies, section=section,
+        role=role, rows=rows, width=width, copies=copies, section=section,
         parameters=width * (model.norm.weight + model.norm.bias),
     )  # fmt: skip
 
@@ -41,9 +41,7 @@ def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "
 def residual(model: ModelSpec, run: RunSpec) -> Elementwise:
     """The residual add: the output of a block is added to its input."""
     rows, copies = shard_rows(run)
-    return Elementwise(
-        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
-    )
+    return Elementwise(role="residual", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3)
 
 
 def visible_pairs(sequence: int, *, causal: bool, window: int | None, chunk: int | None = None) -> int:

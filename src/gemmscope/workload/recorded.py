@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
 
+KINDS = ("norm", "activation", "softmax", "embedding", "loss")  # of work between GEMMs, and its roles; all else is elementwise
 Unfused = tuple[Literal["sizes", "query", "key", "value", "mask"], ...]
 
 
@@ -16,12 +18,18 @@ class TracedLinear(Linear):
     `forward_runs` times `count` is how often it ran forward. `backward` is the average over the `count` instances.
     """
 
+    role: str = "traced-linear"
     seen: tuple[Gemm, ...] = ()
     weights: int = 1  # more than one in a grouped GEMM
+    convertible: bool = True  # frameworks can swap it for one in low precision
 
     @property
     def groups(self) -> int:
         return self.weights
+
+    @property
+    def quantized(self) -> bool:
+        return self.convertible
 
     def gemms(self) -> Iterator[Gemm]:
         yield from self.seen
@@ -42,6 +50,7 @@ class TracedAttention(Attention):
     batched GEMMs and a softmax, in FP32.
     """
 
+    role: str = "attention"
     backward_runs: int = 1
     mask_bytes: int = 0
     mask_gradient: bool = False
@@ -80,8 +89,12 @@ class OtherWork:
 class Between(Op):
     """Memory-bound operators between GEMMs. Bytes are those of operators launched one by one."""
 
-    kind: ClassVar[str] = "elementwise"
     moved: OtherWork
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """What its operators are: a norm, an activation, a softmax, an embedding, the loss, or elementwise."""
+        return self.moved.kind if self.moved.kind in KINDS else "elementwise"
 
     def forward(self) -> Work:
         return self._per_run(self.moved.forward)
@@ -108,46 +121,8 @@ class Between(Op):
         return self.moved.forward.launches + self.moved.backward.launches
 
 
-@dataclass(frozen=True, kw_only=True)
-class BetweenNorm(Between):
-    """The operators of a normalization between GEMMs."""
-
-    kind: ClassVar[str] = "norm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BetweenActivation(Between):
-    """The operators of an activation function between GEMMs."""
-
-    kind: ClassVar[str] = "activation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BetweenSoftmax(Between):
-    """The operators of a softmax outside fused attention between GEMMs."""
-
-    kind: ClassVar[str] = "softmax"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BetweenEmbedding(Between):
-    """The operators of an embedding between GEMMs."""
-
-    kind: ClassVar[str] = "embedding"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BetweenLoss(Between):
-    """The operators of the loss between GEMMs."""
-
-    kind: ClassVar[str] = "loss"
-
-
-_OP_CLASSES = (Between, BetweenNorm, BetweenActivation, BetweenSoftmax, BetweenEmbedding, BetweenLoss)
-_KINDS = {op_class.kind: op_class for op_class in _OP_CLASSES}
-
-
-def between(work: OtherWork) -> Between:
+def between(work: OtherWork, *, head: bool = False) -> Between:
     """The op for the recorded work. Its count is how often its operators ran forward, or backward if they ran only there."""
     count = work.forward.launches or work.backward.launches or 1
-    return _KINDS.get(work.kind, Between)(name=work.path, moved=work, count=count)
+    role = "head-elementwise" if head else work.kind if work.kind in KINDS else "elementwise"
+    return Between(role=role, label=work.path, section=HEAD if head else "", moved=work, count=count)

@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from gemmscope.workload import fused
 from gemmscope.workload.layers import why_not_converted
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of, tensors
-from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
+from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
 from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
@@ -38,7 +38,6 @@ from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
 
 ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
 MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from
-Role = Literal["", "attention", "fused"]
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 _Place = tuple[int, int]
@@ -58,7 +57,7 @@ class _Forward:
     batch: int
     shape: tuple[int, int, int]
     section: str = ""
-    role: Role = ""
+    role: str = "batched-gemm"
 
 
 class AttentionCall(NamedTuple):
@@ -82,7 +81,7 @@ class Recorder:
 
     module: torch.nn.Module
     gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
-    remainder: Counter[Remainder] = field(default_factory=Counter)
+    convolutions: Counter[Convolution] = field(default_factory=Counter)
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     recomputed: Counter[Scan | CausalConv] = field(default_factory=Counter)  # those that backward runs forward again
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
@@ -100,7 +99,7 @@ class Recorder:
         self._batched: list[tuple[_Forward | None, BatchedGemm]] = []
         self._scores: dict[int, tuple[_Forward, ...]] = {}  # batched GEMMs whose results reached a storage
         self._weighted: set[int] = set()  # storages that results of a softmax reached
-        self._convolutions: dict[int, tuple[str, str]] = {}
+        self._convolving: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
         self._buffers = {(storage := buffer.untyped_storage())._cdata: storage for buffer in tensors(self.module.buffers())}
@@ -198,7 +197,7 @@ class Recorder:
         if weight_side is None:
             self.batched_gemm(record.path, "forward", record.shape, batch, record=record)
             if storage_of(left) in self._weighted or storage_of(right) in self._weighted:
-                record.role = "attention"
+                record.role = "attention-gemm"
             self._scores[storage_of(output)] = (record,)
         else:
             if self._running and self._running[-1][2]:
@@ -216,14 +215,14 @@ class Recorder:
         shape: tuple[int, int, int],
         batch: int,
         visible: Fraction = ALL_VISIBLE,
-        role: Role = "",
+        role: str = "batched-gemm",
         record: _Forward | None = None,
     ) -> None:
         """One batched GEMM, M x K x N, of two activations; `record` is the forward one that it belongs to."""
         m, k, n = shape
         section = record.section if record is not None else ""
         gemm = BatchedGemm(
-            name=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, role=role
+            role=role, label=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible
         )
         self._batched.append((record, gemm))
 
@@ -264,12 +263,12 @@ class Recorder:
             self.masks[call.mask] += 1
         self.attentions.setdefault(call, Counter())[direction] += 1
         for shape in attention_gemms(queries, call.keys, head_dim, call.value_dim)[direction]:
-            self.batched_gemm(call.path, direction, shape, prod(call.query[:-2]), visible_share(call), "fused")
+            self.batched_gemm(call.path, direction, shape, prod(call.query[:-2]), visible_share(call), "fused-attention-gemm")
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
         calls = self.scans if torch._C._current_graph_task_id() == -1 else self.recomputed
-        calls[replace(op, name=f"{self.path()}: {op.name}")] += 1
+        calls[replace(op, label=f"{self.path()}: {op.name}")] += 1
 
     def convolution(
         self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
@@ -282,13 +281,16 @@ class Recorder:
         moved = sum(map(self.operand.bytes_of, (output, source, weight)))
         if gradients is None:
             path, section = self.path(), self.section()
-            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path, section
-            self.remainder[Remainder(name=path, section=section, direction="forward", flops=flops, bytes_moved=moved)] += 1
+            self._convolving[torch.autograd._get_sequence_nr() - 1] = path, section
+            self._count_convolution("forward", path, section, flops, moved)
         else:
             node = torch._C._current_autograd_node()
-            path, section = self._convolutions.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
-            work = {"flops": flops * gradients, "bytes_moved": moved * gradients}
-            self.remainder[Remainder(name=path, section=section, direction="backward", **work)] += 1
+            path, section = self._convolving.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
+            self._count_convolution("backward", path, section, flops * gradients, moved * gradients)
+
+    def _count_convolution(self, direction: Direction, path: str, section: str, flops: int, moved: int) -> None:
+        op = Convolution(role="convolution", label=path, section=section, direction=direction, flops=flops, bytes_moved=moved)
+        self.convolutions[op] += 1
 
     def other(self, operator: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """An operator between GEMMs."""
@@ -322,7 +324,7 @@ class Recorder:
         weighted = any(source in self._weighted for source in sources)
         if kinds().get(name) == "softmax":
             for record in records:
-                record.role = "attention"
+                record.role = "attention-gemm"
             records, weighted = [], True
         for tensor in outputs if records or weighted else ():
             if records:

@@ -29,11 +29,16 @@ from gemmscope.workload.ssd import SsdSizes
 FP32_BYTES = 4
 
 
+def scan_role(rule: MixerKind) -> str:
+    """The role of a mixer's recurrence."""
+    return rule.replace(" ", "-")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scan(Op):
     """One recurrence: `heads` values of `value_dim`, `groups` keys and queries of `key_dim`, `chunk` positions at once.
 
-    >>> scan = Scan(name="Gated Delta Rule", rule="gated delta rule", batch=1, sequence=64, heads=2, groups=1, key_dim=128,
+    >>> scan = Scan(role="gated-delta-rule", rule="gated delta rule", batch=1, sequence=64, heads=2, groups=1, key_dim=128,
     ...             value_dim=128)
     >>> scan.forward().flops == 64 * 2 * (6 * 128 * 128 + (64 + 16) * 128 + 64 * 8 * 128 + 64 * 64 / 2)
     True

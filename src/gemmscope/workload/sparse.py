@@ -15,7 +15,7 @@ Sources: "DeepSeek-V3.2" (arXiv 2512.02556) and Megatron's `experimental_attenti
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gemmscope.model.layer_spec import AttentionSpec
@@ -47,7 +47,8 @@ class IndexScores(Op):
 
     `probabilities` are the FLOPs of the attention's own scores, from which it learns, for one sequence.
 
-    >>> scores = IndexScores(name="", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20, probabilities=0)
+    >>> scores = IndexScores(role="index-scores", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20,
+    ...                      probabilities=0)
     >>> scores.forward().flops == 2 * 36 * 64 * (128 + 1)
     True
     """
@@ -111,22 +112,22 @@ def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: floa
     trained = not run.separate_projections  # transformers' code runs it without gradients
     passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
     linears = [
-        ("Indexer Q Proj", latent.q_rank or model.hidden_size, indexer.heads * indexer.dim),
-        ("Indexer K Proj", model.hidden_size, indexer.dim),
-        ("Indexer Weights", model.hidden_size, indexer.heads),
+        ("indexer-q", latent.q_rank or model.hidden_size, indexer.heads * indexer.dim),
+        ("indexer-k", model.hidden_size, indexer.dim),
+        ("indexer-weights", model.hidden_size, indexer.heads),
     ]
-    for name, inputs, outputs in linears:
+    for role, inputs, outputs in linears:
         yield Linear(
-            name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=inputs * outputs, copies=run.tp,
-            passes=passes, quantized=name != "Indexer Weights",
+            role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=inputs * outputs, copies=run.tp,
+            passes=passes,
         )  # fmt: skip
-    yield Norm(name="Indexer Norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
+    yield Norm(role="indexer-norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
     yield IndexScores(
-        name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=queries,
+        role="index-scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=queries,
         keys=run.sequence_length, pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
         probabilities=2 * spec.heads // run.tp * min(chosen * (latent.kv_rank + latent.rope_dim), pairs * spec.head_dim),
     )  # fmt: skip
-    yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
+    yield TopK(role="index-top-k", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 
 
 def sparse(attention: Attention, spec: AttentionSpec, chosen: float) -> SparseAttention:
@@ -135,4 +136,5 @@ def sparse(attention: Attention, spec: AttentionSpec, chosen: float) -> SparseAt
     if spec.latent is not None:
         key, value = spec.latent.kv_rank + spec.latent.rope_dim, spec.latent.kv_rank
     same = {part.name: getattr(attention, part.name) for part in fields(attention)}
-    return replace(SparseAttention(**same, visible=attention.pairs, latent_key=key, latent_value=value), pairs=chosen)
+    known = {**same, "role": "sparse-attention", "pairs": chosen}
+    return SparseAttention(**known, visible=attention.pairs, latent_key=key, latent_value=value)

@@ -54,28 +54,28 @@ def _hyper_connections(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Ite
     """For each of the two blocks: all streams are normed and give the weights that collapse, expand and mix them."""
     count, hidden = spec.count, model.hidden_size
     weights = (2 + count) * count
-    yield replace(norm(model, run, "Stream Norm", count * hidden), count=2, parameters=0)
+    yield replace(norm(model, run, "stream-norm", count * hidden), count=2, parameters=0)
     # Their bias for each weight, and one scale each for collapsing, expanding and mixing.
-    yield replace(_small("Stream Weights", run, count * hidden, weights, 2), parameters=count * hidden * weights + weights + 3)
-    yield replace(_elementwise("Stream Collapse", run, hidden, reads=count, writes=1), count=2)
+    yield replace(_small("stream-weights", run, count * hidden, weights, 2), parameters=count * hidden * weights + weights + 3)
+    yield replace(_elementwise("stream-collapse", run, hidden, reads=count, writes=1), count=2)
     yield replace(_mix(run, hidden, count, stacked=True), count=2)
-    yield replace(_elementwise("Stream Expand", run, hidden, reads=1, writes=0), count=2)
+    yield replace(_elementwise("stream-expand", run, hidden, reads=1, writes=0), count=2)
 
 
 def _alternating_updates(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:
     """A router of the active stream gives the weights that predict the other streams, and those that correct them."""
     count, hidden = spec.count, model.hidden_size
-    router_norm = norm(model, run, "Stream Norm", hidden)
+    router_norm = norm(model, run, "stream-norm", hidden)
     yield router_norm
     yield replace(router_norm, parameters=0)  # once more, by the same weight
-    router = _small("Stream Router", run, hidden, count)
+    router = _small("stream-router", run, hidden, count)
     yield router
     yield replace(router, parameters=0)
-    yield _small("Stream Prediction", run, count, count * count)
-    yield _small("Stream Correction", run, count, count)
+    yield _small("stream-prediction", run, count, count * count)
+    yield _small("stream-correction", run, count, count)
     yield _mix(run, hidden, count, stacked=False)
     # Also scales the active one by a vector of the hidden size.
-    yield replace(_elementwise("Stream Update", run, hidden, reads=count + 1, writes=count), parameters=hidden)
+    yield replace(_elementwise("stream-update", run, hidden, reads=count + 1, writes=count), parameters=hidden)
 
 
 def layer_input_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
@@ -83,29 +83,29 @@ def layer_input_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterato
     if not layer.input_width:
         return
     rows, copies = shard_rows(run)
-    yield on_sequence_shard(linear("Layer Input Gate", run, model.hidden_size, layer.input_width), run)
+    yield on_sequence_shard(linear("layer-input-gate", run, model.hidden_size, layer.input_width), run)
     yield Activation(
-        name="Layer Input Activation", rows=rows, width=layer.input_width, copies=copies, function="gelu",
+        role="layer-input-activation", rows=rows, width=layer.input_width, copies=copies, function="gelu",
         forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15,
     )  # fmt: skip
-    yield on_sequence_shard(linear("Layer Input Proj", run, layer.input_width, model.hidden_size), run)
+    yield on_sequence_shard(linear("layer-input", run, layer.input_width, model.hidden_size), run)
     yield residual(model, run)
 
 
-def _small(name: str, run: RunSpec, inputs: int, outputs: int, count: int = 1) -> Linear:
+def _small(role: str, run: RunSpec, inputs: int, outputs: int, count: int = 1) -> Linear:
     """A linear with so few outputs that frameworks leave it in BF16."""
-    return replace(on_sequence_shard(linear(name, run, inputs, outputs), run), count=count, quantized=False)
+    return replace(on_sequence_shard(linear(role, run, inputs, outputs), run), count=count)
 
 
 def _mix(run: RunSpec, hidden: int, count: int, *, stacked: bool) -> StreamMix:
     rows, copies = shard_rows(run)
-    return StreamMix(name="Stream Mix", rows=rows, width=hidden, streams=count, stacked=stacked, copies=copies)
+    return StreamMix(role="stream-mix", rows=rows, width=hidden, streams=count, stacked=stacked, copies=copies)
 
 
-def _elementwise(name: str, run: RunSpec, width: int, *, reads: int, writes: int) -> Elementwise:
+def _elementwise(role: str, run: RunSpec, width: int, *, reads: int, writes: int) -> Elementwise:
     rows, copies = shard_rows(run)
     return Elementwise(
-        name=name, rows=rows, width=width, copies=copies, forward_tensors=reads + writes, backward_tensors=2 * reads + writes,
+        role=role, rows=rows, width=width, copies=copies, forward_tensors=reads + writes, backward_tensors=2 * reads + writes,
         forward_flops=2 * max(reads, writes), backward_flops=4 * max(reads, writes),
     )  # fmt: skip
 
@@ -115,5 +115,5 @@ def first_norm(model: ModelSpec, run: RunSpec) -> Norm | None:
     if model.layer_inputs is None:
         return None
     width = model.layer_inputs.width
-    one = norm(model, run, "Layer Input Norm", width)
+    one = norm(model, run, "layer-input-norm", width)
     return replace(one, rows=one.rows * len(model.layers))

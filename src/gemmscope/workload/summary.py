@@ -50,7 +50,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
-        elif isinstance(op, BatchedGemm) and not op.role:
+        elif isinstance(op, BatchedGemm) and op.facts.part != "attention":
             batched += op.total()
         elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
             attention += op.total()

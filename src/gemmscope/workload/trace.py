@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -20,7 +20,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
 from gemmscope.workload.derive import HEAD, STEP, Workload
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size, why_high_precision
+from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, Op, Optimizer, Pass, gemm_size, why_high_precision
 from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
 from gemmscope.workload.scans import CausalConv, Scan
 
@@ -38,12 +38,12 @@ class ModuleTrace:
     """One forward and backward pass of one micro-batch, as the worker recorded it.
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
-    those without a weight, those inside `attentions` included; `remainder` are convolutions, `scans` and `convolutions` calls of
-    mixers' kernels, `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask
-    tensor, whose values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped
-    GEMMs), `heads` output heads, `layers` how many layers can be compiled one by one. `saved_bytes` is what forward keeps for
-    backward. `inputs` are the sizes of inputs that the module brought with it, and `samples` how many a batch has. Of a Hugging
-    Face model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and whether its attention is
+    those without a weight, those inside `attentions` included; `scans` and `causal_convolutions` are calls of mixers' kernels,
+    `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask tensor, whose
+    values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped GEMMs), `heads`
+    output heads, `layers` how many layers can be compiled one by one. `saved_bytes` is what forward keeps for backward.
+    `inputs` are the sizes of inputs that the module brought with it, and `samples` how many a batch has. Of a Hugging Face
+    model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and whether its attention is
     `causal`. `with_values`: it reads values, and was run on the CPU. `recurrent` are classes that cuDNN has kernels for.
     `unreached` are parts of the module that no gradient reaches, and `unreached_share` is their share of the parameters.
     """
@@ -52,13 +52,13 @@ class ModuleTrace:
     parameters: int
     gemms: tuple[Gemm, ...]
     batched_gemms: tuple[BatchedGemm, ...]
-    remainder: tuple[Remainder, ...]
+    convolutions: tuple[Convolution, ...]
     masks: Mapping[str, int]
     versions: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[int | None, ...] | None = None
     causal: bool | None = None
     scans: tuple[Scan, ...] = ()
-    convolutions: tuple[CausalConv, ...] = ()
+    causal_convolutions: tuple[CausalConv, ...] = ()
     attentions: tuple[TracedAttention, ...] = ()
     others: tuple[OtherWork, ...] = ()
     linear_paths: tuple[str, ...] | None = None  # None: all
@@ -160,14 +160,14 @@ def as_workload(trace: ModuleTrace) -> Workload:
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
     ops += trace.attentions
-    ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused" or not trace.attentions]
-    ops += [*trace.scans, *trace.convolutions, *trace.remainder]
-    ops += [replace(op, section=HEAD) if op.name in trace.heads else op for op in map(between, trace.others)]
+    ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused-attention-gemm" or not trace.attentions]
+    ops += [*trace.scans, *trace.causal_convolutions, *trace.convolutions]
+    ops += [between(work, head=work.path in trace.heads) for work in trace.others]
     if trace.trainable:
-        ops.append(Optimizer(name="Optimizer", section=STEP, updated=trace.trainable))
+        ops.append(Optimizer(role="optimizer", section=STEP, updated=trace.trainable))
     findings = [finding("traced-with-values" if trace.with_values else "traced")]
-    if trace.remainder:
-        findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
+    if trace.convolutions:
+        findings.append(finding("convolutions", count=sum(op.count for op in trace.convolutions)))
     if trace.recurrent:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
@@ -193,7 +193,7 @@ def _unfused_attention(trace: ModuleTrace) -> Iterator[Finding]:
         yield finding("attention-unfused-sizes", names=list(sizes))
 
 
-def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
+def _linear(path: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
     """One linear with its passes. One that ran forward several times as often as backward was recomputed."""
     ran: dict[Pass, int] = {which: sum(gemm.count for gemm in seen if gemm.pass_name == which) for which in PASSES}
     count = max(ran["dgrad"], ran["wgrad"])
@@ -201,7 +201,8 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
         count = ran["fprop"]
     in_order = tuple(sorted(seen, key=lambda gemm: PASSES.index(gemm.pass_name)))
     return TracedLinear(
-        name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
-        count=count, forward_runs=ran["fprop"] // count, section=HEAD if name in trace.heads else "",
-        quantized=(trace.linear_paths is None or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
+        label=path, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
+        count=count, forward_runs=ran["fprop"] // count, role="head-linear" if path in trace.heads else "traced-linear",
+        section=HEAD if path in trace.heads else "",
+        convertible=(trace.linear_paths is None or path in trace.linear_paths) and not why_high_precision(path, inputs, outputs),
     )  # fmt: skip

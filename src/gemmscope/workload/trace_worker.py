@@ -77,11 +77,11 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         gemms=with_counts(recorder.gemms),
         batched_gemms=with_counts(recorder.batched_gemms),
         attentions=tuple(_attention(call, ran) for call, ran in recorder.attentions.items()),
-        remainder=with_counts(recorder.remainder),
+        convolutions=with_counts(recorder.convolutions),
         others=tuple(_others(recorder.traffic.sums())),
         masks=recorder.masks,
         scans=tuple(op for op in kernels if isinstance(op, Scan)),
-        convolutions=tuple(op for op in kernels if isinstance(op, CausalConv)),
+        causal_convolutions=tuple(op for op in kernels if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
         heads=_heads(module),
         layers=len(find_layers(module)),
@@ -128,7 +128,7 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
     forward, backward = ran.get("forward", 0), ran.get("backward", 0)
     count = backward if backward and forward % backward == 0 else max(forward, 1)
     return TracedAttention(
-        name=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
+        label=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
         keys=call.keys, head_dim=head_dim, value_dim=call.value_dim, pairs=float(queries * call.keys * visible_share(call)),
         causal=call.mask == "causal", count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0),
         mask_bytes=call.mask_bytes, mask_gradient=call.mask_gradient, unfused=call.unfused,

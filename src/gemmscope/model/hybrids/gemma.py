@@ -85,8 +85,8 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     pattern = blocks.per_layer(family, "activation_sparsity_pattern", count)
     rank = family.size("laurel_rank")
     laurel = (
-        LinearSpec("Laurel Left", hidden, rank, quantized=False),
-        LinearSpec("Laurel Right", rank, hidden, quantized=False),
+        LinearSpec("laurel-left", hidden, rank),
+        LinearSpec("laurel-right", rank, hidden),
     )
     streams = StreamsSpec("alternating updates", family.number("streams") or 0)
     layers = []
@@ -115,10 +115,10 @@ def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     linears = []
     if width:
         parts["layer_inputs"] = LayerInputsSpec(family.size("vocab_size_per_layer_input"), width)
-        linears.append(LinearSpec("Layer Input Model Proj", hidden, count * width))
+        linears.append(LinearSpec("layer-input-model", hidden, count * width))
     if streams > 1:
-        linears.append(LinearSpec("Stream Proj", hidden, hidden, count=streams - 1))
-        parts["last_linears"] = (LinearSpec("Stream Out Proj", hidden, hidden, count=streams - 1),)
+        linears.append(LinearSpec("stream-in", hidden, hidden, count=streams - 1))
+        parts["last_linears"] = (LinearSpec("stream-out", hidden, hidden, count=streams - 1),)
     return {**parts, "first_linears": tuple(linears)}
 
 

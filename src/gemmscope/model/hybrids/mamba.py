@@ -63,7 +63,7 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         input_size=wide, rotary=family.flag("rotary"),
     )  # fmt: skip
     blocks.check_pairs(family, "attention_head_dim", attention.head_dim)
-    extra = [LinearSpec("MLP Adapter Down", hidden, rank), LinearSpec("MLP Adapter Up", rank, 2 * mlp.intermediate_size)]
+    extra = [LinearSpec("mlp-adapter-down", hidden, rank), LinearSpec("mlp-adapter-up", rank, 2 * mlp.intermediate_size)]
     if family.value("use_shared_attention_adapter"):
         if attention.k_width != wide or attention.q_width != wide:
             raise UserError(
@@ -71,9 +71,9 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
                 f"{attention.q_width} and {attention.k_width}",
                 f"give it as many key/value heads as heads ({heads}), of {wide // heads} each",
             )
-        extra += [LinearSpec("QKV Adapter Down", wide, rank, count=3), LinearSpec("QKV Adapter Up", rank, wide, count=3)]
+        extra += [LinearSpec("qkv-adapter-down", wide, rank, count=3), LinearSpec("qkv-adapter-up", rank, wide, count=3)]
     adapters = sum(one.inputs * one.outputs * one.count for one in extra)
-    extra.append(LinearSpec("Shared Block Out", hidden, hidden))
+    extra.append(LinearSpec("shared-block-out", hidden, hidden))
     uses, sets = kinds.count("hybrid"), family.size("num_mem_blocks", "layers")
     tied = bool(family.value("tie_word_embeddings"))
     hybrids = [

@@ -147,7 +147,7 @@ def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
 def deepseek_v4_ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     """After the last layer the streams are collapsed into one. `compress_ratios` goes on with the prediction layers."""
     streams, ratios = family.size("hc_mult"), family.value("compress_ratios")
-    collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
+    collapse = LinearSpec("stream-weights", streams * hidden, streams, bias=True)
     after = ratios[count] if isinstance(ratios, list) and len(ratios) > count else None
     predicting = _layer(family, KINDS[after]) if isinstance(after, int) and after in KINDS else None
     return {"last_linears": (collapse,), "prediction_layer": predicting, "unused_parameters": 1}  # the scale of the weights

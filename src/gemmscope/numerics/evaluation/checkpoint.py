@@ -11,15 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemmscope.errors import UserError, shown
-from gemmscope.numerics.evaluation.requests import KnownLinears
-from gemmscope.numerics.names import HIGH_PRECISION_OPS, LinearName, name_linears
-from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
+from gemmscope.numerics.evaluation.requests import ModelLinears
+from gemmscope.numerics.names import LinearName, name_linears
+from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import few_experts, random_for, sample_linear
 from gemmscope.reading import called, parse_json, read_text
@@ -83,7 +82,7 @@ class StoredWeight:
 
 
 def read_checkpoint(
-    path: str | Path, *, seed: int = 0, megabytes: float = 64, model: KnownLinears | None = None
+    path: str | Path, *, seed: int = 0, megabytes: float = 64, model: ModelLinears | None = None
 ) -> TensorRecording:
     """Sample the weights of all linears. With `model`, a `UserError` if the checkpoint is that of another model."""
     files = checkpoint_files(path)
@@ -96,7 +95,7 @@ def read_checkpoint(
         check_model(called(path), weights, names, model)
     chosen = few_experts(names, seed)
     share = int(megabytes * 1e6 / len(chosen)) - 4000
-    linears, kept, notes = [], dict[str, Any](), set[str]()
+    linears, kept, notes = [], dict[str, Tensor](), set[str]()
     for key in chosen:
         weight, name = weights[key], names[key]
         values = weight.load()
@@ -116,12 +115,7 @@ def read_checkpoint(
         source="checkpoint", origin=called(path), steps=(0,), seed=seed, packages={"torch": torch.__version__},
         notes=tuple(sorted(notes)), linears=tuple(linears),
     )  # fmt: skip
-
-    def load(linear: str, step: int, name: str) -> Any:
-        return kept[tensor_key(linear, step, name)]
-
-    size = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
-    return assembled(facts_of_all, called(path), size, load)
+    return in_memory(facts_of_all, called(path), kept)
 
 
 def checkpoint_files(path: str | Path) -> list[TensorFile]:
@@ -165,7 +159,7 @@ def find_weights(files: Sequence[TensorFile]) -> tuple[dict[str, StoredWeight], 
             weights.update(_weights_of(file, key, stored, conv1d=conv1d))
     weights = _oriented(weights)
     names = name_linears({key: weight.sizes for key, weight in weights.items()})
-    names = {key: name for key, name in names.items() if name.op not in HIGH_PRECISION_OPS}
+    names = {key: name for key, name in names.items() if name.is_recorded}
     return {key: weights[key] for key in names}, names
 
 
@@ -213,7 +207,7 @@ def _oriented(weights: dict[str, StoredWeight]) -> dict[str, StoredWeight]:
 
 
 def check_model(
-    checkpoint: str, weights: Mapping[str, StoredWeight], names: Mapping[str, LinearName], model: KnownLinears
+    checkpoint: str, weights: Mapping[str, StoredWeight], names: Mapping[str, LinearName], model: ModelLinears
 ) -> None:
     """Raise a `UserError` if layers or sizes are those of another model. Linears without a known op are not compared."""
     layers = {name.layer for name in names.values() if name.layer is not None}
@@ -224,7 +218,8 @@ def check_model(
         raise UserError(f"{other}: it has {len(layers)} layers, the model {model.layers}", hint)
     for key, name in names.items():
         inputs, outputs = weights[key].sizes
-        known, ends = model.sizes.get(name.op, ()), name.op.endswith((" Out", " Down"))  # others may be stored in parts
+        known = model.sizes.get(name.role, ())
+        ends = name.facts is not None and name.facts.ends_block  # others may be stored in parts
         if known and not any(inputs == wanted[0] and (outputs == wanted[1] or not ends) for wanted in known):
             here, there = (f"is {inputs} x {outputs}", "{} x {}") if ends else (f"has {inputs} inputs", "{}")
             raise UserError(f"{other}: {name.op} {here}, in the model {there.format(*min(known))}", hint)

@@ -21,6 +21,7 @@ from torch import nn
 
 from gemmscope.errors import UserError, in_a_line, option
 from gemmscope.numerics.evaluation.emulate import Emulation, Keep, emulate
+from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest
 from gemmscope.process import free_memory_bytes
 from gemmscope.results.numerics import DepthError
 from gemmscope.units import parameters as parameters_text
@@ -32,17 +33,6 @@ from gemmscope.workload.ops import why_high_precision
 
 MOST_CPU_FLOPS = 2e13  # about ten minutes on a few cores
 COPIES = 3  # of the weights in float32: the model's own, and what the largest linears need while they run
-
-
-@dataclass(frozen=True)
-class DepthReport:
-    """The errors of every recipe, the layers they belong to in the order they run, and notes for the reader."""
-
-    depth: tuple[DepthError, ...]
-    layers: tuple[str, ...]
-    linears: int
-    """That were emulated."""
-    notes: tuple[str, ...] = ()
 
 
 def depth_errors(
@@ -84,37 +74,37 @@ def depth_of_factory(
 
 
 def depth_of_config(
-    config: dict[str, Any], recipes: Sequence[str], *, micro_batch: int, sequence: int | None, device: str, backend: str = ""
+    config: dict[str, Any],
+    recipes: Sequence[str],
+    *,
+    micro_batch: int | None,
+    sequence: int | None,
+    device: str,
+    backend: str = "",
 ) -> DepthReport:
     """The same for a model of a Hugging Face config, in float32 with random weights and random inputs, if it is small enough."""
+    batch = micro_batch or 1
     with _one_message():
-        empty, _ = build_huggingface(config, micro_batch, sequence)
-        _check_size(
-            sum(parameter.numel() for parameter in empty.parameters()), micro_batch * (sequence or 1), len(recipes), device
-        )
+        empty, _ = build_huggingface(config, batch, sequence)
+        _check_size(sum(parameter.numel() for parameter in empty.parameters()), batch * (sequence or 1), len(recipes), device)
         with torch.random.fork_rng(_devices(device)):
             torch.manual_seed(0)
             module = huggingface_model(config, device, torch.float32)
-            inputs = training_inputs(module, micro_batch, sequence, device, torch.float32)
+            inputs = training_inputs(module, batch, sequence, device, torch.float32)
         report = _compared(Built(module, (), inputs), recipes, backend, None, 0)
     return replace(report, notes=("random weights and random inputs", *report.notes))
 
 
-def depth_message(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker sends for its request: the errors along depth and notes, or why there are none."""
-    subject: Mapping[str, Any] = request["depth"]
-    sizes = {"micro_batch": subject["micro_batch"], "sequence": subject["sequence"]}
-    how = {"device": request["device"], "backend": request["backend"]}
-    recipes = [name for name in request["recipes"] if name != "FP32"]
+def depth_report(request: ErrorsRequest, model: DepthModel) -> DepthReport:
+    """The errors along depth that a request asks for, or why there are none."""
+    how: dict[str, Any] = {"micro_batch": model.micro_batch, "sequence": model.sequence, "device": request.device}
+    recipes = [name for name in request.recipes if name != "FP32"]
     try:
-        if subject.get("module") is not None:
-            report = depth_of_factory(subject["module"], recipes, **sizes, **how)
-        else:
-            sizes["micro_batch"] = sizes["micro_batch"] or 1
-            report = depth_of_config(dict(subject["config"]), recipes, **sizes, **how)
+        if model.module is not None:
+            return depth_of_factory(model.module, recipes, **how, backend=request.backend)
+        return depth_of_config(model.config or {}, recipes, **how, backend=request.backend)
     except UserError as error:
-        return {"depth": [], "notes": [], "failure": f"{error.message}; {error.hint}" if error.hint else error.message}
-    return {"depth": [one.model_dump(mode="json") for one in report.depth], "notes": list(report.notes), "failure": ""}
+        return DepthReport(failure=f"{error.message}; {error.hint}" if error.hint else error.message)
 
 
 def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None:

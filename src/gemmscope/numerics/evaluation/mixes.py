@@ -34,6 +34,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
 from gemmscope.results.base import ModelSummary, Origin
 from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, RecipeError
+from gemmscope.roles import role_named
 
 MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
 MOST_LISTED = 12  # linears whose sets are all listed: 4096 of them
@@ -230,7 +231,7 @@ def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RecipesAndMix:
     """The part of a `NumericsResult` that is about all linears."""
 
     recipes: tuple[RecipeError, ...] = ()
@@ -241,11 +242,13 @@ class Weighed:
     speed_gpu: str = ""
 
 
-def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = "") -> Weighed:
+def recipes_and_mix(
+    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> RecipesAndMix:
     """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
     cells = cells_of(linears)
     if cells is None:
-        return Weighed()
+        return RecipesAndMix()
     findings = list(_stays_in_baseline(cells))
     speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
     findings += [*speeds.findings, *_other_model(linears, speed)]
@@ -264,7 +267,7 @@ def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, boun
         row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
         for row in recipe_errors(linears, cells)
     )
-    return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+    return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
 
 
 def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
@@ -295,6 +298,7 @@ def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
         return f"with hidden size {model.hidden_size}, but none of the linears with errors has that size"
     if model.num_hidden_layers is not None and layers > model.num_hidden_layers:
         return f"with {units.counted(model.num_hidden_layers, 'layer')}, but the errors are those of {layers} layers"
-    if model.layers == f"{model.num_hidden_layers} dense" and any(linear.op.startswith("Expert") for linear in linears):
+    of_experts = any((known := role_named(linear.op)) is not None and known.block == "experts" for linear in linears)
+    if model.layers == f"{model.num_hidden_layers} dense" and of_experts:
         return "which has no experts, but some errors are those of experts"
     return ""

@@ -21,6 +21,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary, Result, command_of
 from gemmscope.results.numerics import LinearError, NumericsResult
 from gemmscope.results.read import read_result
+from gemmscope.roles import name_of, pieces, role
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
 from gemmscope.workload.ops import Linear
 
@@ -106,7 +107,7 @@ def quantized_ops(model: ModelSpec | None, run: RunSpec, workload: Workload) -> 
         whole = RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=run.separate_projections)
         workload = derive(model, whole)
     ops = [op for op in workload.ops if isinstance(op, Linear) and op.quantized and op.section not in (HEAD, EMBEDDING)]
-    return tuple(dict.fromkeys(op.name for op in ops))
+    return tuple(dict.fromkeys(op.key for op in ops))
 
 
 def priced_mixes(request: MixRequest, names: Sequence[str], ops: Sequence[str], model: ModelSpec | None) -> Mixes:
@@ -135,31 +136,20 @@ def _ops(request: MixRequest, present: tuple[str, ...]) -> tuple[tuple[str, ...]
     named = {name: tuple(_present(name, present)) for name in request.linears}
     for name, ops in named.items():
         if not ops:
-            similar = closest(name, present)
+            similar = closest(name, tuple(map(name_of, present)))
             hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UserError(
                 f"{request.given} names {shown(name)}, which is not a linear of this model",
                 f"{hint}the model has {_listed(present)}",
             )
         kept.update(ops)
-    parts = {op: [name for name, ops in named.items() if ops == (op,) and name.lower() != op.lower()] for op in kept}
+    parts = {op: [name for name, ops in named.items() if ops == (op,) and name.lower() != name_of(op).lower()] for op in kept}
     findings = [
-        finding("mix-whole-gemm", linears=names, op=op, recipe=request.higher)
+        finding("mix-whole-gemm", linears=names, op=name_of(op), recipe=request.higher)
         for op, names in parts.items()
-        if names and len(names) < _modules_of(op) and not any(_fused(name) for name in names)
+        if names and len(names) < len(pieces(op)) and not any(_fused(name) for name in names)
     ]
     return tuple(op for op in present if op in kept), findings
-
-
-def _modules_of(op: str) -> int:
-    """How many modules make up the GEMM of this op, where a framework stores them separately.
-
-    >>> _modules_of("QKV Proj"), _modules_of("MLP Gate+Up"), _modules_of("MLP Down")
-    (3, 2, 1)
-    """
-    if op.endswith("Gate+Up"):
-        return 2
-    return len(op.removesuffix(" Proj")) if re.fullmatch("QK?V? Proj", op) else 1
 
 
 def _fused(name: str) -> bool:
@@ -174,25 +164,26 @@ def _fused(name: str) -> bool:
 
 def _present(name: str, present: Sequence[str]) -> Iterator[str]:
     """The ops of a linear that the model has: by their own name, by a module's path, or by how frameworks name modules."""
-    same = [op for op in present if op.lower() == name.lower()]
+    same = [op for op in present if name_of(op).lower() == name.lower()]
     paths = [op for op in present if "." in op and (op == name or op.endswith(f".{name}"))]  # of a traced module
     if same or paths:
         yield from same or paths
         return
-    op = name_linears({name: (1, 1)})[name].op
+    op = name_linears({name: (1, 1)})[name].role
     last = name.rpartition(".")[2].lower()
     if op in present:
         yield op
-    elif op.endswith(" Gate+Up"):
-        block = op.removesuffix(" Gate+Up")
-        both = [part for part in (f"{block} Gate", f"{block} Up") if part in present]
-        only = [part for part in both if part.rpartition(" ")[2].lower() in last]
-        yield from only if len(only) == 1 else both
-    elif op == "QKV Proj":
-        letters = [part for part in present if re.fullmatch("QK?V? Proj|[KV] Proj", part)]
-        only = [part for part in letters if part[0].lower() == last[:1]]
-        yield from only if re.match("[qkv]_", last) and len(only) == 1 else letters
+    elif len(pieces(op)) > 1:
+        parts = [part for part in present if set(pieces(part)) & set(pieces(op))]
+        only = [part for part in parts if _names_piece(last, part)]
+        yield from only if len(only) == 1 else parts
+
+
+def _names_piece(module: str, op: str) -> bool:
+    """Whether a module's name says that it is this part of a fused linear: q_proj, gate_proj."""
+    piece = role(op).piece
+    return bool(piece) and (module.startswith(f"{piece}_") if len(piece) == 1 else piece in module)
 
 
 def _listed(present: Sequence[str]) -> str:
-    return ", ".join(present) if present else "none that a recipe quantizes"
+    return ", ".join(map(name_of, present)) if present else "none that a recipe quantizes"

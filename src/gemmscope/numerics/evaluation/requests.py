@@ -1,4 +1,7 @@
-"""Runs the worker that computes errors, and collects its messages as they come. Ctrl-C keeps what has arrived."""
+"""What the process that computes errors is asked, what it sends, and how it is run. Ctrl-C keeps what has arrived.
+
+The request is a JSON file. Messages come over a pipe, one line of JSON each, so that finished linears are not lost.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +15,206 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from gemmscope.engine.pipes import last_line
 from gemmscope.errors import UserError
 from gemmscope.folders import temporary_folder
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import worker_command, worker_environment
-from gemmscope.results.numerics import DepthError, LinearError, StaleScale
+from gemmscope.results.numerics import DepthError, LinearError, Source, StaleScale
 from gemmscope.signals import DeferredSignals, blocked, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 POLL_S = 0.5
+USUAL_SEQUENCE = 512
+SyntheticKind = Literal["normal", "heavy", "outliers"]
+
+
+@dataclass(frozen=True)
+class ModelLinears:
+    """The linears of a model in closed form, to compare a checkpoint with: the number of layers, and by role the sizes that its
+    linears may have: (inputs, outputs). The head is left out: vocabularies may be padded."""
+
+    layers: int
+    sizes: Mapping[str, tuple[tuple[int, int], ...]]
+
+
+@dataclass(frozen=True)
+class RecordingSource:
+    """A file of `gemmscope.record_tensors`."""
+
+    path: str
+    type: Literal["recording"] = "recording"
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The weights of a checkpoint, which is compared with `model`."""
+
+    path: str
+    model: ModelLinears | None = None
+    type: Literal["checkpoint"] = "checkpoint"
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """Random tensors for linears of these sizes: op → (inputs, outputs)."""
+
+    kind: SyntheticKind
+    sizes: Mapping[str, tuple[int, int]]
+    model: str = ""
+    type: Literal["synthetic"] = "synthetic"
+
+
+@dataclass(frozen=True)
+class DepthModel:
+    """The model to run for errors along depth: `file.py:factory`, or a Hugging Face config."""
+
+    module: str | None = None
+    config: dict[str, Any] | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class ErrorsRequest:
+    """What to compute, of which tensors. `backend`: whose variants of the recipes."""
+
+    source: RecordingSource | CheckpointSource | SyntheticSource
+    recipes: tuple[str, ...]
+    backend: str = ""
+    device: str = "cpu"
+    seed: int = 0
+    depth: DepthModel | None = None
+
+
+@dataclass(frozen=True)
+class TensorsFacts:
+    """What the result says of its tensors, by the names of `NumericsResult`."""
+
+    source: Source
+    origin: str
+    model_name: str
+    steps: tuple[int, ...]
+    tokens: int | None
+    sampled_bytes: int
+    layers: int
+    device: str
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TensorsOpened:
+    """The tensors are there. `count`: of linears. `probed`: every linear has probes."""
+
+    facts: TensorsFacts
+    count: int
+    notes: tuple[str, ...] = ()
+    probed: bool = True
+    type: Literal["opened"] = "opened"
+
+
+@dataclass(frozen=True)
+class LinearComputed:
+    """One linear in every recipe, and its stale scales."""
+
+    errors: tuple[LinearError, ...]
+    stale: tuple[StaleScale, ...] = ()
+    type: Literal["linear"] = "linear"
+
+
+@dataclass(frozen=True)
+class DepthReport:
+    """The errors of every recipe along depth, the layers they belong to in the order they run, and notes for the reader."""
+
+    depth: tuple[DepthError, ...] = ()
+    layers: tuple[str, ...] = ()
+    linears: int = 0
+    """That were emulated."""
+    notes: tuple[str, ...] = ()
+    failure: str = ""
+    """Why there are no errors."""
+    type: Literal["depth"] = "depth"
+
+
+@dataclass(frozen=True)
+class NotComputed:
+    """Nothing can be computed: a `UserError`."""
+
+    message: str
+    hint: str = ""
+    type: Literal["error"] = "error"
+
+
+@dataclass(frozen=True)
+class AllComputed:
+    """The last message."""
+
+    type: Literal["done"] = "done"
+
+
+ErrorsMessage = TensorsOpened | LinearComputed | DepthReport | NotComputed | AllComputed
+Kind = TypeVar("Kind")
+REQUEST: TypeAdapter[ErrorsRequest] = TypeAdapter(ErrorsRequest)
+MESSAGE: TypeAdapter[ErrorsMessage] = TypeAdapter(Annotated[ErrorsMessage, Field(discriminator="type")])
+
+
+def to_line(kind: TypeAdapter[Kind], value: Kind) -> str:
+    """A request or a message as one line of JSON. Not written by pydantic, which would drop values that are not finite.
+
+    >>> to_line(MESSAGE, NotComputed("no weights"))
+    '{"message": "no weights", "hint": "", "type": "error"}'
+    """
+    return json.dumps(kind.dump_python(value, mode="json", by_alias=True))
+
+
+def from_line(kind: TypeAdapter[Kind], line: str | bytes) -> Kind:
+    """What `to_line` wrote."""
+    return kind.validate_python(json.loads(line))
 
 
 @dataclass
 class ComputedErrors:
     """The messages of the worker so far, as one result."""
 
-    about: dict[str, Any] = field(default_factory=dict)
-    count: int = 0
-    """Linears in the recording."""
+    opened: TensorsOpened | None = None
     done: int = 0
     """Linears that were computed."""
     linears: list[LinearError] = field(default_factory=list)
     stale: list[StaleScale] = field(default_factory=list)
-    depth: list[DepthError] = field(default_factory=list)
-    depth_notes: list[str] = field(default_factory=list)
-    depth_failure: str = ""
-    """Why there are no errors along depth, where they were asked for."""
+    depth: DepthReport = DepthReport()
     complete: bool = False
     ended: str = ""
     """How the worker ended, if that was before the last linear."""
 
+    @property
+    def count(self) -> int:
+        """Linears that there are tensors of."""
+        return self.opened.count if self.opened is not None else 0
 
-def compute_errors(request: Mapping[str, Any], progress: Callable[[int, int], None]) -> ComputedErrors:
+    def take(self, message: ErrorsMessage) -> None:
+        """Add a message of the worker."""
+        if isinstance(message, NotComputed):
+            raise UserError(message.message, message.hint)
+        if isinstance(message, TensorsOpened):
+            self.opened = message
+        elif isinstance(message, LinearComputed):
+            self.linears += message.errors
+            self.stale += message.stale
+            self.done += 1
+        elif isinstance(message, DepthReport):
+            self.depth = message
+        else:
+            self.complete = True
+
+
+def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None]) -> ComputedErrors:
     """Compute errors in a worker. `progress` is called with the number of linears that are done, and of all linears.
 
     An interruption, or a worker that dies, ends it early: the result then holds what was computed, if anything was.
@@ -56,37 +222,21 @@ def compute_errors(request: Mapping[str, Any], progress: Callable[[int, int], No
     result = ComputedErrors()
     with temporary_folder() as folder, defer_signals() as signals:
         path = folder / "request.json"
-        path.write_text(json.dumps(request), encoding="utf-8")
+        path.write_text(to_line(REQUEST, request), encoding="utf-8")
         for message in _messages(str(path), signals, result):
-            take_message(message, result)
+            result.take(message)
             progress(result.done, result.count)
-        if not result.complete and signals.first is not None and result.linears:
+        if not result.complete and signals.first is not None:
+            if not result.linears:
+                raise signals.interruption()
             signals.answered = True
             signals.outcome = f"{result.done} of {result.count} linears are computed"
-        elif not result.complete and signals.first is not None:
-            raise signals.interruption()
     if not result.complete and not result.linears:
         raise UserError(f"the process that computes errors {result.ended or 'ended without a result'}")
     return result
 
 
-def take_message(message: Mapping[str, Any], result: ComputedErrors) -> None:
-    """Add a message of the worker to the result."""
-    if "error" in message:
-        raise UserError(message["error"], message.get("hint", ""))
-    if "about" in message:
-        result.about, result.count = message["about"], message["linears"]
-    elif "errors" in message:
-        result.linears += [LinearError.model_validate(one) for one in message["errors"]]
-        result.stale += [StaleScale.model_validate(one) for one in message["stale"]]
-        result.done += 1
-    elif "depth" in message:
-        result.depth = [DepthError.model_validate(one) for one in message["depth"]]
-        result.depth_notes, result.depth_failure = message["notes"], message["failure"]
-    result.complete |= "done" in message
-
-
-def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) -> Iterator[dict[str, Any]]:
+def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) -> Iterator[ErrorsMessage]:
     """The worker's messages until it ends, or a signal arrives."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as errors:
@@ -113,7 +263,7 @@ def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) ->
                     result.ended = _reason(worker.returncode, errors)
                     return
                 *lines, pending = (pending + piece).split(b"\n")
-                yield from map(json.loads, lines)
+                yield from map(partial(from_line, MESSAGE), lines)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -127,22 +277,10 @@ def _reason(code: int, errors: Any) -> str:
     return f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last_line(errors)}"
 
 
-USUAL_SEQUENCE = 512
-
-
-@dataclass(frozen=True)
-class KnownLinears:
-    """The number of layers, and by op the sizes that its linears may have: (inputs, outputs). The head is left out: vocabularies
-    may be padded."""
-
-    layers: int
-    sizes: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-
-
-def known_linears(model: ModelSpec) -> KnownLinears:
+def model_linears(model: ModelSpec) -> ModelLinears:
     """What a checkpoint of this model contains."""
     sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
         if isinstance(op, Linear) and op.section != HEAD:
-            sizes[op.name].add((op.inputs, op.outputs))
-    return KnownLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})
+            sizes[op.role].add((op.inputs, op.outputs))
+    return ModelLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})

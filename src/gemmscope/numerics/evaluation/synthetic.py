@@ -7,18 +7,15 @@ distribution, not what they do to a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.numerics.evaluation.requests import SyntheticKind
 from gemmscope.numerics.probes import measure_linear
-from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, assembled, tensor_key
+from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
-from gemmscope.workload.derive import HEAD, Workload
-from gemmscope.workload.ops import Linear
 
 TOKENS = 1024
 LARGEST = 2048  # features: all sizes are scaled down by one factor until the largest fits
@@ -62,7 +59,7 @@ def _outlier_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Ge
     return x, w, dy * torch.exp(SPREAD * torch.randn(tokens, 1, generator=generator))
 
 
-KINDS: dict[str, Maker] = {"normal": _normal_tensors, "heavy": _heavy_tensors, "outliers": _outlier_tensors}
+MAKERS: dict[SyntheticKind, Maker] = {"normal": _normal_tensors, "heavy": _heavy_tensors, "outliers": _outlier_tensors}
 TITLES = {
     "normal": "normal",
     "heavy": f"heavy-tailed (Student's t, {FREEDOM} degrees of freedom)",
@@ -71,65 +68,39 @@ TITLES = {
 
 
 def synthetic_recording(
-    kind: str, workload: Workload, *, tokens: int = TOKENS, seed: int = 0, megabytes: float = 64, model: str = ""
+    kind: SyntheticKind,
+    sizes: Mapping[str, tuple[int, int]],
+    *,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    megabytes: float = 64,
+    model: str = "",
 ) -> TensorRecording:
-    """Tensors of one kind for every linear that a recipe quantizes, sampled as in a recording, in bfloat16."""
-    if kind not in KINDS:
-        message = f"{option('synthetic', kind)} is not a kind of tensors"
-        raise UserError(message, f"use one of {', '.join(KINDS)}" + _meant(kind))
-    sizes = linear_sizes(workload)
-    if not sizes:
-        raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
-    kept: dict[str, Any] = {}
+    """Tensors of one kind for linears of these sizes (op → inputs and outputs), sampled as in a recording, in bfloat16."""
+    smaller, title = scaled(sizes), f"{MARK}: {TITLES[kind]}"
+    budget = int(megabytes * 1e6 / len(sizes)) - 10_000
+    kept: dict[str, Tensor] = {}
     linears = []
-    for name, (inputs, outputs) in scaled(sizes).items():
+    for name, (inputs, outputs) in smaller.items():
         generator = torch.Generator().manual_seed(int(random_for(seed, name, kind).integers(2**62)))
-        x, w, dy = (tensor.to(torch.bfloat16) for tensor in KINDS[kind](tokens, inputs, outputs, generator))
-        budget = int(megabytes * 1e6 / len(sizes)) - 10_000
+        x, w, dy = (tensor.to(torch.bfloat16) for tensor in MAKERS[kind](tokens, inputs, outputs, generator))
         facts, tensors = measure_linear(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, name))
         kept |= {tensor_key(name, 0, key): tensor for key, tensor in tensors.items()}
         linears.append(
             LinearFacts(
-                name=name,
-                linear=name,
-                op=name.partition(",")[0],
-                kind=MARK,
-                inputs=inputs,
-                outputs=outputs,
-                dtype="bfloat16",
+                name=name, linear=name, op=name.partition(",")[0], kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16",
                 steps=(facts,),
             )
-        )
-    smaller = [f"sizes are scaled down, so that none exceeds {LARGEST}"] if scaled(sizes) != sizes else []
-    notes = (f"{MARK}: {TITLES[kind]}", *smaller)
+        )  # fmt: skip
+    notes = (title, *([f"sizes are scaled down, so that none exceeds {LARGEST}"] if smaller != sizes else []))
     described = RecordingFacts(
         source="synthetic", origin=kind, model=model, steps=(0,), seed=seed, packages={"torch": torch.__version__}, notes=notes,
         linears=tuple(linears),
     )  # fmt: skip
-    size = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
-    return assembled(described, f"{MARK}: {TITLES[kind]}", size, lambda linear, step, key: kept[tensor_key(linear, step, key)])
+    return in_memory(described, title, kept)
 
 
-def _meant(kind: str) -> str:
-    near = closest(shown(kind).strip("'"), KINDS)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def linear_sizes(workload: Workload) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linears that recipes quantize, each once; with the kind of layer where sizes differ."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for op in workload.ops:
-        if not isinstance(op, Linear) or not op.quantized or op.section == HEAD:
-            continue
-        size = (op.inputs, op.outputs)
-        if sizes.get(op.name, size) == size:
-            sizes[op.name] = size
-        else:
-            sizes[f"{op.name}, {op.section}"] = size
-    return sizes
-
-
-def scaled(sizes: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+def scaled(sizes: Mapping[str, tuple[int, int]]) -> Mapping[str, tuple[int, int]]:
     """All sizes divided by one factor; multiples of 128 stay multiples of 128.
 
     >>> scaled({"QKV Proj": (4096, 6144), "MLP Down": (14336, 4096)})

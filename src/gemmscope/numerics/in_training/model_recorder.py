@@ -23,7 +23,7 @@ from gemmscope.numerics.in_training.capture import (
     module_weights,
 )
 from gemmscope.numerics.in_training.replay import ACTIVATIONS, GATED, ExpertWeights, ReplayedRegion, is_compiled, is_wrapper
-from gemmscope.numerics.names import CHUNK, HIGH_PRECISION_OPS, LinearName, name_linears, unwrapped
+from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
 from gemmscope.units import counted
@@ -167,7 +167,7 @@ def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> Recor
         for place in _all_places(path, module, seed):
             sizes[place.key], kinds[place.key] = (place.inputs, place.outputs), type(module).__name__
             experts[place.key] = expert_count(module) or _parameter_experts(module, place.key)
-    names = {key: name for key, name in _named(sizes).items() if name.op not in HIGH_PRECISION_OPS}
+    names = {key: name for key, name in _named(sizes).items() if name.is_recorded}
     names = {key: _global_layer(name, key, model) for key, name in names.items()}
     for key, count in few_experts(names, seed).items():
         experts[key] = max(experts[key], count)
