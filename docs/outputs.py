@@ -19,9 +19,8 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-from gemmscope.cli.describe import wrapped
-
 import gemmscope as gs
+from gemmscope.cli.help import wrapped
 from gemmscope.cli.main import main as main_of_the_command_line
 from gemmscope.document.build import document
 from gemmscope.results.read import read_result

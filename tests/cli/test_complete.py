@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from gemmscope.cli.describe import settings_of
 
 from gemmscope.bench.choose import PACKAGES
 from gemmscope.cli import complete
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
+from gemmscope.options.declare import options_of
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.recipe.recipes import recipes
 from support.command import Run, run
 
@@ -52,7 +53,7 @@ def test_the_names_are_those_that_are_accepted() -> None:
     assert list(complete.gpus()) == list(gpus())
     assert list(complete.recipes()) == list(recipes())
     assert tuple(complete.presets()) == presets.names()
-    assert settings_of("backend", "bench")["choices"] == list(PACKAGES)
+    assert list(options_of(BenchOptions)["backend"].choices) == list(PACKAGES)
 
 
 def test_completion_imports_nothing_heavy() -> None:

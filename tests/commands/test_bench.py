@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from gemmscope.bench.campaign import LinearCampaign
-from gemmscope.bench.choose import Choices, choose
+from gemmscope.bench.choose import choose
 from gemmscope.bench.measurements import Measurements
-from gemmscope.bench.timing import BenchTiming
-from gemmscope.commands.bench import run_bench
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
+from gemmscope.options.measuring import MeasuringOptions
 from support.bench_results import record
 from support.campaigns import interrupt
+from support.commands import run_bench
 from support.fake_gpu import Pretend, own_state, pretend
 from support.machines import machine
 
@@ -76,5 +76,5 @@ def test_ctrl_c_returns_what_was_measured(pretend: Pretend, monkeypatch: pytest.
 
 def test_choices_left_open_are_what_the_gpu_runs(pretend: Pretend) -> None:
     pretend()
-    choice = choose(Choices(left_out=["FP8Block"]), machine())
+    choice = choose(MeasuringOptions(left_out=("FP8Block",)), machine())
     assert (choice.backend, choice.recipes) == ("transformer_engine", ["BF16", "FP8Current", "FP8Delayed"])

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.bench.choose import Choices
-from support.commands import forecast
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
@@ -23,6 +21,7 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace, as_workload
+from support.commands import forecast
 from support.reading import codes
 
 LAYERS, ROWS, WIDTH = 24, 16384, 1024

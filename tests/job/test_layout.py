@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.commands import forecast
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.layout import choose_run
 from gemmscope.job.load import ModelRun, load_model, model_run
@@ -18,6 +17,7 @@ from gemmscope.model import megatron, torchtitan
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
+from support.commands import forecast
 from support.reading import codes, facts
 
 __all__ = ["run"]  # the fixture

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from gemmscope.commands import bench as measuring
 from gemmscope.commands import compare as comparing
 from gemmscope.commands import explain as explaining
 from gemmscope.commands import fleet as measuring_fleets
@@ -47,14 +48,15 @@ def forecast(job: ModelRun | None, gpus: Sequence[str], **given: Any) -> Forecas
     return forecasting.forecast(job, *split(ForecastOptions, {"gpu": list(gpus), **given}))
 
 
-def forecast_sweep(
-    model: dict[str, Any], run: dict[str, Any], axes: Any, gpus: Sequence[str], **given: Any
-) -> ForecastResult:
+def forecast_sweep(model: dict[str, Any], run: dict[str, Any], axes: Any, gpus: Sequence[str], **given: Any) -> ForecastResult:
     return forecasting.sweep(model, run, *split(ForecastOptions, {"gpu": list(gpus), "sweep": axes, **given}))
 
 
-def plan(source: ModelSource, gpu: str, gpus: int | None, **given: Any) -> PlanResult:
-    return planning.plan(source, *split(PlanOptions, {"gpu": [gpu], "gpus": gpus, **given}))
+def plan(source: ModelSource, gpu: str | list[str], gpus: int | None, **given: Any) -> PlanResult:
+    """`restrict`: parts of the layout."""
+    parts = given.pop("restrict", {})
+    named = [gpu] if isinstance(gpu, str) else gpu
+    return planning.plan(source, *split(PlanOptions, {"gpu": named, "gpus": gpus, **given, **parts}))
 
 
 def explain(traces: Sequence[Any], job: ModelRun | None = None, **given: Any) -> ExplainResult:
@@ -74,9 +76,7 @@ def run_numerics(recording: Any = None, job: ModelRun | None = None, **given: An
 
 
 def run_bench(job: ModelRun | None = None, **given: Any) -> BenchResult:
-    from gemmscope.commands.bench import run_bench as run  # as tests have replaced it
-
-    return run(job, *split(BenchOptions, given))
+    return measuring.run_bench(job, *split(BenchOptions, given))
 
 
 def run_fleet(job: ModelRun | None = None, **given: Any) -> FleetResult:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemmscope.bench.choose import Choices
-from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.folders import state_folder
 from gemmscope.gpu.environment import Environment
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.units import Unit
 from gemmscope.progress import Reporter
@@ -23,12 +22,9 @@ from gemmscope.results.bench import BenchResult
 
 def tiny_bench(key: str, *, side: int = 64, iterations: int = 2) -> Unit:
     """A real measurement of one small GEMM on the CPU."""
-    arguments: dict[str, Any] = {
-        "shapes": [(side, side, side)],
-        "device": "cpu", "recipes": ["BF16"], "modes": ["autocast"],
-        "num_iters": iterations, "num_warmup": 0,
-    }
-    return Unit(key, MeasureUnit("bench", arguments, "support.pools:times"))
+    measured = {"device": "cpu", "recipes": ["BF16"], "autocast_only": True, "num_iters": iterations, "num_warmup": 0}
+    options = BenchOptions(shapes=[(side, side, side)], **measured)  # type: ignore[arg-type]
+    return Unit(key, MeasureUnit(options, reduce="support.pools:times"))
 
 
 def times(result: BenchResult) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def takes(
     """For a function whose keywords are the options of these classes: any other keyword is one `UserError` that lists them."""
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-        known = [name for name in signature(function).parameters if name != "self"]
+        parameters = signature(function).parameters.values()
+        known = [one.name for one in parameters if one.name != "self" and one.kind is not one.VAR_POSITIONAL]
         SPECS[function.__qualname__] = Keywords(groups, without, axes, one_run=one_run)
 
         @wraps(function)

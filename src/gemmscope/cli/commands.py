@@ -3,6 +3,8 @@
 `build.py` makes the command line from their signatures; `commands.toml` has their help and describes their exit codes.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

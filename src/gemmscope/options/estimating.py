@@ -7,7 +7,18 @@ from typing import Annotated, ClassVar, Literal
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
 from gemmscope.options.job import NetworkOptions, OverlapOptions, Precision
 from gemmscope.options.measuring import AXIS, KEEP_HIGHER, MIX, SHAPES_HELP, TOKENS, RecipeOptions
-from gemmscope.options.values import Axes, Shape, axes, lower_names, names, percentage, prices, shapes, variants, whole_numbers
+from gemmscope.options.values import (
+    Axes,
+    Shape,
+    axes,
+    bare_shapes,
+    lower_names,
+    names,
+    percentage,
+    prices,
+    variants,
+    whole_numbers,
+)
 
 State = Literal["sustained", "burst"]
 Synthetic = Literal["normal", "heavy", "outliers"]
@@ -92,7 +103,7 @@ class ForecastOptions(RecipeOptions, NetworkOptions):
     ] = None
     shapes: Annotated[
         Sequence[Shape] | None,
-        Option(SHAPES_HELP, metavar="N,MxKxN,...", parse=shapes, accepts="Sequence[Shape] | str | None", in_sweeps=False),
+        Option(SHAPES_HELP, metavar="N,MxKxN,...", parse=bare_shapes, accepts="Sequence[Shape] | str | None", in_sweeps=False),
     ] = None
     tokens: Annotated[float | None, TOKENS] = None
     cache_weights: Annotated[

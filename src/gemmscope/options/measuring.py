@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from gemmscope.errors import UserError, option
 from gemmscope.options.declare import OWN, Option, Options, RunFile
-from gemmscope.options.values import Axes, Shape, axes, names, percentage, shapes, token_count
+from gemmscope.options.values import Axes, Shape, axes, bare_shapes, names, percentage, token_count
 
 Mode = Literal["autocast", "pre-quantized"]
 Compile = Literal["whole", "layers", "none"]
@@ -236,7 +236,7 @@ class BenchOptions(TimingOptions):
     ] = None
     shapes: Annotated[
         Sequence[Shape] | None,
-        Option(SHAPES_HELP, metavar="N,MxKxN,...", default="256 to 16384", parse=shapes, in_python=False),
+        Option(SHAPES_HELP, metavar="N,MxKxN,...", default="256 to 16384", parse=bare_shapes, in_python=False),
     ] = None
     strict: Annotated[
         bool,
@@ -397,7 +397,7 @@ class FleetOptions(TimingOptions):
     ] = False
     shapes: Annotated[
         Sequence[Shape] | None,
-        Option(SHAPES_HELP, metavar="N,MxKxN,...", default="256 to 16384", parse=shapes, in_python=False),
+        Option(SHAPES_HELP, metavar="N,MxKxN,...", default="256 to 16384", parse=bare_shapes, in_python=False),
     ] = None
     gpus: Annotated[
         str | None,
