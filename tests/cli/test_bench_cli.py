@@ -161,7 +161,7 @@ def test_the_ladder_is_measured_where_nothing_is_named(run: Run, options: str, p
 def test_shapes_are_squares_and_triplets() -> None:
     assert bare_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
     assert bare_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
-    assert bare_shapes("default") is None
+    assert bare_shapes("default") == []
     with pytest.raises(UserError, match="--shapes is empty"):
         bare_shapes("")
 

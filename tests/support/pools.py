@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import DoesNotFitError, UserError
-from gemmscope.folders import state_folder
 from gemmscope.gpu.environment import Environment
 from gemmscope.options.measuring import BenchOptions
 from gemmscope.pool.measure_unit import MeasureUnit
@@ -43,8 +42,10 @@ class Script:
         if self.what == "refuse":
             raise UserError("no torch here", "install it")
 
-    def run(self, reporter: Reporter) -> Any:
+    def run(self, reporter: Reporter, state: Path) -> Any:
         reporter.say(f"doing {self.what}")
+        if self.what == "folder":
+            return str(state)
         return getattr(self, f"_{self.what}")()
 
     def _answer(self) -> Any:
@@ -54,9 +55,6 @@ class Script:
     def _nap(self) -> int:
         time.sleep(self.value)
         return os.getpid()
-
-    def _folder(self) -> str:
-        return str(state_folder())
 
     def _visible(self) -> list[Any]:
         return [os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))]

@@ -100,9 +100,9 @@ def _filled(group: type[Options], values: Mapping[str, Any]) -> Options:
     given = {}
     for name, declared in options_of(group).items():
         value = values.get(name)
-        if declared.option.repeated and value:
-            value = declared.parse(value) if declared.parse is not None else tuple(value)
-        if value is not None and value != []:
+        if declared.option.repeated:  # typer gives a list of texts, empty if there is none
+            value = None if not value else tuple(value) if declared.parse is None else declared.parse(value)
+        if value is not None:
             given[name] = value
     return group(**given)
 
