@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.document.build import BUILDERS, document
+from gemmscope.document import BUILDERS, document
 from gemmscope.document.model import Document, Table, decisive
 from gemmscope.results.read import KINDS, read_result
 from gemmscope.writers import csv as csv_writer

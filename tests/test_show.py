@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 import gemmscope as gs
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.results.base import LONGEST_REPR, Result, Samples
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.writers import frame

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope import writers
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import Chart, Document
 from gemmscope.errors import UserError
 from gemmscope.files import write_text

@@ -26,7 +26,13 @@ def parse_toml(text: str) -> dict[str, Any]:
         document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # Windows editors write this mark first
     except RecursionError:
         raise UserError("the TOML is nested too deeply", "remove nested brackets") from None
-    except Exception as error:  # besides its ValueError, any other failure of the parser also means invalid text
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # not only its own
         reason = ascii(str(error))[1:-1][:200]
         raise UserError(f"the TOML is not valid: {reason}", "correct that line; a setting is written as key = value") from None
     return document

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from gemmscope.bench.choose import PACKAGES
 from gemmscope.cli import complete
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
 from gemmscope.options.declare import options_of
 from gemmscope.options.measuring import BenchOptions
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipes
 from support.command import Run, run
 
@@ -36,7 +36,7 @@ def bash(line: str) -> dict[str, str]:
         ("gemmscope shapes --preset llama-3.1-8", ["llama-3.1-8b"]),
         ("gemmscope bench --recipes FP8B", ["FP8Block"]),
         ("gemmscope bench --recipes fp8current,mx", ["fp8current,mxfp8"]),
-        ("gemmscope step --backend ", [*PACKAGES]),
+        ("gemmscope step --backend ", [*backends()]),
         ("gemmscope step --device c", ["cuda", "cpu"]),
         ("gemmscope trace-me --kind ", ["loop", "trainer", "plain"]),
         ("gemmscope forecast --state ", ["sustained", "burst"]),
@@ -53,7 +53,7 @@ def test_the_names_are_those_that_are_accepted() -> None:
     assert list(complete.gpus()) == list(gpus())
     assert list(complete.recipes()) == list(recipes())
     assert tuple(complete.presets()) == presets.names()
-    assert list(options_of(BenchOptions)["backend"].choices) == list(PACKAGES)
+    assert list(options_of(BenchOptions)["backend"].choices) == list(backends())
 
 
 def test_completion_imports_nothing_heavy() -> None:

@@ -71,9 +71,9 @@ def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPat
 def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework may print anything before it crashes."""
     says = "import sys; sys.stderr.buffer.write(b'caf\\xe9 closed\\n'); sys.exit(3)"
-    monkeypatch.setattr("gemmscope.child.worker_command", lambda *_: [sys.executable, "-c", says])
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda *_: [sys.executable, "-c", says])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    monkeypatch.setattr("gemmscope.child.worker_environment", dict)
+    monkeypatch.setattr("gemmscope.process.worker_environment", dict)
     outcome = run("doctor --json -")
     assert "exit code 3: caf\ufffd closed" in json.loads(outcome.out)["backends"]["torch"]["broken"]
 

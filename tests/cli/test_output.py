@@ -257,7 +257,7 @@ FAILING = {
 
 ASKS_NO_TORCH = """
 from gemmscope.commands import doctor
-from gemmscope.child import run_worker
+from gemmscope.process import run_worker
 doctor.run_worker = lambda _, **options: run_worker("gemmscope", "--version", **options)  # importing torch takes seconds
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference

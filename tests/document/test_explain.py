@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import BarChart
 from gemmscope.document.model import Document
 from gemmscope.document.table import Table

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
 from gemmscope.document.model import Document, decisive
 from gemmscope.document.numerics_tables import kept_names

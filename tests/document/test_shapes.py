@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run

@@ -274,13 +274,13 @@ def test_a_worker_that_does_not_start_again_costs_what_was_left(recording: Recor
 @pytest.mark.parametrize("noise", [b"not json", b"{}", b'{"type": "round"}', b"\xff\x00"])
 def test_a_worker_that_sends_no_messages_is_ended(recording: RecordedRun, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     line = noise + b"\n"
-    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python(f"os.write({fd}, {line!r})"))
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda _, fd: _python(f"os.write({fd}, {line!r})"))
     with pytest.raises(UserError, match="sent an invalid message"):
         small_campaign(recording, ["BF16"]).run()
 
 
 def test_a_worker_that_says_nothing_is_ended(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python("time.sleep(60)"))
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda _, fd: _python("time.sleep(60)"))
     silent = small_campaign(recording, ["BF16"], settings=BenchSettings("cpu", silence_s=0.3))
     with pytest.raises(UserError, match=r"sent nothing for 0\.3 s"):
         silent.run()
@@ -291,7 +291,7 @@ def test_a_worker_that_leaves_a_child_with_its_pipe_is_seen_to_end(
 ) -> None:
     """The end of the worker is noticed although its child keeps the pipe open, and the child ends too."""
     code = "child = os.fork(); child or time.sleep(60); os._exit(3)"
-    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python(code))
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda _, fd: _python(code))
     with pytest.raises(UserError, match=r"did not start \(exit code 3\)"):
         small_campaign(recording, ["BF16"]).run()
 
@@ -302,7 +302,7 @@ def test_a_request_larger_than_the_pipe_reaches_a_worker_that_reads_late(
     """A worker that dies without reading the request is noticed as well."""
     late = "time.sleep(0.5); os._exit(len(sys.stdin.readline()) > 500_000)"
     for code, message in ((late, "exit code 1"), ("os._exit(4)", "exit code 4")):
-        monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd, code=code: _python(code))
+        monkeypatch.setattr("gemmscope.process.worker_command", lambda _, fd, code=code: _python(code))
         tasks = tasks_of([Case(f"op {number} {'x' * 1000}", 32, 32, 32, 1) for number in range(200)], ["BF16"], MODES, {})
         with pytest.raises(UserError, match=message):
             small_campaign(recording, [], tasks=tasks).run()

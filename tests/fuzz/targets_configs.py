@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from fuzz.hostile import OUTPUTS, SCALARS, TEXTS, VALUES, altered, damaged, json_bytes
 from fuzz.targets import Target, command_line
-from gemmscope.child import Ended
 from gemmscope.model.families import ALIASES, family, known_model_types
 from gemmscope.model.megatron import KNOWN
+from gemmscope.process import Answer, Ending
 from support.megatron_files import DEEPSEEK_V3, LLAMA3_8B, MIXTRAL_8X7B
 from support.torchtitan_files import DEEPSEEK_671B, LLAMA_8B
 
@@ -31,7 +31,7 @@ Case = tuple[list[str], bytes]
 @contextmanager
 def without_workers() -> Iterator[None]:
     """Workers import torch and may use the network: here, they all fail."""
-    failed = mock.Mock(return_value=Ended(1, "", "no workers here"))
+    failed = mock.Mock(return_value=Answer("", Ending(1, "no workers here")))
     with ExitStack() as patches:
         for module in ("gemmscope.model.hub", "gemmscope.workload.trace", "gemmscope.commands.doctor"):
             patches.enter_context(mock.patch(f"{module}.run_worker", failed))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from fuzz.targets import Target, command_line
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
 from gemmscope.writers import csv as csv_writer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
 from gemmscope.forecast.communication import network_of

@@ -23,9 +23,8 @@ from gemmscope.pool.cores import allowed_cores
 from gemmscope.pool.lines import SiteSetup
 from gemmscope.pool.local import LocalPlace, LocalPool
 from gemmscope.pool.schedule import Limits, Outcomes, Schedule
-from gemmscope.pool.site_process import SiteProcess, descendants
 from gemmscope.pool.units import Event, Unit, UnitProgress
-from gemmscope.process import PACKAGES_VARIABLE
+from gemmscope.process import PACKAGES_VARIABLE, WorkerProcess, descendants
 from gemmscope.progress import PoolProgress, Reporter
 from support.pools import Script, tiny_bench
 from support.processes import MARKER, alive, left_running, state, wait_until
@@ -119,14 +118,14 @@ def test_a_place_that_cannot_measure_is_refused_and_the_rest_measured() -> None:
 
 
 def test_a_site_that_does_not_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.pool.site_process.worker_command", lambda _: ["sleep", "60"])
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda *_: ["sleep", "60"])
     outcomes = run(LocalPool([LocalPlace()], start_s=0.0), [Unit("a", Script("answer"))])
     assert [refusal.why for refusal in outcomes.refused] == ["its process did not respond for 0 s: the GPU driver may hang"]
     assert outcomes.failed["a"].why == "no GPU is left that can measure it"
 
 
 def test_a_process_that_cannot_be_started_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.pool.site_process.worker_command", lambda _: ["/no/such/program"])
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda *_: ["/no/such/program"])
     outcomes = run(LocalPool([LocalPlace()], restart_s=0.0), [Unit("a", Script("answer"))])
     assert [refusal.why for refusal in outcomes.refused] == ["its process cannot be started: No such file or directory"]
 
@@ -234,15 +233,15 @@ def test_a_real_measurement_survives_the_death_of_a_site_and_of_a_worker() -> No
 def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str | None, SiteSetup]] = []
 
-    class Recorded(SiteProcess):
-        def __init__(self, environment: dict[str, str]) -> None:
-            super().__init__(environment)
+    class Recorded(WorkerProcess):
+        def __init__(self, module: str, environment: dict[str, str]) -> None:
+            super().__init__(module, environment=environment)
             self.visible = environment.get("CUDA_VISIBLE_DEVICES")
 
         def send(self, line: bytes) -> None:
             started.append((self.visible, SiteSetup.of(json.loads(line))))
 
-    monkeypatch.setattr("gemmscope.pool.local.SiteProcess", Recorded)
+    monkeypatch.setattr("gemmscope.pool.local.WorkerProcess", Recorded)
     places = [LocalPlace(1, "GPU-b", (4, 5)), LocalPlace(0, "GPU-a"), LocalPlace(0, "GPU-a"), LocalPlace(3)]
     with LocalPool(places, share_gpu=True) as pool:
         keys = list(pool.pids())

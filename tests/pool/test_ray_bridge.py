@@ -171,7 +171,7 @@ def hello(node: str, uuid: str) -> str:
 def test_a_site_that_says_something_invalid_is_replaced() -> None:
     """Before its hello it has no place yet: the bridge must end it all the same, and the driver expects another one."""
     pool, sent = RayPool("local"), list[dict[str, Any]]()
-    pool._bridge = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    pool._bridge = SimpleNamespace(order=lambda **order: sent.append(order))  # type: ignore[assignment]
     pool._take({"type": "slot", "slot": 1, "host": "host", "known": False})
     pool._take({"type": "line", "slot": 1, "line": "Traceback"})
     assert sent == [{"type": "abandon", "slot": 1}]
@@ -226,7 +226,7 @@ def test_a_node_that_left_may_come_back() -> None:
 
 def test_a_signal_ends_the_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the beginning it ends the command; later the schedule returns what there is."""
-    silent = SimpleNamespace(send=lambda _: None, messages=lambda _: [], stop=lambda _: None)
+    silent = SimpleNamespace(order=lambda **_: None, messages=lambda _: [], end=lambda _: None)
     monkeypatch.setattr(ray_module, "_BridgeProcess", lambda: silent)
     monkeypatch.setattr(ray_module, "check_installed", lambda: None)
     pool = RayPool("auto")

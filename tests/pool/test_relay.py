@@ -20,7 +20,6 @@ from gemmscope.pool.bundle import Bundle, make_bundle
 from gemmscope.pool.lines import SITE, SiteSetup, unit_line
 from gemmscope.pool.relay import FOLDER, SiteRelay, remove_unused, unpack
 from gemmscope.pool.units import Unit
-from gemmscope.process import START_WORKER
 from support.pools import Script
 from support.processes import MARKER, alive, left_running, wait_until
 
@@ -46,9 +45,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     assert list(folder.iterdir()) == []
 
 
-def start(bundle: Bundle, code: str = START_WORKER, **setup: Any) -> SiteRelay:
+def start(bundle: Bundle, module: str = SITE, **setup: Any) -> SiteRelay:
     begin = SiteSetup(cpu=True, **setup).line().decode()
-    return SiteRelay(bundle.content, bundle.digest, [code, SITE], begin)
+    return SiteRelay(bundle.content, bundle.digest, module, begin)
 
 
 def received(site: SiteRelay, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 120.0) -> list[dict[str, Any]]:
@@ -66,7 +65,7 @@ def ask(site: SiteRelay, unit: Unit) -> None:
 
 
 def test_it_uses_the_standard_library_alone() -> None:
-    """It is sent to nodes on which there is no gemmscope."""
+    """It is sent to nodes on which there is no gemmscope until it has unpacked the bundle."""
     tree = ast.parse(Path(relay.__file__).read_text())
     names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     names += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -113,10 +112,10 @@ def test_what_a_site_started_ends_with_it(bundle: Bundle, temporary: Path, tmp_p
 
 def test_how_a_site_ended(bundle: Bundle, temporary: Path) -> None:
     """One that dies, and one that never starts: the last line of its error output says why."""
-    broken = start(bundle, "raise ImportError('libcuda.so: wrong ELF class')")
+    broken = start(bundle, "gemmscope.no_such_site")
     dying = start(bundle)
     try:
-        assert broken.poll(120.0) == ([], "exit code 1: ImportError: libcuda.so: wrong ELF class")
+        assert broken.poll(120.0) == ([], "exit code 1: ImportError: No module named gemmscope.no_such_site")
         assert received(dying, lambda lines: any(line["type"] == "hello" for line in lines))
         ask(dying, Unit("a", Script("exit")))
         until = time.monotonic() + 120

@@ -39,8 +39,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
         monkeypatch.setattr(site, "PROGRESS_S", 0.0)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(unit_line(unit).decode() for unit in units)))
         file = tmp_path / "out"
-        with file.open("wb") as out:
-            site._Site(setup or SiteSetup(), out.fileno(), tmp_path).serve(cores=8)
+        with file.open("w") as out:
+            site._Site(setup or SiteSetup(), out, tmp_path).serve(cores=8)
         events = [event_of("a", line, name="node GPU 0") for line in file.read_bytes().splitlines()]
         return [event for event in events if isinstance(event, (PlaceFound, PlaceRefused, UnitDone, UnitFailed))]
 

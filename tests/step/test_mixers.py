@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -205,3 +206,22 @@ def test_kernels_that_cannot_train_here_are_replaced(
     gated_backward_is_wrong.cache_clear()
     assert kernels.sources == {"gated delta rule": package}
     assert list(kernels.refused) == (["gated delta rule"] if package == "transformers" else [])
+
+
+def test_a_package_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced, not taken for one that is not installed; an error that is no matter of loading is raised."""
+    broken, x = "fla.ops.gated_delta_rule", torch.randn(1, 8, 2, 4)
+    loading = importlib.import_module
+
+    def load(name: str) -> Any:
+        if name.startswith("fla"):
+            raise OSError(f"undefined symbol in {name}") if name == broken else ModuleNotFoundError(name=name)
+        return loading(name)
+
+    monkeypatch.setattr("gemmscope.step.mixer_kernels.import_module", load)
+    gated_backward_is_wrong.cache_clear()
+    kernels = MixerKernels("cuda")
+    kernels.delta_rule(x, x, x, x[..., 0], x[..., 0], a_log=torch.zeros(2), dt_bias=torch.zeros(2))
+    gated_backward_is_wrong.cache_clear()
+    assert kernels.sources == {"gated delta rule": "transformers"}
+    assert "undefined symbol" in kernels.refused["gated delta rule"]

@@ -18,8 +18,7 @@ from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.answer import PartialRecipe, _to_paste
-from gemmscope.step.kept import check_kept, kept_layers, parts_of, too_shallow
-from gemmscope.step.stack_plan import StackPlan, plan_step
+from gemmscope.step.stack_plan import StackPlan, check_kept, kept_layers, parts_of, plan_step, too_shallow
 from gemmscope.step.waterfall import PlacedKernel, fallbacks
 
 torch = pytest.importorskip("torch", reason="kits need torch")
@@ -174,6 +173,39 @@ def test_recomputed_layers_keep_their_precision(monkeypatch: pytest.MonkeyPatch)
     with kit.low_precision():
         block(torch.randn(16, 32, dtype=torch.bfloat16))
     assert {precision for _, precision in seen.calls} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("error", "attends"),
+    [
+        (ValueError("No dot product attention backend is available for the provided inputs."), False),
+        (RuntimeError("cuDNN Error: [cudnn_frontend] Error: No execution plans support the graph."), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+        (AssertionError("a fault"), None),
+    ],
+)
+def test_only_a_missing_kernel_makes_windows_run_elsewhere(
+    error: Exception, attends: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = stand_in(Seen(), monkeypatch)
+    loaded = vars(sys.modules["transformer_engine.pytorch"])
+    tried = []
+
+    def attention(*_: Any, **__: Any) -> None:
+        tried.append(error)
+        raise error
+
+    loaded["DotProductAttention"] = attention
+    windowed = replace(plan_of().layers[0].attention, window=4)
+    attends_of = kit.masked_attention.__globals__["_attends"]
+    for _ in range(2):
+        if attends is None:
+            with pytest.raises(type(error)):
+                attends_of(windowed, 16, "cpu")
+        else:
+            assert attends_of(windowed, 16, "cpu") is attends
+    assert len(tried) == (2 if attends is None else 1)  # a fault is not kept
 
 
 # --- torchao: which linears are converted ------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope import process, signals
-from gemmscope.engine import link
 from gemmscope.engine.campaign import Campaign
 from gemmscope.engine.journal import RecordedRun
 
@@ -50,9 +49,9 @@ class Forked:
             os.dup2(stderr.fileno(), 2)
             os.close(writing)
             sys.stdin = os.fdopen(0)
-            sys.argv = [command[-2], str(pass_fds[0])]
+            process._messages = pass_fds[0]
             signals._deferred, signals._installed = None, False
-            _ending_here(lambda: (process.end_with_parent(parent), _worker(command[-2]).serve()))
+            _ending_here(lambda: (process.end_with_parent(parent), signals.leave_to_parent(), _worker(command[-1]).serve()))
         os.close(reading)
         self.running.append(self.pid)
 
@@ -62,7 +61,7 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status) if done else None
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -168,7 +167,7 @@ def _case(arguments: list[str], folder: str, kind: str, at: int) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     for number in signals.ENDING:  # background jobs of a shell ignore some of them
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    link.subprocess.Popen = Forked  # type: ignore[misc, assignment]
+    process.subprocess.Popen = Forked  # type: ignore[misc, assignment]
     Fault(kind, at, place)
     _ending_here(importlib.import_module("gemmscope.__main__").run)
 

@@ -116,6 +116,7 @@ class ForkedProcess:
         stdout: Any,
         stderr: Any,
         start_new_session: bool,
+        cwd: None,
         pass_fds: Sequence[int] = (),
         bufsize: int = -1,
     ) -> None:
@@ -137,7 +138,7 @@ class ForkedProcess:
             else:
                 theirs.append(os.open(os.devnull, os.O_WRONLY) if wanted == subprocess.DEVNULL else os.dup(wanted.fileno()))
         request = {
-            "code": code, "arguments": arguments, "imports": _warm(*arguments[2:]), "environment": env, "folder": str(Path.cwd()),
+            "code": code, "arguments": arguments, "imports": _warm(*arguments[3:]), "environment": env, "folder": str(Path.cwd()),
             "passed": list(pass_fds),
         }  # fmt: skip
         self.pid: int = _ask(request, [*theirs, *pass_fds])
@@ -158,7 +159,7 @@ class ForkedProcess:
             self.returncode = _ask({"process": self.pid})
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         while self.poll() is None:
             time.sleep(0.005)
         assert self.returncode is not None
@@ -175,6 +176,6 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     """Workers that trace, measure and compute errors are forked, except in tests that are marked with `real_process`."""
     if request.node.get_closest_marker("real_process") is not None:
         return
-    replaced = SimpleNamespace(Popen=_start, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-    for module in ("gemmscope.child", "gemmscope.engine.link", "gemmscope.numerics.evaluation.requests"):
-        monkeypatch.setattr(f"{module}.subprocess", replaced)
+    same = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    replaced = SimpleNamespace(Popen=_start, **same)
+    monkeypatch.setattr("gemmscope.process.subprocess", replaced)

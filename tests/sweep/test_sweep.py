@@ -15,9 +15,9 @@ import pytest
 
 import gemmscope
 from gemmscope.commands.read import continues
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.sweep import _begins
-from gemmscope.document.sweep_summary import sweep_summary
+from gemmscope.document.sweep_tables import sweep_summary
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.pool.outcomes import Outcomes, UnitOutcome

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from gemmscope.child import Ended
 from gemmscope.errors import UserError
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
-from gemmscope.process import worker_command
+from gemmscope.process import Answer, Ending, worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.recorded import TracedLinear
@@ -45,7 +44,7 @@ def shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_working_directory_is_not_on_the_workers_path(shadowed: Path) -> None:
-    child = subprocess.run(worker_command("gemmscope", "--version"), capture_output=True, text=True, check=False)
+    child = subprocess.run(worker_command("gemmscope", 2, "--version"), capture_output=True, text=True, check=False)
     assert child.stderr == ""
     assert child.stdout.startswith("gemmscope 0.")
 
@@ -53,7 +52,7 @@ def test_the_working_directory_is_not_on_the_workers_path(shadowed: Path) -> Non
 def test_the_worker_finds_the_package_of_its_parent(tmp_path: Path) -> None:
     """Also where nothing but the parent's own import path led to it."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = worker_command("gemmscope", "--version")
+    command = worker_command("gemmscope", 2, "--version")
     root = Path(command[3])
     assert (root / "gemmscope" / "process.py").is_file()
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
@@ -154,9 +153,9 @@ def test_an_answer_that_is_cut_short_is_one_message(tmp_path: Path, monkeypatch:
     """As on a full disk."""
     pytest.importorskip("torch", reason="tracing needs torch")
 
-    def cut(module: str, request: str, answer: str, **_: Any) -> Ended:
+    def cut(module: str, request: str, answer: str, **_: Any) -> Answer:
         Path(answer).write_text('{"class_name": "Lin')
-        return Ended(1, "", "OSError: No space left on device")
+        return Answer("", Ending(1, "OSError: No space left on device"))
 
     (tmp_path / "mine.py").touch()
     monkeypatch.setattr("gemmscope.workload.trace.run_worker", cut)

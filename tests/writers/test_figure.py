@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import Bar, BarChart, CurveChart, HeatCell, HeatMap, Point, Segment, WaterfallChart
 from gemmscope.document.model import Chart, Document, Section, Subject
 from gemmscope.document.palette import op_keys

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from markdown_it import MarkdownIt
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.results.base import Result
 from gemmscope.writers import csv as csv_writer

@@ -7,12 +7,12 @@ every precision, and are not counted here.
 
 from collections.abc import Sequence
 
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.linears import Memory
 from gemmscope.workload.cases import Case
 
 BF16_BYTES = 2
-CASTS_AGAIN = ("torchao",)  # these keep X and W in BF16, and quantize them again in backward
 
 
 def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine", capability: str = "") -> Memory:
@@ -24,7 +24,7 @@ def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine"
     """
     facts = recipe(name)
     copy_bytes, kept_bytes = facts.weight_copy_bytes, facts.kept_bytes
-    if backend in CASTS_AGAIN:
+    if frameworks()[backend].casts_again:
         copy_bytes, kept_bytes = 0.0, BF16_BYTES
     elif facts.scales == "tensor" and capability.startswith("10."):
         copy_bytes /= 2

@@ -1,14 +1,14 @@
-"""Asks the frameworks what they can run on this machine, in a separate process (it imports torch), and prints JSON."""
+"""Asks the frameworks what they can run on this machine, in a separate process (it imports torch)."""
 
 import importlib
 import json
-import sys
 from typing import Any
 
 from gemmscope.bench.backends import BACKENDS
 from gemmscope.bench.backends.base import BackendOptions
 from gemmscope.bench.backends.reference import OperandStore
 from gemmscope.errors import in_a_line
+from gemmscope.process import messages_to_parent
 from gemmscope.recipe.recipes import recipes
 
 
@@ -24,7 +24,8 @@ def main() -> None:
             answer[name] = {"broken": f"{error.name} is not installed"}
         except Exception as error:
             answer[name] = {"broken": in_a_line(error)}
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    with messages_to_parent() as out:
+        out.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

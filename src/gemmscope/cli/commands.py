@@ -30,7 +30,6 @@ from gemmscope.errors import UserError, in_shell, option, shown
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions, PlanOptions, ShapesOptions
 from gemmscope.options.job import ClusterOptions, ModelOptions, RunOptions
 from gemmscope.options.measuring import (
-    SKIPS,
     BenchOptions,
     CalibrateOptions,
     FleetOptions,
@@ -39,6 +38,7 @@ from gemmscope.options.measuring import (
     StepOptions,
     StepSweepOptions,
     SweepOptions,
+    skip_flags,
 )
 from gemmscope.options.reading import CompareOptions, DoctorOptions, ExplainOptions, Kind, ReportOptions, TraceMeOptions
 from gemmscope.options.values import Shape, shape, size
@@ -54,7 +54,6 @@ POINTS_LOST = 4  # of a sweep: GPUs were lost before all points were measured
 TOO_NOISY = 4  # to tell whether a run is slower
 
 PROFILE_SHAPE = "4096"
-OTHER_FP8 = [flag for flag, name in SKIPS.items() if name.startswith("FP8")]
 KINDS: tuple[Kind, ...] = ("loop", "trainer", "plain")
 REPORT = "report.html"
 
@@ -302,11 +301,12 @@ def _explain_no_fp8(options: RecipeOptions, gpus: Sequence[str] | None = None) -
     `gpus`: the GPUs to forecast; None for this machine's GPU. There is no note on a CPU, and none on GPUs with MXFP8 if another
     FP8 recipe is skipped by its own flag.
     """
-    others = [flag for flag in OTHER_FP8 if not getattr(options, flag)]
+    other_fp8 = [flag for name, flag in skip_flags().items() if name.startswith("FP8")]
+    others = [flag for flag in other_fp8 if not getattr(options, flag)]
     if not options.no_fp8 or not others or options.recipes is not None or options.on_cpu:
         return
     able = commands.supported("MXFP8", gpus)
-    if able is False or (able and len(others) == len(OTHER_FP8)):
+    if able is False or (able and others == other_fp8):
         why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
         flags = in_shell(" ".join(map(option, others)))
         say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")

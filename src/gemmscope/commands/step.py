@@ -21,11 +21,10 @@ from gemmscope.results.step import StepResult, StepTimes, VariantResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.kept import check_kept, keeps_half_an_mlp
-from gemmscope.step.live import for_live, layers_that_fit, live_plan, step_settings
+from gemmscope.step.live_settings import for_live, layers_that_fit, live_plan, step_settings
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.session import MeasuredStep, StepSession
-from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.stack_plan import check_kept, keeps_half_an_mlp, plan_step
 from gemmscope.step.step_campaign import StepCampaign, fingerprint_of
 from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
 from gemmscope.units import counted

@@ -19,7 +19,7 @@ from gemmscope.engine.link import Link, WorkerEndedError, Workers
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Sampled
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.engine.store import ResultStore, identity
-from gemmscope.errors import MissingFactError, UserError, option
+from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
 from gemmscope.signals import DeferredSignals, defer_signals
 
@@ -127,7 +127,7 @@ class Campaign(ABC, Generic[Results]):
         try:
             for message in earlier[:end]:
                 self.results.take(message)
-        except (KeyError, TypeError, MissingFactError) as error:  # tasks, or findings, that this measurement does not have
+        except (KeyError, TypeError) as error:  # tasks, or findings, that this measurement does not have
             raise misfit from error
         return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
 

@@ -21,8 +21,7 @@ from gemmscope.errors import in_a_line
 from gemmscope.gpu.environment import cpu_name, node_name
 from gemmscope.gpu.health import health_facts
 from gemmscope.gpu.nvml import Gpu, open_nvml
-from gemmscope.process import without_jax
-from gemmscope.signals import leave_to_parent
+from gemmscope.process import messages_to_parent, without_jax
 
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
 HEALTH_EVERY_S = 30.0
@@ -77,15 +76,10 @@ class MeasuringProcess:
 
     @classmethod
     def serve(cls) -> None:
-        """Read the request from standard input, send messages to the descriptor named on the command line."""
-        leave_to_parent()
-        descriptor = int(sys.argv[1])
-        os.set_inheritable(descriptor, False)  # noqa: FBT003
-        line = sys.stdin.readline()
-        if not line:
-            return  # started ahead of time, and not needed
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            cls(json.loads(line), out).main()
+        """Take the request from standard input, and measure."""
+        if request := sys.stdin.readline():  # else it was started ahead of time, and is not needed
+            with messages_to_parent() as out:
+                cls(json.loads(request), out).main()
 
     def main(self) -> None:
         """Measure what was requested."""

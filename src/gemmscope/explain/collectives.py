@@ -6,7 +6,6 @@ shortest collective of the same kind and size stands in for the transfer.
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,11 +22,11 @@ from gemmscope.explain.recorded_trace import (
     message_of_mark,
 )
 from gemmscope.explain.trace_view import TraceView
-from gemmscope.results.explain_tables import CollectiveTotal
+from gemmscope.results.explain import CollectiveTotal
 
 SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
 SAME_END = 0.25  # or by less than this share of its longest time
-MOST_GROUP_NAME = 60
+MOST_GROUP_NAME, MOST_MEMBERS_NAMED = 60, 16
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,6 @@ class Collective:
     message: CollectiveMessage
     end: float
     exposed: float
-
-    @property
-    def kind(self) -> str:
-        return self.message.kind
 
     @property
     def time(self) -> float:
@@ -91,21 +86,16 @@ def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:
 
     Those that a rank lacks, and those that do not end at the same time, are left out: they are not one collective.
     """
-    keyed: dict[int, dict[tuple[Any, ...], list[Collective]]] = {}
+    keyed: dict[tuple[Any, ...], dict[int, list[Collective]]] = {}
     for rank, collectives in ranks.items():
-        keys = keyed.setdefault(rank, {})
         for collective in collectives:
-            key = (
-                collective.step,
-                collective.message.ranks or collective.message.group,
-                collective.message.ranks,
-                collective.kind,
-            )
-            keys.setdefault(key, []).append(collective)
+            message = collective.message
+            key = collective.step, message.ranks or message.group, message.ranks, message.kind
+            keyed.setdefault(key, {}).setdefault(rank, []).append(collective)
     matches: list[Match] = []
-    for key in dict.fromkeys(key for keys in keyed.values() for key in keys):
+    for key, by_rank in keyed.items():
         members = [rank for rank in ranks if not key[2] or rank in key[2]]
-        runs = [keyed[rank].get(key, []) for rank in members]
+        runs = [by_rank.get(rank, []) for rank in members]
         if len(members) > 1 and len({len(run) for run in runs}) == 1:
             matches += [dict(zip(members, row, strict=True)) for row in zip(*runs, strict=True)]
     return _ending_together(matches)
@@ -119,12 +109,12 @@ def _ending_together(matches: Sequence[Match]) -> list[Match]:
         for rank, collective in match.items():
             late.setdefault(rank, []).append(collective.end - centre)
     offsets = {rank: median(values) for rank, values in late.items()}
-    kept = []
-    for match in matches:
+
+    def together(match: Match) -> bool:
         ends = [collective.end - offsets[rank] for rank, collective in match.items()]
-        if max(ends) - min(ends) <= max(SAME_END_US, SAME_END * max(collective.time for collective in match.values())):
-            kept.append(match)
-    return kept
+        return max(ends) - min(ends) <= max(SAME_END_US, SAME_END * max(collective.time for collective in match.values()))
+
+    return list(filter(together, matches))
 
 
 def waiting_us(matches: Iterable[Match]) -> dict[int, dict[int, float]]:
@@ -143,12 +133,8 @@ def collective_totals(
     """Collectives by kind, process group and size, per step, the longest first. `known_waits`: by the identity of the work."""
     groups: dict[tuple[str, str, int, float], list[Collective]] = {}
     for collective in collectives:
-        key = (
-            collective.kind or "unknown",
-            _group_name(collective.message),
-            collective.message.size or world_size,
-            collective.message.bytes_counted,
-        )
+        message = collective.message
+        key = message.kind or "unknown", _group_name(message), message.size or world_size, message.bytes_counted
         groups.setdefault(key, []).append(collective)
     totals = [_total(key, group, steps, known_waits) for key, group in groups.items()]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))
@@ -165,9 +151,7 @@ def _total(
     waiting = waiting_us if from_ranks or len(group) > 1 else None
     transfer_us = time_us - (waiting or 0.0)
     algorithm = size * len(group) / transfer_us / 1e3 if size and transfer_us > 0 else None
-    factor = BUS_FACTORS.get(kind)
-    share = (ranks - 1) / ranks if ranks > 1 else 0.0
-    bus = algorithm * (factor * share if factor is not None else 1.0) if algorithm is not None and ranks > 1 else None
+    on_bus = BUS_FACTORS[kind] * (ranks - 1) / ranks if kind in BUS_FACTORS else 1.0
     return CollectiveTotal(
         kind=kind,
         group=name,
@@ -179,17 +163,15 @@ def _total(
         waiting_ms=waiting / 1000 / steps if waiting is not None else None,
         waiting_from="other ranks" if from_ranks else "shortest of the same size" if waiting is not None else "",
         algorithm_gbps=algorithm,
-        bus_gbps=bus,
+        bus_gbps=algorithm * on_bus if algorithm is not None and ranks > 1 else None,
     )
 
 
 def _group_name(message: CollectiveMessage) -> str:
-    name = message.group
-    if message.ranks and len(message.ranks) <= 16:
-        name = f"{name} {list(message.ranks)}".strip()
-    return name[:MOST_GROUP_NAME]
+    members = f" {list(message.ranks)}" if 0 < len(message.ranks) <= MOST_MEMBERS_NAMED else ""
+    return f"{message.group}{members}".strip()[:MOST_GROUP_NAME] if members else message.group[:MOST_GROUP_NAME]
 
 
-def last_to_arrive(matches: Iterable[Match]) -> Counter[int]:
-    """How often each rank was the last to enter a collective."""
-    return Counter(min(match, key=lambda rank: match[rank].time) for match in matches)
+def last_of(match: Match) -> int:
+    """The rank that was the last to enter a collective: it spends the least time in it."""
+    return min(match, key=lambda rank: match[rank].time)

@@ -8,14 +8,14 @@ from statistics import fmean, median
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.attention_speed import attention_causes
-from gemmscope.explain.gemm_speed import implausible_times, slow_gemm_causes
-from gemmscope.explain.low_precision_causes import low_causes
+from gemmscope.explain.gemm_speed import gemm_causes, implausible_times
+from gemmscope.explain.low_precision_causes import low_precision_causes
 from gemmscope.explain.recorded_trace import RecordedTrace
 from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
-from gemmscope.explain.trace_view import EXPOSED, UNRECORDED, TraceView, account_of, add_up, view_trace
+from gemmscope.explain.trace_view import EXPOSED, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
 from gemmscope.explain.work_class import UNKNOWN_PRECISION
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause, StepAccount, TracedStep
@@ -51,7 +51,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account_of(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    searches = (low_causes, slow_gemm_causes, step_causes, attention_causes)
+    searches = (low_precision_causes, gemm_causes, step_causes, attention_causes)
     every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
@@ -65,27 +65,22 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
 
 def _trace_findings(view: TraceView) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
-    trace, steps = view.trace, view.steps
+    trace, steps, gemms = view.trace, view.steps, view.gemms.values()
     if trace.inference:
         yield finding("inference", found_by=steps.found_by)
     yield from _outside_steps(view)
-    if steps.marked not in (0, len(steps.every)):
-        yield finding("step-count-differs", steps=len(steps.every), marked=steps.marked)
-    if len(steps.every) == 1:
-        yield finding("one-step-only")
-    if trace.other_gpus:
-        yield finding("several-gpus", gpus=trace.other_gpus + 1)
-    if trace.skew_us:
-        yield finding("clock-offset", offset_ms=trace.skew_us / 1000)
-    if not trace.launches:
-        yield finding("launches-not-recorded")
-    if not trace.has_operators:
-        yield finding("operators-not-recorded")
-    unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
-    if unknown:
-        yield finding("gemm-precision-unknown", unknown=unknown, gemms=len(view.gemms))
-    if trace.operators and view.gemms and not any(gemm.flops for gemm in view.gemms.values()):
-        yield finding("shapes-not-recorded")
+    unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in gemms)
+    notes = (
+        (steps.marked not in (0, len(steps.every)), finding("step-count-differs", steps=len(steps.every), marked=steps.marked)),
+        (len(steps.every) == 1, finding("one-step-only")),
+        (trace.other_gpus, finding("several-gpus", gpus=trace.other_gpus + 1)),
+        (trace.skew_us, finding("clock-offset", offset_ms=trace.skew_us / 1000)),
+        (not trace.launches, finding("launches-not-recorded")),
+        (not trace.has_operators, finding("operators-not-recorded")),
+        (unknown, finding("gemm-precision-unknown", unknown=unknown, gemms=len(gemms))),
+        (trace.operators and gemms and not any(gemm.flops for gemm in gemms), finding("shapes-not-recorded")),
+    )
+    yield from (note for applies, note in notes if applies)
 
 
 def _outside_steps(view: TraceView) -> Iterator[Finding]:
@@ -104,12 +99,9 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
     """If much of the time is in kernels of no known class: nothing is said about low precision then."""
     if step.well_named:
         return
-    unknown = step.account.unknown
-    maybe = [kernel for kernel in unknown if may_be_gemm(kernel.name)]
-    yield finding(
-        "kernels-unknown", share=1 - step.account.named_share, kernels=[short_name(kernel.name) for kernel in unknown[:3]]
-    )
-    if maybe:
+    unknown, share = step.account.unknown, 1 - step.account.named_share
+    yield finding("kernels-unknown", share=share, kernels=[short_name(kernel.name) for kernel in unknown[:3]])
+    if maybe := [kernel for kernel in unknown if may_be_gemm(kernel.name)]:
         share = sum(kernel.time_ms for kernel in maybe) / step.account.busy_ms
         yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
 
@@ -128,7 +120,7 @@ def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the cause whose fix would gain most, or that the step is as expected."""
-    unrecorded = step.account.unrecorded_ms
+    unrecorded, busy, gpu = step.account.unrecorded_ms, step.account.busy_share, step.view.trace.gpu_name or "this GPU"
     if unrecorded > 0.5 * step.step_ms:
         return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
     if causes:
@@ -144,12 +136,11 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-precision-partly-unknown", share=step.unknown_share)
     if step.weight_only and not step.is_low:
         formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
-        return finding("step-weight-only", formats=formats, busy=step.account.busy_share)
-    if step.has_fp8 is False and not step.is_low:
-        return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=step.account.busy_share)
-    if step.has_fp8 is None and not step.is_low:
-        return finding("step-fp8-not-known", busy=step.account.busy_share)
-    busy, quantization = step.account.busy_share, step.account.share("quantization")
+        return finding("step-weight-only", formats=formats, busy=busy)
+    if not step.has_fp8 and not step.is_low:
+        known = step.has_fp8 is not None
+        return finding("step-without-fp8", gpu=gpu, busy=busy) if known else finding("step-fp8-not-known", busy=busy)
+    quantization = step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)
 
 
@@ -159,14 +150,15 @@ def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
     averaged = len(view.steps.every) - len(view.steps.chosen)  # only first ones are left out
     fast = _usual_times([step.time for step in view.steps.chosen])
     typical = median(fast) / 1000
-    alike = zip(profiles[averaged:], view.steps.chosen, strict=True)
-    usual = _usual([profile for profile, step in alike if step.time <= fast[-1]])
+    alike = [profile for profile, step in zip(profiles[averaged:], view.steps.chosen, strict=True) if step.time <= fast[-1]]
+    usual = {name: median(own.get(name, 0.0) for own in alike) for name in {name for own in alike for name in own}}
     rows = []
     for number, (step, profile) in enumerate(zip(view.steps.every, profiles, strict=True)):
         time = step.time / 1000
         slow = time > SIMILAR * typical
-        extra, extra_ms = _extra(profile, usual) if slow else ("", 0.0)
-        if extra_ms < MAIN_REASON * (time - typical):
+        beyond = largest_sums((name, own - usual.get(name, 0.0)) for name, own in profile.items())
+        extra, extra_ms = next(iter(beyond.items()), ("", 0.0))
+        if not slow or extra_ms < MAIN_REASON * (time - typical):
             extra, extra_ms = "", 0.0
         unrecorded = profile.get(UNRECORDED, 0.0)
         idle = sum(gap.time for gap in view.every_shares[number].gaps if gap.why != NOT_RECORDED) / 1000
@@ -187,22 +179,10 @@ def _usual_times(times: Sequence[float]) -> list[float]:
 
 def _profile(view: TraceView, shares: Shares) -> dict[str, float]:
     """Milliseconds of one step by class of work and by reason of idle time."""
-    renamed = {"communication": EXPOSED}
+    renamed = {"communication": EXPOSED, NOT_RECORDED: UNRECORDED}
     work = ((view.work_classes[number].name, share) for number, share in shares.of.items())
-    gaps = ((UNRECORDED if gap.why == NOT_RECORDED else gap.why, gap.time) for gap in shares.gaps)
+    gaps = ((str(gap.why), gap.time) for gap in shares.gaps)
     return {renamed.get(name, name): time / 1000 for name, time in add_up([*work, *gaps]).items()}
-
-
-def _usual(profiles: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = {name for profile in profiles for name in profile}
-    return {name: median(profile.get(name, 0.0) for profile in profiles) for name in names}
-
-
-def _extra(profile: dict[str, float], usual: dict[str, float]) -> tuple[str, float]:
-    """What takes most time beyond that of the usual step."""
-    extra = {name: time - usual.get(name, 0.0) for name, time in profile.items()}
-    name = max(extra, key=lambda name: extra[name], default="")
-    return name, extra.get(name, 0.0)
 
 
 def step_findings(rows: Sequence[TracedStep]) -> Iterator[Finding]:
@@ -219,19 +199,16 @@ def step_findings(rows: Sequence[TracedStep]) -> Iterator[Finding]:
     if len(times) < 2:
         return
     slow = [row for row in averaged if row.slow]
-    reasons = add_up((row.extra, row.extra_ms) for row in slow if row.extra)
-    extra_ms = sum(row.time_ms - typical for row in slow)
-    reason = max(reasons, key=lambda name: reasons[name], default="")
-    share = min(reasons.get(reason, 0.0) / extra_ms, 1.0) if slow else 0.0
-    why: dict[str, Fact] = {"extra": reason or "work on the GPU", "share": share}
+    reasons = largest_sums((row.extra, row.extra_ms) for row in slow if row.extra)
+    reason, reason_ms = next(iter(reasons.items()), ("work on the GPU", 0.0))
+    share = min(reason_ms / sum(row.time_ms - typical for row in slow), 1.0) if slow else 0.0
     if groups := two_groups(times):
         fast, others = groups
-        counts: dict[str, Fact] = {"fast": len(fast), "slow": len(others)}
         means: dict[str, Fact] = {"fast_ms": fmean(fast), "slow_ms": fmean(others), "mean_ms": fmean(times)}
-        yield finding("steps-in-two-groups", **counts, **means, **why)
+        yield finding("steps-in-two-groups", fast=len(fast), slow=len(others), **means, extra=reason, share=share)
     elif slow:
         compared: dict[str, Fact] = {"ratio": SIMILAR, "median_ms": typical, "longest_ms": max(times)}
-        yield finding("steps-slow", count=len(slow), steps=len(times), **compared, **why)
+        yield finding("steps-slow", count=len(slow), steps=len(times), **compared, extra=reason, share=share)
 
 
 def two_groups(times: Sequence[float]) -> tuple[list[float], list[float]] | None:

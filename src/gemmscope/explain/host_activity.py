@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from gemmscope.toml import load_data
@@ -53,25 +54,31 @@ def activity_of_call(name: str) -> str:
     return next((entry.name for entry in host_activities() if entry.calls is not None and entry.calls.search(name)), "")
 
 
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The spans in order, as one where they overlap.
+
+    >>> merged([(5, 12), (0, 10), (20, 30)])
+    [(0, 12), (20, 30)]
+    """
+    result: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            before = result.pop()
+            begin, end = before[0], max(before[1], end)
+        result.append((begin, end))
+    return result
+
+
 class Covered:
-    """Spans of time, merged where they overlap: answers at once how much of an interval they cover."""
+    """Answers at once how much of an interval is covered by spans of time."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        merged: list[list[float]] = []
-        for begin, end in sorted(spans):
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([begin, end])
-        self.begins = [begin for begin, _ in merged]
-        self._before = [0.0, *accumulate(end - begin for begin, end in merged)]
-        self._ends = [end for _, end in merged]
+        self._spans = merged(spans)
+        self._before = [0.0, *accumulate(end - begin for begin, end in self._spans)]
 
     def _until(self, moment: float) -> float:
-        at = bisect_right(self.begins, moment)
-        if not at:
-            return 0.0
-        return self._before[at] - max(self._ends[at - 1] - moment, 0.0)
+        at = bisect_right(self._spans, (moment, inf))
+        return self._before[at] - max(self._spans[at - 1][1] - moment, 0.0) if at else 0.0
 
     def within(self, begin: float, end: float) -> float:
         """The time between the two moments that is covered.

@@ -17,7 +17,7 @@ COMPILED = 0.1  # share of the time of eager casts that is left when they are co
 SMALL_SHARE = 0.5
 
 
-def low_causes(step: StepEvidence) -> Iterator[Cause]:
+def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     if not step.gemms or not step.precision_known:
         return

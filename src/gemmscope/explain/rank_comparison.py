@@ -4,11 +4,12 @@ The straggler is the rank that enters collectives last. It spends the least time
 Where the traces have no collectives in common, the rank that computes longest stands in.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from gemmscope.explain.collectives import Collective, Match, collectives_of, last_to_arrive, matched, waiting_us
+from gemmscope.explain.collectives import Collective, Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE
 from gemmscope.findings import Finding, finding
@@ -35,31 +36,22 @@ class RankComparison:
 
 def compare_ranks(diagnoses: Sequence[TraceDiagnosis]) -> RankComparison:
     """Ranks of one job; those without a rank of their own are numbered."""
-    by_rank = {_rank(number, diagnosis): diagnosis for number, diagnosis in enumerate(diagnoses)}
+    numbered = ((number if one.trace.rank is None else one.trace.rank, one) for number, one in enumerate(diagnoses))
+    by_rank = dict(numbered)
     matches = matched({rank: collectives_of(diagnosis.view) for rank, diagnosis in by_rank.items()})
-    delays = _delays_ms(matches, by_rank)
-    waits = waiting_us(matches)
-    late = last_to_arrive(matches)
+    delays, waits, late = _delays_ms(matches, by_rank), waiting_us(matches), Counter(map(last_of, matches))
     times = tuple(
         _rank_time(rank, diagnosis, waits.get(rank), late[rank], delays.get(rank)) for rank, diagnosis in sorted(by_rank.items())
     )
     step_ms = mean(time.step_ms for time in times)
-    straggler = max(delays, key=lambda rank: delays[rank], default=None)
-    if straggler is None:
-        chosen = max(times, key=lambda time: time.computing_ms).rank
-        findings = [*_by_computation(times), finding("rank-explained", rank=chosen)]
-    elif delays[straggler] < LATE * step_ms:
-        chosen, straggler = max(times, key=lambda time: time.computing_ms).rank, None
-        shared = max(time.waiting_ms or 0.0 for time in times)
-        findings = [finding("ranks-in-step", ranks=len(times), waiting_ms=shared), finding("rank-explained", rank=chosen)]
-    else:
-        chosen = straggler
-        findings = [*_straggler(straggler, times, matches, by_rank), finding("straggler-explained", rank=straggler)]
-    return RankComparison(times, by_rank[chosen], straggler, tuple(findings), waits.get(chosen, {}))
-
-
-def _rank(number: int, diagnosis: TraceDiagnosis) -> int:
-    return number if diagnosis.trace.rank is None else diagnosis.trace.rank
+    last = max(delays, key=lambda rank: delays[rank], default=None)
+    if last is not None and delays[last] >= LATE * step_ms:
+        findings = [*_straggler(last, times, matches, by_rank), finding("straggler-explained", rank=last)]
+        return RankComparison(times, by_rank[last], last, tuple(findings), waits.get(last, {}))
+    shared = finding("ranks-in-step", ranks=len(times), waiting_ms=max(time.waiting_ms or 0.0 for time in times))
+    longest = max(times, key=lambda time: time.computing_ms).rank
+    findings = [_by_computation(times) if last is None else shared, finding("rank-explained", rank=longest)]
+    return RankComparison(times, by_rank[longest], None, tuple(findings), waits.get(longest, {}))
 
 
 def _rank_time(
@@ -83,20 +75,24 @@ def _delays_ms(matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) 
     """How long the others wait for each rank, per step: in every collective they wait for the one that spends the least time."""
     delays: dict[int, float] = {}
     for match in matches:
-        last = min(match, key=lambda rank: match[rank].time)
-        others = mean(collective.time for rank, collective in match.items() if rank != last)
-        delays[last] = delays.get(last, 0.0) + (others - match[last].time) / 1000 / by_rank[last].view.count
+        last = last_of(match)
+        delays[last] = delays.get(last, 0.0) + _waited_us(match, last) / 1000 / by_rank[last].view.count
     return delays
 
 
-def _by_computation(ranks: Sequence[RankTime]) -> list[Finding]:
+def _waited_us(match: Match, last: int) -> float:
+    """How long the others wait on average for the rank that enters a collective last."""
+    return mean(collective.time for rank, collective in match.items() if rank != last) - match[last].time
+
+
+def _by_computation(ranks: Sequence[RankTime]) -> Finding:
     """Without collectives in common: whether the ranks compute for the same time."""
     longest = max(ranks, key=lambda time: time.computing_ms)
     usual = mean(time.computing_ms for time in ranks)
     if not usual or longest.computing_ms <= (1 + UNEVEN) * usual:
-        return [finding("ranks-even", ranks=len(ranks), within=UNEVEN)]
+        return finding("ranks-even", ranks=len(ranks), within=UNEVEN)
     more, computing = longest.computing_ms / usual - 1, longest.computing_ms
-    return [finding("ranks-uneven", rank=longest.rank, computing_ms=computing, more=more, ranks=len(ranks))]
+    return finding("ranks-uneven", rank=longest.rank, computing_ms=computing, more=more, ranks=len(ranks))
 
 
 def _straggler(
@@ -104,14 +100,12 @@ def _straggler(
 ) -> list[Finding]:
     own = next(time for time in times if time.rank == rank)
     others = [time.waiting_ms or 0.0 for time in times if time.rank != rank]
-    result = [
-        finding(
-            "ranks-straggler", rank=rank, delay_ms=own.delay_ms or 0.0, last=own.last_to_arrive or 0.0,
-            collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(others),
-            most_ms=max(others),
-        )
-    ]  # fmt: skip
-    return result + _why_late(rank, matches, by_rank)
+    straggler = finding(
+        "ranks-straggler", rank=rank, delay_ms=own.delay_ms or 0.0, last=own.last_to_arrive or 0.0,
+        collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(others),
+        most_ms=max(others),
+    )  # fmt: skip
+    return [straggler, *_why_late(rank, matches, by_rank)]
 
 
 @dataclass
@@ -120,9 +114,18 @@ class _Interval:
 
     computing: float = 0.0
     idle: float = 0.0
-    kernels: int = 0
+    kernels: float = 0
     total: float = 0.0
     first: bool = False  # from the begin of the step
+
+    def plus(self, other: "_Interval") -> "_Interval":
+        return _Interval(self.computing + other.computing, self.idle + other.idle, self.kernels + other.kernels)
+
+
+def _median_interval(intervals: Sequence[_Interval]) -> _Interval:
+    """What ranks did between the same collectives: the median of each quantity."""
+    fields = ("computing", "idle", "kernels", "total")
+    return _Interval(*(median(getattr(interval, name) for interval in intervals) for name in fields))
 
 
 def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:
@@ -130,34 +133,29 @@ def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDi
     members = sorted({member for match in matches for member in match})
     lanes = {member: _intervals(by_rank[member], [match[member] for match in matches if member in match]) for member in members}
     steps = by_rank[rank].view.count
-    before = idle = computing = delay = 0.0
-    kernels = others_kernels = own_computing = others_computing = 0.0
+    before = delay = 0.0
+    own, others = _Interval(), _Interval()  # the sums of the straggler, and of the medians of the other ranks
     for match in matches:
-        if min(match, key=lambda member: match[member].time) != rank:
+        if last_of(match) != rank:
             continue
-        own = lanes[rank][id(match[rank].work)]
-        others = [lanes[member][id(collective.work)] for member, collective in match.items() if member != rank]
-        waited = mean(collective.time for member, collective in match.items() if member != rank) - match[rank].time
+        late = lanes[rank][id(match[rank].work)]
+        usual = _median_interval([lanes[member][id(one.work)] for member, one in match.items() if member != rank])
+        waited = _waited_us(match, rank)
         delay += waited
-        idle += own.idle - median(other.idle for other in others)
-        computing += own.computing - median(other.computing for other in others)
-        kernels, others_kernels = kernels + own.kernels, others_kernels + median(other.kernels for other in others)
-        own_computing += own.computing
-        others_computing += median(other.computing for other in others)
-        if own.first:
-            before += max(waited - max(own.total - median(other.total for other in others), 0.0), 0.0)
-    result, least = [], TELLING * delay
+        own, others = own.plus(late), others.plus(usual)
+        if late.first:
+            before += max(waited - max(late.total - usual.total, 0.0), 0.0)
+    idle, computing, least = own.idle - others.idle, own.computing - others.computing, TELLING * delay
+    facts = {"rank": rank, "time_ms": computing / 1000 / steps}
+    result = []
     if before > least:
         result.append(finding("straggler-late-start", rank=rank, time_ms=before / 1000 / steps))
     if idle > least:
         result.append(finding("straggler-idle", rank=rank, time_ms=idle / 1000 / steps))
-    if computing > least:
-        if kernels > MORE_KERNELS * others_kernels:
-            more = {"kernels": kernels / steps, "others": others_kernels / steps}
-            result.append(finding("straggler-more-work", rank=rank, time_ms=computing / 1000 / steps, **more))
-        elif others_computing and own_computing > SLOWER * others_computing:
-            ratio = own_computing / others_computing
-            result.append(finding("straggler-slower", rank=rank, time_ms=computing / 1000 / steps, ratio=ratio))
+    if computing > least and own.kernels > MORE_KERNELS * others.kernels:
+        result.append(finding("straggler-more-work", **facts, kernels=own.kernels / steps, others=others.kernels / steps))
+    elif computing > least and others.computing and own.computing > SLOWER * others.computing:
+        result.append(finding("straggler-slower", **facts, ratio=own.computing / others.computing))
     return result or [finding("straggler-unexplained", rank=rank)]
 
 

@@ -6,14 +6,14 @@ elementwise kernel belongs.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf, nextafter
 from typing import Any, Literal
 
+from gemmscope.explain.host_activity import merged
 from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
@@ -166,38 +166,10 @@ def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
     """
     nodes = [operator for operator in trace.operators if operator.name.startswith(EVALUATES)]
     starts = [node.start for node in nodes]
-    latest = _RangeMaximum([node.end for node in nodes])
+    latest = list(accumulate((node.end for node in nodes), max))  # end of all backward up to each node
     spans: list[tuple[float, float]] = []
     for mark in trace.marks:
         if mark.name.startswith(OPTIMIZER_MARKS):
-            backward = latest.between(bisect_left(starts, mark.start), bisect_right(starts, mark.end))
-            spans.append((mark.start if backward is None else min(backward, mark.end), mark.end))
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-class _RangeMaximum:
-    """Answers at once which is the largest of any stretch of the values."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._levels = [list(values)]  # level n: of 2**n values each
-        while (half := 1 << (len(self._levels) - 1)) * 2 <= len(values):
-            last = self._levels[-1]
-            self._levels.append(list(map(max, last, last[half:])))
-
-    def between(self, first: int, end: int) -> float | None:
-        """None if the stretch is empty.
-
-        >>> maximum = _RangeMaximum([3, 1, 4, 1, 5])
-        >>> maximum.between(0, 2), maximum.between(1, 4), maximum.between(0, 5), maximum.between(2, 2)
-        (3, 4, 5, None)
-        """
-        if first >= end:
-            return None
-        level = (end - first).bit_length() - 1
-        return max(self._levels[level][first], self._levels[level][end - (1 << level)])
+            first, end = bisect_left(starts, mark.start), bisect_right(starts, mark.end)
+            spans.append((min(latest[end - 1], mark.end) if first < end else mark.start, mark.end))
+    return merged(spans)

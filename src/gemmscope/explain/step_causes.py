@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from gemmscope.explain.host_activity import host_activities
-from gemmscope.explain.step_evidence import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of, spans_of
 from gemmscope.explain.timeline import Gap, incomplete_replays
-from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up
+from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up, largest_sums
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import Cause
 
@@ -29,38 +29,34 @@ def step_causes(step: StepEvidence) -> Iterator[Cause]:
         yield from search(step)
 
 
-def _gaps(step: StepEvidence, *reasons: str) -> list[Gap]:
-    return [gap for shares in step.view.shares for gap in shares.gaps if gap.why in reasons]
+def _gaps(step: StepEvidence, *reasons: str) -> tuple[list[Gap], float]:
+    """The idle time for these reasons, and how many milliseconds it is per step."""
+    gaps = [gap for shares in step.view.shares for gap in shares.gaps if gap.why in reasons]
+    return gaps, sum(gap.time for gap in gaps) / 1000 / step.view.count
 
 
 def _host_activities(step: StepEvidence) -> Iterator[Cause]:
     """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
     for activity in host_activities():
-        gaps = _gaps(step, activity.name)
-        time = _ms(step, gaps)
-        if time <= WAITING * step.step_ms:
-            continue
-        longest = max(gap.time for gap in gaps) / 1000
-        waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
-        affected = {"waiting": waiting, "steps": step.view.count}
-        facts = finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected)
-        evidence = [facts, *_calls(step, activity.name)]
-        yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name), gaps=gaps)
+        gaps, time = _gaps(step, activity.name)
+        if time > WAITING * step.step_ms:
+            waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
+            facts = {**step.time_facts(time), "waiting": waiting, "steps": step.view.count}
+            evidence = finding("cause-host-activity", **facts, longest_ms=max(gap.time for gap in gaps) / 1000)
+            yield step.idle_cause(activity.cause, time, [evidence, *_calls(step, activity.name)], gaps, activity.name)
 
 
 def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
     """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
     begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
     calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
-    times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
+    times, limit = largest_sums((call.name, (call.end - call.start) / 1000) for call in calls), LONG_CALL * step.step_ms
     nested = activity != "memory allocation"  # annotations and functions of one activity are inside each other, calls are not
-    names = sorted(times, key=lambda name: -times[name])[: 1 if nested else 2]
-    for name in (name for name in names if times[name] > LONG_CALL * times[names[0]]):
-        named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
-        limit = LONG_CALL * step.step_ms
-        long = sum(time > limit for time in named)
-        facts = {"total_ms": times[name], "longest_ms": max(named), "limit_ms": limit}
-        yield finding("cause-host-calls", name=name[:100], count=len(named), long=long, **facts)
+    for name in list(times)[: 1 if nested else 2]:
+        if times[name] > LONG_CALL * max(times.values()):
+            named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
+            facts = {"total_ms": times[name], "longest_ms": max(named), "limit_ms": limit}
+            yield finding("cause-host-calls", name=name[:100], count=len(named), long=sum(one > limit for one in named), **facts)
 
 
 def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
@@ -73,24 +69,22 @@ def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
 
 def _no_launches(step: StepEvidence) -> Iterator[Cause]:
     """The CPU does something else for a while: data loading, logging, a checkpoint."""
-    gaps = _gaps(step, "no launch for over 1 ms")
-    time = _ms(step, gaps)
+    gaps, time = _gaps(step, "no launch for over 1 ms")
     if time > WAITING * step.step_ms:
         longest = max(gaps, key=lambda gap: gap.time)
         times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
         evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"), gaps=gaps)
+        yield step.idle_cause("elsewhere", time, evidence, gaps, "no launches", _where(step, longest))
 
 
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     """The CPU cannot launch kernels as fast as the GPU runs them."""
-    late = _gaps(step, "late launch", "late launch after synchronization")
-    time = _ms(step, late)
+    late, time = _gaps(step, "late launch", "late launch after synchronization")
     if time <= WAITING * step.step_ms:
         return
     account, code = step.account, "host"
     evidence = [finding("cause-late-launches", **step.time_facts(time), times=step.per_step(late))]
-    in_experts = _ms(step, [gap for gap in late if gap.scope.inside(*EXPERT_NAMES)])
+    in_experts = sum(gap.time for gap in late if gap.scope.inside(*EXPERT_NAMES)) / 1000 / step.view.count
     syncs = _synchronizations(step)
     if syncs >= 2:
         evidence.append(finding("cause-synchronizations", times=syncs))
@@ -99,28 +93,23 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
         gemms = [item for item in step.gemms if item.scope.inside(*EXPERT_NAMES)]
         gemm_us = 1000 * step.ms(gemms) / max(step.per_step(gemms), 1)
         evidence.append(finding("cause-expert-launches", time_ms=in_experts, gemms=step.per_step(gemms), gemm_us=gemm_us))
-    if syncs >= 2 and _ms(step, _gaps(step, "late launch after synchronization")) > 0.5 * time:
+    if syncs >= 2 and _gaps(step, "late launch after synchronization")[1] > 0.5 * time:
         code = "syncs"
     interval_us = 1000 * step.step_ms / max(account.launches, 1)
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
     evidence.append(finding("cause-profiler-overhead"))
-    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"), gaps=late)
+    yield step.idle_cause(code, time, evidence, late, "waiting for a launch")
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     """Idle time for which the trace shows no reason: launches are missing, or work that was launched in time did not begin."""
     reasons = (("streams", "other stream", "cause-other-streams"), ("idle", "launch not recorded", "launches-not-recorded"))
     for code, reason, why in reasons:
-        gaps = _gaps(step, reason)
-        time = _ms(step, gaps)
+        gaps, time = _gaps(step, reason)
         if time > WAITING * step.step_ms:
             evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), finding(why)]
-            yield step.cause(code, time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
-
-
-def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
-    return sum(gap.time for gap in gaps) / 1000 / step.view.count
+            yield step.idle_cause(code, time, evidence, gaps, "idle")
 
 
 def _synchronizations(step: StepEvidence) -> float:
@@ -138,17 +127,11 @@ def _marks_in(step: StepEvidence, gap: Gap) -> list[Finding]:
 
 
 def _where(step: StepEvidence, gap: Gap) -> str:
-    chosen = next((window for window in step.view.steps.chosen if window.begin <= gap.begin < window.end), None)
-    if chosen is None:
-        return ""
+    chosen = next(window for window in step.view.steps.chosen if window.begin <= gap.begin < window.end)
     place = (gap.begin - chosen.begin) / chosen.time
     if place > 0.8 or gap.end >= chosen.end:
         return "at the end of the step"
     return "at the beginning of the step" if place < 0.2 else "in the middle of the step"
-
-
-def _gap_spans(gaps: list[Gap], label: str) -> list[Span]:
-    return [(gap.begin, gap.end, label) for gap in gaps]
 
 
 def _recompute(step: StepEvidence) -> Iterator[Cause]:
@@ -203,21 +186,19 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
     exposed = step.account.classes_ms.get(EXPOSED, 0.0)
     if exposed <= WAITING * step.step_ms:
         return
-    items = step.of_class("communication")
-    total = step.account.communication_ms
-    updates = [item for item in step.items if item.work_class.facts.kernel_class == "update"]
+    items, total = step.of_class("communication"), step.account.communication_ms
+    scales = any(item.work_class.facts.kernel_class == "update" for item in step.items)  # are updated: delayed scaling
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
-    hidden_share = step.account.hidden_ms / total
+    all_facts = {**step.time_facts(exposed), "total_ms": total, "hidden_share": step.account.hidden_ms / total}
     evidence = [
-        finding("cause-exposed-communication", **step.time_facts(exposed), total_ms=total, hidden_share=hidden_share),
+        finding("cause-exposed-communication", **all_facts),
         finding("cause-collectives", count=step.per_step(items), kernels=list(main_kernels(items, 2))),
     ]
-    spans = spans_of(items, "exposed")
-    if updates and step.ms(short) > 0.6 * exposed:
+    code, kernels = "communication", items
+    if scales and step.ms(short) > 0.6 * exposed:
         evidence.append(finding("cause-short-all-reduces", count=step.per_step(short)))
-        yield step.cause("amax", exposed, evidence, short, "", spans)
-    else:
-        yield step.cause("communication", exposed, evidence, items, "", spans)
+        code, kernels = "amax", short
+    yield step.cause(code, exposed, evidence, kernels, "", spans_of(items, "exposed"))
 
 
 def _copies(step: StepEvidence) -> Iterator[Cause]:

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.gpu_rates import GpuRates, gpu_rates, has_fp8, is_amd
+from gemmscope.explain.gpu_rates import gpu_rates, has_fp8, is_amd
 from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace_view import TimedWork, TraceView, add_up
+from gemmscope.explain.trace_view import TimedWork, TraceView, add_up, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.recipe.precisions import precision_in_traces
@@ -35,8 +35,13 @@ class StepEvidence:
 
     def __init__(self, view: TraceView, account: StepAccount) -> None:
         self.view, self.account = view, account
-        self.items = view.items()
-        self.step_ms = account.step_ms
+        self.items, self.step_ms = view.items(), account.step_ms
+        self.gpu = gpu_rates(view.trace.gpu_name)
+        self.has_fp8 = has_fp8(view.trace.gpu_name, view.trace.gpu_properties)
+        """Whether the GPU multiplies in FP8; None if the trace does not show it."""
+        self.well_named = account.named_share >= WELL_NAMED or not account.busy_ms
+        """Whether nearly all GPU time is in kernels of a known class."""
+        self._replay = Replay(view)
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
@@ -48,9 +53,9 @@ class StepEvidence:
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
         none is given) less by the cost. `removed`: so much of that work would not be launched at all.
         """
-        entry, kernels = _advice()[code], list(kernels)
-        inference = self.view.trace.inference
-        instead = ["amd_inference"] * (inference and self.is_amd) + ["inference"] * inference + ["amd"] * self.is_amd
+        entry, kernels = _causes()[code], list(kernels)
+        inference, amd = self.view.trace.inference, is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+        instead = ["amd_inference"] * (inference and amd) + ["inference"] * inference + ["amd"] * amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,
@@ -64,36 +69,20 @@ class StepEvidence:
             spans=tuple(spans[:MOST_SPANS]),
         )
 
+    def idle_cause(
+        self, code: str, cost_ms: float, evidence: Iterable[Finding], gaps: Sequence[Gap], label: str, where: str = ""
+    ) -> Cause:
+        """A cause whose cost is idle time. `label`: of these gaps in a trace viewer."""
+        return self.cause(code, cost_ms, evidence, (), where, [(gap.begin, gap.end, label) for gap in gaps], gaps=gaps)
+
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
-        time_ms = self.ms(shortened)
         if gaps:
             return self._replay.speedup(StepChange(gaps=gaps))
-        if time_ms > 0.95 * cost_ms:
-            share = min(max(cost_ms / time_ms, 0.0), 1.0)
-            return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
-        return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
-
-    @cached_property
-    def _replay(self) -> Replay:
-        return Replay(self.view)
-
-    @cached_property
-    def gpu(self) -> GpuRates | None:
-        return gpu_rates(self.view.trace.gpu_name)
-
-    @property
-    def is_amd(self) -> bool:
-        return is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
-
-    @cached_property
-    def has_fp8(self) -> bool | None:
-        """Whether the GPU multiplies in FP8; None if the trace does not show it."""
-        return has_fp8(self.view.trace.gpu_name, self.view.trace.gpu_properties)
-
-    @property
-    def well_named(self) -> bool:
-        """Whether nearly all GPU time is in kernels of a known class."""
-        return self.account.named_share >= WELL_NAMED or not self.account.busy_ms
+        time_ms = self.ms(shortened)
+        if time_ms <= 0.95 * cost_ms:
+            return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
+        share = min(max(cost_ms / time_ms, 0.0), 1.0)
+        return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -223,8 +212,8 @@ class StepEvidence:
 
 def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:
     """The names of the kernels that took the most time."""
-    times = add_up((item.work.name, item.share) for item in items)
-    return tuple(short_name(name) for name in sorted(times, key=lambda name: -times[name])[:count])
+    names = largest_sums((item.work.name, item.share) for item in items)
+    return tuple(map(short_name, list(names)[:count]))
 
 
 def short_name(name: str) -> str:
@@ -245,8 +234,8 @@ def short_name(name: str) -> str:
 
 def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
     """The sizes of GEMMs as MxKxN, most time first."""
-    times = add_up((item.gemm.size, item.share) for item in items if item.gemm.size)
-    return ["x".join(map(str, size)) for size in sorted(times, key=lambda size: -times[size])[:count]]
+    sizes = largest_sums((item.gemm.size, item.share) for item in items if item.gemm.size)
+    return ["x".join(map(str, size)) for size in list(sizes)[:count]]
 
 
 def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
@@ -255,5 +244,5 @@ def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
 
 
 @cache
-def _advice() -> dict[str, Any]:
-    return load_data("gemmscope.explain", "advice.toml")
+def _causes() -> dict[str, Any]:
+    return load_data("gemmscope.explain", "causes.toml")

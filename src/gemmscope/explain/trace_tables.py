@@ -3,7 +3,9 @@ CPU did in idle time, the allocator."""
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Literal
 
 from gemmscope.explain.attention_speed import attention_totals
@@ -13,8 +15,8 @@ from gemmscope.explain.gemm_speed import gemm_shapes
 from gemmscope.explain.recorded_trace import Call, Operator, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace_view import TraceView, add_up
-from gemmscope.results.explain_tables import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+from gemmscope.explain.trace_view import TraceView, largest_sums
+from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
 MOST_FRAMES = 15
@@ -29,8 +31,8 @@ FrameKind = Literal["annotation", "operator", "GPU API call", "Python function",
 
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
     """The kernels that take the most time."""
-    times = add_up((item.work.name, item.work.time) for item in step.items)
-    counts = add_up((item.work.name, 1.0) for item in step.items)
+    times = largest_sums((item.work.name, item.work.time) for item in step.items)
+    counts = Counter(item.work.name for item in step.items)
     classes = {item.work.name: item.name for item in step.items}
     steps = step.view.count
     return tuple(
@@ -38,7 +40,7 @@ def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
             name=name, kernel_class=classes[name], count=counts[name] / steps, time_ms=times[name] / 1000 / steps,
             mean_us=times[name] / counts[name],
         )
-        for name in sorted(times, key=lambda name: -times[name])[:MOST_KERNELS]
+        for name in list(times)[:MOST_KERNELS]
     )  # fmt: skip
 
 
@@ -80,14 +82,13 @@ def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
     """Idle time in which the CPU was late, by what it did: the innermost activity that covers most of the gap."""
     gaps = sorted((gap for shares in step.view.shares for gap in shares.gaps if gap.why in HOST_IDLE), key=lambda gap: gap.begin)
     framed = list(zip(gaps, _frames(step.view.trace, gaps), strict=True))
-    times = add_up((frame, gap.time) for gap, frame in framed)
-    counts = add_up((frame, 1.0) for _, frame in framed)
+    times = largest_sums((frame, gap.time) for gap, frame in framed)
+    counts = Counter(frame for _, frame in framed)
     steps = step.view.count
-    rows = [
+    return tuple(
         IdleFrame(frame=name, kind=kind, gaps=counts[name, kind] / steps, time_ms=times[name, kind] / 1000 / steps)
-        for name, kind in sorted(times, key=lambda frame: -times[frame])
-    ]
-    return tuple(rows[:MOST_FRAMES])
+        for name, kind in list(times)[:MOST_FRAMES]
+    )
 
 
 def _frames(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
@@ -134,26 +135,23 @@ def allocator_calls(view: TraceView) -> tuple[AllocatorCall, ...]:
     steps = sorted(view.steps.chosen, key=lambda step: step.begin)
     begins = [step.begin for step in steps]
     inside = [call for call in calls if (at := bisect_right(begins, call.start)) and call.start < steps[at - 1].end]
-    times = add_up((call.name, call.end - call.start) for call in inside)
-    counts = add_up((call.name, 1.0) for call in inside)
-    names = sorted(times, key=lambda name: -times[name])
+    times = largest_sums((call.name, call.end - call.start) for call in inside)
+    counts = Counter(call.name for call in inside)
     return tuple(
-        AllocatorCall(name=name, count=counts[name] / view.count, time_ms=times[name] / 1000 / view.count) for name in names
+        AllocatorCall(name=name, count=counts[name] / view.count, time_ms=time / 1000 / view.count)
+        for name, time in times.items()
     )
 
 
 def memory_points(view: TraceView) -> tuple[MemoryPoint, ...]:
     """Memory over the chosen steps: of each stretch of time, the reading with the most memory in use."""
     begin, end = min(step.begin for step in view.steps.chosen), max(step.end for step in view.steps.chosen)
-    readings = [reading for reading in view.trace.memory if begin <= reading[0] <= end]
-    highest: dict[int, tuple[float, float, float]] = {}
-    for reading in readings:
-        place = int((reading[0] - begin) / max(end - begin, 1e-9) * MOST_POINTS)
-        if place not in highest or reading[1] > highest[place][1]:
-            highest[place] = reading
+    inside = (reading for reading in view.trace.memory if begin <= reading[0] <= end)
+    stretches = groupby(inside, lambda reading: int((reading[0] - begin) / max(end - begin, 1e-9) * MOST_POINTS))
+    highest = (max(readings, key=lambda reading: reading[1]) for _, readings in stretches)
     return tuple(
         MemoryPoint(time_ms=(moment - begin) / 1000, allocated=allocated, reserved=reserved)
-        for moment, allocated, reserved in highest.values()
+        for moment, allocated, reserved in highest
     )
 
 

@@ -135,14 +135,22 @@ def add_up(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     return sums
 
 
+def largest_sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """The same, the largest sum first.
+
+    >>> largest_sums([("norms", 1.0), ("loss", 5.0), ("norms", 3.0)])
+    {'loss': 5.0, 'norms': 4.0}
+    """
+    return dict(sorted(add_up(pairs).items(), key=lambda pair: -pair[1]))
+
+
 def account_of(view: TraceView) -> StepAccount:
     """Milliseconds and counts per step."""
     count, items = view.count, view.items()
     times = [(EXPOSED if item.name == "communication" else item.name, item.share / 1000 / count) for item in items]
     classes = add_up(times)
     busy_ms = sum(classes.values())
-    reasons = add_up((gap.why, gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
-    idle: dict[str, float] = dict(sorted(reasons.items(), key=lambda reason: -reason[1]))
+    idle = largest_sums((str(gap.why), gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
     classes[UNRECORDED] = unrecorded_ms = idle.pop(NOT_RECORDED, 0.0)
     classes[HOST] = sum(time for why, time in idle.items() if why in HOST_IDLE)
     classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
@@ -176,38 +184,31 @@ def account_of(view: TraceView) -> StepAccount:
 def _parts(view: TraceView, classes: dict[str, float], items: Sequence[TimedWork]) -> dict[StepPart, float]:
     """The classes as parts of a step. The GEMMs of the output head belong to the head, and the share of a fused cast that does a
     norm or an activation belongs to those, as in a measured step."""
-    parts = add_up((PARTS.get(name, "GEMMs"), time) for name, time in classes.items())
+    parts = [(PARTS.get(name, "GEMMs"), time) for name, time in classes.items()]
     head = view.ms(item for item in items if item.gemm.head)
     fused = view.ms(item for item in items if item.name == "quantization" and item.work_class.fused)
-    moves: list[tuple[StepPart, StepPart, float]] = [
-        ("GEMMs", "head and loss", head),
-        ("quantization", "norms and activations", (1 - CAST_SHARE) * fused),
-    ]
-    for source, target, time in moves:
-        if time:
-            parts[source] = parts.get(source, 0.0) - time
-            parts[target] = parts.get(target, 0.0) + time
-    return in_order(parts)
+    beside = (1 - CAST_SHARE) * fused
+    moved: list[tuple[StepPart, float]] = [("GEMMs", -head), ("head and loss", head)] if head else []
+    moved += [("quantization", -beside), ("norms and activations", beside)] if beside else []
+    return in_order(add_up([*parts, *moved]))
 
 
 def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTotal, ...]:
     counts = add_up((item.gemm.precision, float(not item.gemm.reduces)) for item in items)
-    times = add_up((item.gemm.precision, item.share / 1000 / count) for item in items)
+    times = largest_sums((item.gemm.precision, item.share / 1000 / count) for item in items)
     flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
     own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
-    totals = [
+    return tuple(
         PrecisionTotal(precision=name, count=counts[name] / count, time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
         for name, time in times.items()
-    ]
-    return tuple(sorted(totals, key=lambda total: -total.time_ms))
+    )
 
 
 def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...]:
     """The kernels by name, the longest first."""
-    times = add_up((item.work.name, item.share / 1000 / count) for item in items)
+    times = largest_sums((item.work.name, item.share / 1000 / count) for item in items)
     counts = add_up((item.work.name, 1 / count) for item in items)
-    kernels = [UnknownKernel(name=name, time_ms=times[name], count=counts[name]) for name in times]
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.time_ms))
+    return tuple(UnknownKernel(name=name, time_ms=time, count=counts[name]) for name, time in times.items())
 
 
 def _micro_batches(view: TraceView) -> int:

@@ -6,9 +6,6 @@ from typing import NamedTuple
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
-from gemmscope.workload.scans import CausalConv, Scan
-from gemmscope.workload.sparse import IndexScores
-from gemmscope.workload.streams import StreamMix
 
 FP32_BYTES = 4
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
@@ -100,19 +97,12 @@ def _op_memory(op: Op, run: RunSpec) -> _OpMemory:
         return _linear_memory(op, run)
     if isinstance(op, Attention):
         return _attention_memory(op, run)
-    if isinstance(op, (Scan, CausalConv, IndexScores)):
-        return _OpMemory(kept=op.kept_bytes() * op.count)
     if isinstance(op, Loss):
         return _OpMemory(logits=op.rows * op.width)
-    if isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
-        return _OpMemory(kept=op.rows * op.width * op.streams * ELEMENT_BYTES * op.count)
-    if not isinstance(op, Elementwise):
-        return _OpMemory()
-    size = op.rows * op.width * ELEMENT_BYTES
-    if isinstance(op, Activation):
-        read = (op.forward_tensors - 1) * size
-        return _OpMemory(kept=read * op.count, transient=read + size)
-    return _OpMemory(kept=op.kept_tensors * size * op.count, unfused=size if op.facts.kept_unfused else 0.0)
+    kept = op.kept_bytes()
+    size = op.rows * op.width * ELEMENT_BYTES if isinstance(op, Elementwise) else 0.0
+    transient = kept + size if isinstance(op, Activation) else 0.0
+    return _OpMemory(kept=kept * op.count, transient=transient, unfused=size if op.facts.kept_unfused else 0.0)
 
 
 def _linear_memory(op: Linear, run: RunSpec) -> _OpMemory:

@@ -152,9 +152,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
         return op.count * (op.forward_runs * attention_ms(op, chip, "forward") + attention_ms(op, chip, "backward"))
     if isinstance(op, IndexScores):
         return op.count * sum(index_ms(work, chip) for work in [op.forward()] * op.forward_runs + [op.backward()] if work.flops)
-    table = facts()["bandwidth"]
-    kind = op.facts.bandwidth or (op.kind if op.kind in table else "elementwise")
-    reached = chip.bandwidth_tbps * 1e9 * table[kind]
+    reached = chip.bandwidth_tbps * 1e9 * facts()["bandwidth"][op.facts.bandwidth or op.kind]
     launches = 2 if op.backward().bytes_moved else 1
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])
 

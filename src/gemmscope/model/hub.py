@@ -1,7 +1,7 @@
 """Resolves a Hugging Face hub ID with the user's own transformers, in a separate process.
 
-gemmscope itself never imports transformers. This file is also what that process runs: ``gemmscope.model.hub NAME`` prints the
-config, or one line with the reason why it cannot.
+gemmscope itself never imports transformers. This file is also what that process runs: it sends the config, or ends with
+the reason why it cannot.
 """
 
 import importlib.util
@@ -10,8 +10,8 @@ import os
 import re
 import sys
 
-from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option
+from gemmscope.process import messages_to_parent, run_worker
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
@@ -35,10 +35,10 @@ def resolve(name: str) -> str:
             f"pip install transformers, or {instead}",
         )
     worker = run_worker(__name__, name)
-    if worker.code != 0 or worker.cut:
+    if worker.ending.code != 0 or worker.cut:
         reason = "its config is too large" if worker.cut else worker.reason
         raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub ID: {reason}", instead)
-    return worker.output
+    return worker.text
 
 
 def _main(name: str) -> None:
@@ -47,17 +47,18 @@ def _main(name: str) -> None:
 
     try:
         config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
-    except Exception:
+    except (OSError, ValueError):
         if not _hub_reachable():
             raise SystemExit("it is not in the local cache, and the hub cannot be reached from here") from None
         try:
             config, _ = PretrainedConfig.get_config_dict(name)
-        except Exception as error:
+        except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise SystemExit(reason[0]) from None
     if not config:
         raise SystemExit("it has no config.json")
-    sys.stdout.write(json.dumps(config))
+    with messages_to_parent() as out:
+        out.write(json.dumps(config) + "\n")
 
 
 def _hub_reachable() -> bool:

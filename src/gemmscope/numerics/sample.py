@@ -19,17 +19,8 @@ import torch
 from torch import Tensor
 
 from gemmscope.numerics.names import LinearName
-from gemmscope.numerics.recording import (
-    BLOCK,
-    COLUMNWISE,
-    EXPONENTS,
-    OPERANDS,
-    WEIGHT_BLOCKS,
-    PassFacts,
-    StepFacts,
-    TensorFacts,
-)
-from gemmscope.results.numerics import Pass, TensorName
+from gemmscope.numerics.recording import BLOCK, EXPONENTS, WEIGHT_BLOCKS, PassFacts, StepFacts, TensorFacts
+from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
 CHUNK, CPU_CHUNK = 1 << 23, 1 << 18  # values that are converted to float32 at a time: 32 MiB; on a CPU what its cache holds
 IMPORTANCE = 0.75  # share of the probability that follows the energies; the rest is equal

@@ -2,25 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from gemmscope.errors import UserError, option
 from gemmscope.options.declare import OWN, Option, Options, RunFile
 from gemmscope.options.values import Axes, Shape, axes, bare_shapes, names, percentage, token_count
+from gemmscope.toml import load_data
 
 Mode = Literal["autocast", "pre-quantized"]
 Compile = Literal["whole", "layers", "none"]
 Optimizer = Literal["adamw", "adam", "sgd", "none"]
 Timing = Literal["cuda-events", "profiler"]
-
-SKIPS = {
-    "no_fp8_current": "FP8Current",
-    "no_fp8_delayed": "FP8Delayed",
-    "no_fp8_block": "FP8Block",
-    "no_fp8": "MXFP8",
-    "no_fp4": "NVFP4",
-}
-"""Flags of the command line, and the recipe that each skips."""
 
 KEEP_HIGHER = Option(
     "Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N layers, and linears such "
@@ -53,6 +46,17 @@ TIME_LIMIT_HELP = "Time limit in seconds, counted from the first sample."
 LONGEST = ("--longest",)
 AXIS = "NAME=A:B:STEP"
 RAY_HELP = "ADDRESS is auto, local, HOST:PORT or ray://HOST:PORT. Needs gemmscope[ray]."
+
+
+@cache
+def skip_flags() -> dict[str, str]:
+    """The flag of the command line that leaves out a recipe, for those that have one.
+
+    >>> skip_flags()["MXFP8"]
+    'no_fp8'
+    """
+    table = load_data("gemmscope.recipe", "recipes.toml")
+    return {name: facts["skipped_by"] for name, facts in table.items() if "skipped_by" in facts}
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class RecipeOptions(Options):
 
     def __post_init__(self) -> None:
         lower = {name.lower() for name in self.recipes or ()}
-        skipped = {name: flag for flag, name in SKIPS.items() if getattr(self, flag)}
+        skipped = {name: flag for name, flag in skip_flags().items() if getattr(self, flag)}
         for name, flag in skipped.items():
             if name.lower() in lower:
                 raise UserError(f"{option('recipes')} includes {name}, but {option(flag)} skips it", "use only one of them")

@@ -16,9 +16,9 @@ from typing import Any
 
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import node_name
-from gemmscope.pool.lines import ALIVE_S, SiteSetup, event_of, unit_line
-from gemmscope.pool.site_process import SiteEndedError, SiteProcess
+from gemmscope.pool.lines import ALIVE_S, SITE, SiteSetup, event_of, unit_line
 from gemmscope.pool.units import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.process import Ending, ProcessEndedError, WorkerProcess, worker_environment
 
 START_S = 90.0  # a site that has not said hello by then is ended: it imports nothing heavy
 MOST_DEATHS = 3  # in a row, without a unit finished between them
@@ -41,7 +41,7 @@ class _Slot:
     key: str
     name: str
     local: LocalPlace
-    process: SiteProcess | None = None
+    process: WorkerProcess | None = None
     begun: float = 0.0
     greeted: bool = False
     """Whether it was ever found or refused."""
@@ -131,7 +131,7 @@ class LocalPool:
         visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if slot.local.gpu is not None else {}
         slot.begun, slot.restart_at, slot.ready = time.monotonic(), None, False
         try:
-            slot.process = SiteProcess(visible)
+            slot.process = WorkerProcess(SITE, environment={**worker_environment(), **visible})
         except OSError as error:  # no memory, no more processes or files
             self._died(slot, f"its process cannot be started: {error.strerror or error}")
             return
@@ -165,8 +165,8 @@ class LocalPool:
                     return
         except ValueError as error:
             self._died(slot, str(error))
-        except SiteEndedError as death:
-            self._died(slot, str(death))
+        except ProcessEndedError as end:
+            self._died(slot, _how(end.ending))
 
     def _tell(self, slot: _Slot, event: Event) -> None:
         if isinstance(event, PlaceFound):
@@ -184,10 +184,8 @@ class LocalPool:
         """Check for a site that has ended while something else keeps its output open, or that does not start at all."""
         if slot.process is None:
             return
-        if (code := slot.process.ended()) is not None:
+        if slot.process.over:
             self._receive(slot)
-            if slot.process is not None:
-                self._died(slot, code)
         elif not slot.ready and time.monotonic() - slot.begun > self._start_s:
             self._died(slot, f"its process did not respond for {self._start_s:g} s: the GPU driver may hang", again=False)
 
@@ -218,6 +216,13 @@ class LocalPool:
     def _end_all(self) -> None:
         for slot in self._slots.values():
             if slot.process is not None:
-                slot.process.stop()
+                slot.process.kill()
         for slot in self._slots.values():
             self._close(slot)
+
+
+def _how(ending: Ending) -> str:
+    """How the process of a site ended."""
+    if ending.code is None:
+        return "its process closed its output"
+    return "its process was killed (signal 9)" if ending.killed else f"its process died ({ending.how}){ending.detail}"

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import subprocess
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import Any
 
-from gemmscope.engine.pipes import PipeWriter, last_part, read_now
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.pool.lines import ALIVE_S, SITE, SiteSetup, event_of, unit_line
 from gemmscope.pool.ray_messages import check_installed, last_useful_line, nobody_answers, ray_address
 from gemmscope.pool.units import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
-from gemmscope.process import worker_command
-from gemmscope.signals import Interrupted, blocked, defer_signals
+from gemmscope.process import ProcessEndedError, WorkerProcess
+from gemmscope.signals import Interrupted, defer_signals
 
 ANSWER_S = 15.0  # time limit for an answer from an address
 CONNECT_S = 90.0  # time limit to connect to a Ray that answers: the machine may be busy
@@ -85,7 +80,7 @@ class RayPool:
 
     def _end_bridge(self) -> None:
         if self._bridge is not None:
-            self._bridge.stop(STOP_S if self._connected else 0.5)
+            self._bridge.end(STOP_S if self._connected else 0.5)
             self._bridge, self._connected = None, False
 
     def expected(self) -> int:
@@ -119,7 +114,7 @@ class RayPool:
     def _order(self, place: str, **content: Any) -> None:
         number = self._by_key.get(place)
         if number is not None and self._bridge is not None:
-            self._bridge.send({**content, "slot": number})
+            self._bridge.order(**content, slot=number)
 
     # -- the connection ------------------------------------------------------------------------------------------------------
 
@@ -127,18 +122,16 @@ class RayPool:
         """Start a bridge and wait until it knows the nodes."""
         self._connections += 1
         self._bridge = bridge = _BridgeProcess()
-        bridge.send(
-            {
-                "address": self.address,
-                "cpu": self._setup.cpu,
-                "site": self._site,
-                "begin": self._setup.line().decode(),
-                "folder": self._folder,
-                "answer_s": ANSWER_S - 2,
-                "silence_s": self._silence_s,
-                "held_s": HELD_S,
-                "alive_s": ALIVE_S,
-            }
+        bridge.order(
+            address=self.address,
+            cpu=self._setup.cpu,
+            site=self._site,
+            begin=self._setup.line().decode(),
+            folder=self._folder,
+            answer_s=ANSWER_S - 2,
+            silence_s=self._silence_s,
+            held_s=HELD_S,
+            alive_s=ALIVE_S,
         )
         until = time.monotonic() + (LOCAL_S if self.address == "local" else ANSWER_S)
         answered = False
@@ -252,7 +245,7 @@ class RayPool:
             event = event_of(slot.key, line, name=slot.host)
         except ValueError:
             if self._bridge is not None:
-                self._bridge.send({"type": "abandon", "slot": number})
+                self._bridge.order(type="abandon", slot=number)
             if slot.greeted:  # else the bridge tells when it was ended, and starts another one
                 self._waiting.append(PlaceLost(slot.key, f"its process sent an invalid message: {shown(line)}", again=True))
                 self._forget(number)
@@ -308,78 +301,35 @@ class _BridgeEndedError(Exception):
         self.why = why
 
 
-class _BridgeProcess:
-    """The bridge, a process of its own. Its output goes to a file that nobody sees."""
+class _BridgeProcess(WorkerProcess):
+    """The bridge. Its output goes to a log that nobody sees."""
 
     def __init__(self) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._reading, writing = os.pipe()
         environment = {
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",  # actors travel by value: 3.11.4 and 3.11.7 understand each other
             "RAY_USAGE_STATS_ENABLED": "0",  # a Ray that is started here reports to nobody
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
-        with blocked():
-            self._process = subprocess.Popen(
-                worker_command("gemmscope.pool.ray_bridge", str(writing)),
-                bufsize=0,
-                pass_fds=(writing,),
-                stdin=subprocess.PIPE,
-                stdout=self._log,
-                stderr=self._log,
-                env={**environment, **os.environ},
-                start_new_session=True,
-            )
-        os.close(writing)
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
-        self._outgoing, self._pending = PipeWriter(self._input.fileno()), b""
+        super().__init__("gemmscope.pool.ray_bridge", environment={**environment, **os.environ})
         self._heard = time.monotonic()
-        os.set_blocking(self._reading, False)
 
-    def send(self, content: dict[str, Any]) -> None:
-        self._outgoing.send(json.dumps(content).encode() + b"\n")
+    def order(self, **content: Any) -> None:
+        self.send(json.dumps(content).encode() + b"\n")
 
     def messages(self, wait_s: float) -> list[dict[str, Any]]:
         """What has arrived; waits for the first message. A `_BridgeEndedError` if no more can arrive."""
         until = time.monotonic() + wait_s
         while True:
-            over = self._process.poll() is not None
-            sending = [self._input.fileno()] if self._outgoing else []
-            select.select([self._reading], sending, [], 0 if over else max(0.0, until - time.monotonic()))
-            self._outgoing.flush()
-            piece = read_now(self._reading)
-            if piece:
+            self.wait(until - time.monotonic())
+            try:
+                lines = self.lines()
+            except ProcessEndedError as end:
+                last = last_useful_line(end.ending.errors)
+                raise _BridgeEndedError(f"({last})" if last else f"(exit code {end.ending.code})") from end
+            if lines:
                 self._heard = time.monotonic()
-                *whole, self._pending = (self._pending + piece).split(b"\n")
-                if messages := [message for line in whole if (message := json.loads(line))["type"] != "alive"]:
-                    return messages
-            elif piece is None or over:
-                raise _BridgeEndedError(self._end_reason())
             elif time.monotonic() - self._heard > BRIDGE_SILENCE_S:
                 raise _BridgeEndedError(f"(no answer from Ray for {BRIDGE_SILENCE_S:.0f} s)")
-            if time.monotonic() >= until:
-                return []
-
-    def _end_reason(self) -> str:
-        """How it ended, and the last useful line of its log."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(2.0)
-        last = last_useful_line(last_part(self._log))
-        return f"({last})" if last else f"(exit code {self._process.poll()})"
-
-    def stop(self, patience_s: float = STOP_S) -> None:
-        """Let it end every actor and a Ray that it started; kill it if that takes too long."""
-        if self._log.closed:
-            return
-        self._input.close()
-        try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            os.close(self._reading)
-            self._log.close()
+            messages = [message for line in lines if (message := json.loads(line))["type"] != "alive"]
+            if messages or time.monotonic() >= until:
+                return messages

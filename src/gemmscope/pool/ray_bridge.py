@@ -1,7 +1,7 @@
 """The process that talks to Ray for the driver: it connects, keeps one actor for each GPU, passes lines on and watches nodes.
 
 Ray writes its logs to standard output, and ends the process that uses it when the head node is gone. Both stay in here. One JSON
-object per line, on standard input and on the pipe whose number is the argument. An actor is a *slot*, with a number of its own:
+object per line, on standard input and on the pipe to the driver. An actor is a *slot*, with a number of its own:
 one that replaces another has a new number, so that nothing is mistaken for something of its predecessor.
 
 From the driver: a request first, then `send` (slot, line), `abandon` (slot); the end of the input means stop. To the driver:
@@ -25,8 +25,7 @@ from typing import Any
 from gemmscope.pool import relay
 from gemmscope.pool.bundle import Bundle, make_bundle
 from gemmscope.pool.ray_messages import NotRayError, host_and_port, why_no_connection
-from gemmscope.process import START_WORKER
-from gemmscope.signals import leave_to_parent
+from gemmscope.process import messages_to_parent
 
 NODES_S = 1.0  # between two checks of the nodes of the cluster
 HEAD_S = 60.0  # a head node that does not answer for this long is gone
@@ -233,8 +232,7 @@ class Bridge:
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "num_gpus": 0 if self.cpu else 1, "max_restarts": 0, "max_concurrency": 4}
         create = self._relay.options(scheduling_strategy=strategy, **options).remote
-        code = [START_WORKER, self.request["site"]]
-        return create(self._bundle, self._digest, code, self.request["begin"])
+        return create(self._bundle, self._digest, self.request["site"], self.request["begin"])
 
     def _pass_on(self, slot: Slot, lines: list[str]) -> None:
         for line in lines:
@@ -418,16 +416,15 @@ async def _run(ray: Any, request: dict[str, Any], outgoing: Outgoing) -> None:
 
 def main() -> None:
     """Serve one driver."""
-    leave_to_parent()
-    number = int(sys.argv[1])
-    os.set_blocking(number, False)
-    outgoing = Outgoing(number)
-    with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # what follows is read by `Bridge`
-        request = json.loads(unbuffered.readline())
-    ray = connect(request, outgoing)
-    if ray is not None:
-        asyncio.run(_run(ray, request, outgoing))
-        ray.shutdown()
+    os.dup2(2, 1)  # Ray logs to both
+    with messages_to_parent() as messages, open(0, "rb", buffering=0, closefd=False) as unbuffered:
+        os.set_blocking(messages.fileno(), False)
+        outgoing = Outgoing(messages.fileno())
+        request = json.loads(unbuffered.readline())  # what follows is read by `Bridge`
+        ray = connect(request, outgoing)
+        if ray is not None:
+            asyncio.run(_run(ray, request, outgoing))
+            ray.shutdown()
 
 
 if __name__ == "__main__":

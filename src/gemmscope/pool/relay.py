@@ -1,131 +1,92 @@
 """The actor that Ray runs on a node, one for each GPU: it starts a site there and passes lines on.
 
-Nodes need Ray and the frameworks, and not gemmscope: this class travels by value, so it uses the standard library alone, and the
-site runs from a bundle (`bundle.py`) that all actors of a node share.
+Nodes need Ray and the frameworks, and not gemmscope: this class travels by value, so it uses the standard library, and what
+it imports from the bundle (`bundle.py`) that all actors of a node share; the site runs from there, too.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import io
 import json
 import os
 import re
 import shutil
-import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 FOLDER = "gemmscope-bundle-"
 SIGNS_OF_LIFE = ("alive", "progress")  # types of lines that can wait, and of which only the last one counts
-ENDING_S = 3.0  # how long a process that is killed may take to leave
 
 
 class SiteRelay:
     """One site and the lines to and from it. Its methods are called at the same time, by different threads."""
 
-    def __init__(self, bundle: bytes, digest: str, code: Sequence[str], begin: str) -> None:
-        """`code`: the Python code to run, and the module of the site; `begin`: the first line to send to it."""
-        self._changed = threading.Condition()
-        self._lines: list[str] = []
-        self._sign_of_life = ""
-        self._ended: str | None = None
+    def __init__(self, bundle: bytes, digest: str, module: str, begin: str) -> None:
+        """`module`: what the site runs; `begin`: the first line to send to it."""
         self._folder, self._lock = unpack(bundle, digest)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        start, module = code
-        self._site = subprocess.Popen(
-            [sys.executable, "-c", start, str(self._folder / "code"), str(os.getpid()), module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=site_environment(self._folder),
-            cwd=tempfile.gettempdir(),
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self._own = self._folder / "sites" / str(os.getpid())  # what a site that is killed leaves there goes with the bundle
+        self._polling = threading.Lock()
+        self._ended: str | None = None
+        process = process_of(self._folder)
+        self._ended_error: type[Any] = process.ProcessEndedError
+        self._process = process.WorkerProcess(module, environment=site_environment(self._folder), folder=tempfile.gettempdir())
         self.send(json.dumps({**json.loads(begin), "folder": str(self._own)}))
 
     def send(self, line: str) -> None:
         """Pass a line to the site."""
-        assert self._site.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended, which `poll` tells
-            self._site.stdin.write(line.encode().rstrip(b"\n") + b"\n")
-            self._site.stdin.flush()
+        self._process.send(line.encode().rstrip(b"\n") + b"\n")
 
     def poll(self, wait_s: float) -> tuple[list[str], str | None]:
         """The lines of the site since the last call, and how it ended, None as long as it runs.
 
         Waits for a line that matters, at most `wait_s`. Signs of life do not end the waiting, and only the last one is returned.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._ended is not None, wait_s)
-            lines = [*self._lines, self._sign_of_life] if self._sign_of_life else self._lines
-            self._lines, self._sign_of_life = [], ""
-            return lines, self._ended
+        until, lines, sign_of_life = time.monotonic() + wait_s, list[str](), list[str]()
+        with self._polling:
+            while self._ended is None:
+                left = until - time.monotonic()
+                self._process.wait(left)
+                try:
+                    texts = [line.decode(errors="replace").strip() for line in self._process.lines()]
+                except self._ended_error as end:
+                    self._ended = f"{end.ending.how}{end.ending.detail}"
+                    break
+                lines += [text for text in texts if type_of(text) not in SIGNS_OF_LIFE]
+                sign_of_life = [text for text in texts if type_of(text) in SIGNS_OF_LIFE][-1:] or sign_of_life
+                if lines or left <= 0:
+                    break
+            return lines + sign_of_life, self._ended
 
     def stop(self) -> None:
         """End the site and what it started; remove the bundle, if no other actor uses it."""
-        assert self._site.stdin is not None
-        if self._site.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._site.pid, signal.SIGSTOP)  # so that it starts nothing more, and its children keep their numbers
-            for pid in (*descendants(self._site.pid), self._site.pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._site.wait(ENDING_S)
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            self._reader.join(ENDING_S)
-            with suppress(OSError):
-                self._site.stdin.close()
-            shutil.rmtree(self._own, ignore_errors=True)
-            remove_unused(self._folder, lock)
-
-    def _read(self) -> None:
-        """Read what the site sends, until it ends."""
-        assert self._site.stdout is not None
-        for line in self._site.stdout:
-            text = line.decode(errors="replace").strip()
-            with self._changed:
-                if type_of(text) in SIGNS_OF_LIFE:
-                    self._sign_of_life = text
-                else:
-                    self._lines.append(text)
-                    self._changed.notify_all()
-        self._site.stdout.close()
-        code = self._site.wait()
-        with self._changed, self._errors:
-            self._ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            if last := self._last_error():
-                self._ended += f": {last}"
-            self._changed.notify_all()
-
-    def _last_error(self) -> str:
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - (1 << 16)))
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:300] if lines else ""
+        self._process.kill()
+        with self._polling:
+            lock, self._lock = self._lock, -1
+            if lock >= 0:
+                self._ended = self._ended or self._process.ending().how
+                self._process.close()
+                shutil.rmtree(self._own, ignore_errors=True)
+                remove_unused(self._folder, lock)
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have started; none where the system does not tell."""
-    pids = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                pids += [child, *descendants(child)]
-    return pids
+def process_of(folder: Path) -> Any:
+    """The module of the bundle that starts processes."""
+    roots = [str(folder / "code"), str(folder / "packages")]
+    before = list(sys.path)
+    sys.path[:] = [roots[0], *before, roots[1]]
+    try:
+        return importlib.import_module("gemmscope.process")
+    finally:
+        sys.path[:] = before
 
 
 def type_of(line: str) -> str:

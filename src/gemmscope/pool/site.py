@@ -1,6 +1,6 @@
 """The process at a place of a pool: takes units, measures each as a single-GPU command would, and sends its outcome back.
 
-It reads lines of JSON from its standard input and writes lines to its standard output (`pool/lines.py`). It never imports
+It reads lines of JSON from its standard input and sends lines to the pool (`pool/lines.py`). It never imports
 torch: each unit has a measuring process of its own. A thread gives signs of life.
 """
 
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from gemmscope import __version__
 from gemmscope.engine.campaign import NotStartedError
@@ -28,8 +28,8 @@ from gemmscope.gpu.nvml import open_nvml
 from gemmscope.gpu.visible import usable_gpu
 from gemmscope.pool.cores import allowed_cores, divide_cores
 from gemmscope.pool.lines import SiteSetup, content_of
+from gemmscope.process import messages_to_parent
 from gemmscope.progress import ProgressLine, Reporter
-from gemmscope.signals import leave_to_parent
 
 if TYPE_CHECKING:
     from gemmscope.engine.campaign import OnMessage
@@ -43,15 +43,13 @@ PROGRESS_S = 1.0  # at most one line of progress in this time
 
 def main() -> None:
     """Serve until the input ends."""
-    leave_to_parent()
-    out = os.dup(1)  # so that prints of other code do not interfere
-    os.dup2(2, 1)
     first = sys.stdin.readline()
     if not first:
         return  # not needed any more
     setup = SiteSetup.of(json.loads(first))
     cores = available_cores()
     with ExitStack() as stack:
+        out = stack.enter_context(messages_to_parent())
         if setup.folder:
             folder = Path(setup.folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +89,7 @@ def _run_on(cores: Sequence[int]) -> None:
 class _Site(Reporter):
     """One site. It is the reporter of what it measures."""
 
-    def __init__(self, setup: SiteSetup, out: int, folder: Path) -> None:
+    def __init__(self, setup: SiteSetup, out: IO[str], folder: Path) -> None:
         self._setup, self._out, self._folder = setup, out, folder
         self._lock, self._over = threading.Lock(), threading.Event()
         self._reported = 0.0
@@ -191,11 +189,10 @@ class _Site(Reporter):
             self._send(type="alive")
 
     def _send(self, **content: Any) -> None:
-        line = memoryview(json.dumps(content).encode() + b"\n")
         with self._lock:
             try:
-                while line:
-                    line = line[os.write(self._out, line) :]
+                self._out.write(json.dumps(content) + "\n")
+                self._out.flush()
             except OSError:  # nobody reads any more: the measuring process ends with this one
                 os._exit(1)
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gemmscope.errors import in_a_line
+
 MAMBA, CONV, FLA, TRANSFORMERS, PYTORCH = "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformers", "PyTorch"
 LIGHTNING_CHUNK = 64
 GATED = ("state-space scan", "gated delta rule")  # whose backward pass has a gated kernel of flash-linear-attention
@@ -40,6 +42,10 @@ WRONG_GRADIENTS = (
 )
 
 
+# What the import of a package raises that is not installed, or not built for this torch, Triton or GPU
+DOES_NOT_LOAD = (ImportError, AttributeError, OSError, RuntimeError)
+
+
 class MissingKernelError(ImportError):
     """No package that is installed has this kernel; the message says what to install."""
 
@@ -51,8 +57,8 @@ class MixerKernels:
     device: str
     without: frozenset[str] = frozenset()  # packages that are not used
     sources: dict[str, str] = field(default_factory=dict)  # what it computes -> the package that does
-    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why the package that is faster cannot do it here
-    _loaded: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why a package that is installed cannot do it here
+    _loaded: dict[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
 
     def _first(self, what: str, *choices: tuple[str, str, str]) -> tuple[str, Callable[..., Any]]:
         """The first of (package, module, function) that can be imported. On the CPU and on the meta device, only those of
@@ -63,13 +69,22 @@ class MixerKernels:
             if what in GATED and any(choice[0] == FLA for choice in usable) and gated_backward_is_wrong():
                 usable = [choice for choice in usable if choice[0] != FLA]
                 self.refused[what] = WRONG_GRADIENTS
-            kernel = next(filter(None, map(_imported, usable)), None)
+            kernel = next(filter(None, (self._imported(what, *choice) for choice in usable)), None)
             if kernel is None:
                 packages = " or ".join(dict.fromkeys(choice[0] for choice in choices))
                 raise MissingKernelError(f"the {what} needs {packages}: install one of them in this environment")
             self._loaded[what], self.sources[what] = kernel, kernel[0]
-        package, function = self._loaded[what]
-        return package, function
+        return self._loaded[what]
+
+    def _imported(self, what: str, package: str, module: str, name: str) -> tuple[str, Callable[..., Any]] | None:
+        """None if it does not load: the next one is used. Of a package that is installed, the result says why."""
+        try:
+            function = getattr(import_module(module), name)
+        except DOES_NOT_LOAD as error:
+            if getattr(error, "name", None) != module.partition(".")[0]:
+                self.refused.setdefault(what, f"{package} does not load here: {in_a_line(error)}")
+            return None
+        return (package, function) if function is not None else None
 
     def ssd(
         self,
@@ -254,16 +269,7 @@ def gated_backward_is_wrong() -> bool:
     wrongly, and only tilelang replaces them."""
     try:
         facts = import_module("fla.utils")
-    except Exception:  # not installed
+    except DOES_NOT_LOAD:  # then it is not used either
         return False
     old = getattr(facts, "TRITON_ABOVE_3_4_0", False) and not getattr(facts, "TRITON_ABOVE_3_7_1", True)
     return bool(getattr(facts, "IS_NVIDIA_HOPPER", False) and old and find_spec("tilelang") is None)
-
-
-def _imported(choice: tuple[str, str, str]) -> tuple[str, Callable[..., Any]] | None:
-    package, module, name = choice
-    try:
-        function = getattr(import_module(module), name)
-    except Exception:  # a package that is not there, or does not load with this torch: the next one
-        return None
-    return (package, function) if function is not None else None

@@ -22,6 +22,11 @@ from pydantic import Field, PlainSerializer, PlainValidator
 from gemmscope import roles
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
+TensorName = Literal["X", "W", "dY"]
+OPERANDS: Mapping[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
+"""The two tensors that each pass multiplies, in the order of a recipe's `operands`."""
+COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}
+"""Where the dimension that a pass reduces is the tensor's first one: columns of the tensor are rows of the operand."""
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
 Direction = Literal["forward", "backward"]
@@ -146,6 +151,10 @@ class Op:
         """One backward execution; most operations have one."""
         return Work()
 
+    def kept_bytes(self) -> float:
+        """What one execution keeps for backward, beside the inputs of linears, which are counted once for all that read them."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it keeps for backward: add kept_bytes() to it")
+
     @property
     def all_parameters(self) -> int:
         """The parameters of this rank for all instances."""
@@ -197,6 +206,9 @@ class Linear(Op):
 
     def backward(self) -> Work:
         return self._one_gemm().times(len(self.passes) - 1)
+
+    def kept_bytes(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +341,9 @@ class Elementwise(Op):
         elements = self.rows * self.width
         return Work(self.backward_flops * elements, self.backward_tensors * elements * ELEMENT_BYTES)
 
+    def kept_bytes(self) -> float:
+        return self.kept_tensors * self.rows * self.width * ELEMENT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Elementwise):
@@ -353,6 +368,10 @@ class Activation(Elementwise):
     forward_flops: float = 8
     backward_flops: float = 12
 
+    def kept_bytes(self) -> float:
+        """All that it reads."""
+        return (self.forward_tensors - 1) * self.rows * self.width * ELEMENT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding(Op):
@@ -371,6 +390,9 @@ class Embedding(Op):
         """Reads the gradient rows, writes the table's gradient."""
         elements = self.tokens * self.width + self.vocab * self.width
         return Work(self.tokens * self.width, elements * ELEMENT_BYTES)
+
+    def kept_bytes(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

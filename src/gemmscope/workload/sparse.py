@@ -103,6 +103,9 @@ class TopK(Op):
     def forward(self) -> Work:
         return Work(self.batch * self.pairs, self.batch * (self.pairs * FP32_BYTES + self.chosen * INDEX_BYTES))
 
+    def kept_bytes(self) -> float:
+        return 0.0
+
 
 def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: float, chosen: float) -> Iterator[Op]:
     """The indexer, the same on every tensor-parallel rank."""

@@ -36,6 +36,10 @@ class StreamMix(Op):
         elements = self.rows * self.streams * self.width
         return Work(4 * elements * self.streams, 3 * elements * ELEMENT_BYTES)
 
+    def kept_bytes(self) -> float:
+        """The streams; where they are rows of a matrix, the norm before it keeps them."""
+        return 0.0 if self.stacked else self.rows * self.width * self.streams * ELEMENT_BYTES
+
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) as batched GEMMs, one matrix for each token."""
         sizes = (self.streams, self.streams, self.width) if self.stacked else (self.width, self.streams, self.streams)

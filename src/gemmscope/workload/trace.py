@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
+from gemmscope.process import run_worker
 from gemmscope.workload.derive import HEAD, STEP, Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, Op, Optimizer, Pass, gemm_size, why_high_precision
 from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
@@ -136,7 +136,7 @@ def _ask_worker(
             request_path.write_text(text, encoding="utf-8")
             files = (str(request_path), str(answer_path))
             worker = run_worker("gemmscope.workload.trace_worker", *files, time_limit_s=time_limit_s)
-            if worker.code is None:
+            if worker.ending.code is None:
                 raise UserError(f"tracing it took longer than {time_limit_s:.0f} s")
             if not answer_path.is_file():
                 raise UserError(f"the tracing process ended without an answer: {worker.reason}")

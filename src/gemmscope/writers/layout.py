@@ -7,7 +7,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from gemmscope.document.table import Cell, Column, Table
+from gemmscope.document.table import Cell, Head, Table
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 GAP = 2  # between columns
@@ -78,7 +78,7 @@ def _grid(table: Table, width: int) -> list[Text]:
     return [*lines, *(line for row in table.rows for line in _row(row, table.columns, widths))]
 
 
-def _row(cells: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int], *, bold: bool = False) -> list[Text]:
+def _row(cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], *, bold: bool = False) -> list[Text]:
     wrapped = [_pieces(cell.text, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for number in range(max(map(len, wrapped))):

@@ -1,8 +1,8 @@
 """Quantizes the operands of a GEMM in plain PyTorch: one function for every kind of scale.
 
 An operand is [rows, contraction]. It is cut into blocks; the largest value of a block decides its scale, and the values divided
-by the scale are cast. Recipes differ in the size of a block and the format of values and scales: the table below. Frameworks do
-the same with fused kernels; here it is not part of the timed region, so only the result matters.
+by the scale are cast. Recipes differ in the size of a block and the format of values and scales (`recipe/precisions.toml`).
+Frameworks do the same with fused kernels; here it is not part of the timed region, so only the result matters.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import pad
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+from gemmscope.recipe.precisions import number_format as format_facts
+from gemmscope.recipe.precisions import precision_facts
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of four bits, without the sign
 SMALLEST_E4M3 = 2.0**-9
 TILE = (128, 4)  # of swizzled scales
@@ -22,25 +23,14 @@ TILE = (128, 4)  # of swizzled scales
 class Scaling:
     """`block` is how many rows and how many values along the contraction share a scale; 0 means all.
 
-    `name` is PyTorch's, in `torch.nn.functional.ScalingType`; `swizzled` scales are stored in tiles, as Blackwell reads them.
+    `torch` is the name in `torch.nn.functional.ScalingType`; `swizzled` scales are stored in tiles, as Blackwell reads them.
     """
 
-    name: str
+    torch: str
     block: tuple[int, int]
     format: str = "fp32"  # of the scales
     power_of_two: bool = False
     swizzled: bool = False
-
-
-# A recipe's `scales`, with "of W" where the weight is scaled differently -> how the operand is scaled.
-SCALINGS = {
-    "tensor": Scaling("TensorWise", (0, 0)),
-    "row": Scaling("RowWise", (1, 0), power_of_two=True),
-    "block128": Scaling("BlockWise1x128", (1, 128), power_of_two=True),
-    "block128 of W": Scaling("BlockWise128x128", (128, 128), power_of_two=True),
-    "block32": Scaling("BlockWise1x32", (1, 32), "e8m0", power_of_two=True, swizzled=True),
-    "block16": Scaling("BlockWise1x16", (1, 16), "e4m3", swizzled=True),
-}
 
 
 def scaling_of(scales: str, tensor: str) -> Scaling:
@@ -49,7 +39,15 @@ def scaling_of(scales: str, tensor: str) -> Scaling:
     >>> scaling_of("block128", "W").block, scaling_of("block128", "dY").block, scaling_of("row", "W").block
     ((128, 128), (1, 128), (1, 0))
     """
-    return SCALINGS.get(f"{scales} of {tensor}", SCALINGS[scales])
+    facts = precision_facts()["scales"][scales]
+    facts = facts["weight"] if tensor == "W" and "weight" in facts else facts
+    return Scaling(**{name: value for name, value in facts.items() if name != "weight"} | {"block": tuple(facts["block"])})
+
+
+def dtype_of(number_format: str) -> torch.dtype:
+    """The dtype of values in this format."""
+    dtype: torch.dtype = getattr(torch, format_facts(number_format)["torch"])
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,11 @@ def quantize(values: torch.Tensor, number_format: str, scaling: Scaling) -> Quan
     height, width = scaling.block[0] or rows, scaling.block[1] or columns
     padded = pad(values.contiguous().float(), (0, -columns % width, 0, -rows % height))
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    wanted = blocks.abs().amax(dim=(1, 3)).clamp(min=2.0**-100) / LARGEST[number_format]
+    wanted = blocks.abs().amax(dim=(1, 3)).clamp(min=2.0**-100) / format_facts(number_format)["largest"]
     of_tensor = None
     if scaling.format == "e4m3":  # too few bits for the range of a whole tensor, so the tensor has a scale too
-        of_tensor = wanted.amax() / LARGEST["e4m3"]
-        scales = (wanted / of_tensor).to(FORMATS["e4m3"]).float().clamp(min=SMALLEST_E4M3)
+        of_tensor = wanted.amax() / format_facts("e4m3")["largest"]
+        scales = (wanted / of_tensor).to(dtype_of("e4m3")).float().clamp(min=SMALLEST_E4M3)
         whole = scales * of_tensor
     else:
         whole = scales = _power_of_two(wanted) if scaling.power_of_two else wanted
@@ -90,8 +88,8 @@ def _power_of_two(scales: torch.Tensor) -> torch.Tensor:
 
 def _cast(values: torch.Tensor, number_format: str) -> torch.Tensor:
     if number_format != "e2m1":
-        largest = LARGEST[number_format]
-        return values.clamp(-largest, largest).to(FORMATS[number_format])
+        largest = format_facts(number_format)["largest"]
+        return values.clamp(-largest, largest).to(dtype_of(number_format))
     between = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=values.device)
     codes = torch.bucketize(values.abs(), between, out_int32=True).to(torch.uint8) + 8 * (values < 0).to(torch.uint8)
     return codes[:, 0::2] + 16 * codes[:, 1::2]  # the first of two values is in the lower half of the byte
@@ -101,7 +99,7 @@ def lay_out(quantized: Quantized, scaling: Scaling, *, second: bool) -> list[tor
     """The scales as `torch.nn.functional.scaled_mm` expects them, of the first or the second operand."""
     scales = quantized.scales
     if scaling.swizzled:
-        tiles = swizzle(scales).to(torch.float8_e8m0fnu if scaling.format == "e8m0" else FORMATS[scaling.format])
+        tiles = swizzle(scales).to(torch.float8_e8m0fnu if scaling.format == "e8m0" else dtype_of(scaling.format))
         return [tiles] if quantized.of_tensor is None else [tiles, quantized.of_tensor]
     if scaling.block[0] > 1:
         return [pad(scales, (0, -scales.shape[1] % 4)).t()]

@@ -91,7 +91,7 @@ def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
         scaling = scaling_of(recipe.scales, factor.tensor)
         scales = lay_out(quantized, scaling, second=side == "b")
         settings[f"scale_{side}"] = scales
-        settings[f"scale_recipe_{side}"] = [getattr(kinds, scaling.name), kinds.TensorWise][: len(scales)]
+        settings[f"scale_recipe_{side}"] = [getattr(kinds, scaling.torch), kinds.TensorWise][: len(scales)]
         if scaling.swizzled:
             settings[f"swizzle_{side}"] = [swizzles.SWIZZLE_32_4_4, swizzles.NO_SWIZZLE][: len(scales)]
     first, second = _packed(a.data), _packed(b.data).t()

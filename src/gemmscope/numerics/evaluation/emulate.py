@@ -33,8 +33,8 @@ from gemmscope.errors import UserError, closest, shown
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
+from gemmscope.workload.ops import PASSES
 
-PASSES = ("fprop", "dgrad", "wgrad")
 MOST_SHAPES = 512  # of operands and quantizers that are compiled
 
 Keep = Iterable[str] | Callable[[str], bool]

@@ -1,37 +1,28 @@
 """What the process that computes errors is asked, what it sends, and how it is run. Ctrl-C keeps what has arrived.
 
-The request is a JSON file. Messages come over a pipe, one line of JSON each, so that finished linears are not lost.
+The request and the messages are one line of JSON each, so that finished linears are not lost.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from gemmscope.engine.pipes import last_line
 from gemmscope.errors import UserError
-from gemmscope.folders import temporary_folder
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.process import worker_command, worker_environment
+from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
 from gemmscope.results.numerics import DepthError, LinearError, Source, StaleScale
-from gemmscope.signals import DeferredSignals, blocked, defer_signals
+from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
-POLL_S = 0.5
 USUAL_SEQUENCE = 512
 SyntheticKind = Literal["normal", "heavy", "outliers"]
 
@@ -220,10 +211,8 @@ def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None])
     An interruption, or a worker that dies, ends it early: the result then holds what was computed, if anything was.
     """
     result = ComputedErrors()
-    with temporary_folder() as folder, defer_signals() as signals:
-        path = folder / "request.json"
-        path.write_text(to_line(REQUEST, request), encoding="utf-8")
-        for message in _messages(str(path), signals, result):
+    with defer_signals() as signals:
+        for message in _messages(request, signals, result):
             result.take(message)
             progress(result.done, result.count)
         if not result.complete and signals.first is not None:
@@ -236,45 +225,17 @@ def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None])
     return result
 
 
-def _messages(request: str, signals: DeferredSignals, result: ComputedErrors) -> Iterator[ErrorsMessage]:
+def _messages(request: ErrorsRequest, signals: DeferredSignals, result: ComputedErrors) -> Iterator[ErrorsMessage]:
     """The worker's messages until it ends, or a signal arrives."""
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as errors:
-        with blocked():
-            worker = subprocess.Popen(
-                worker_command(WORKER, request, str(writing)),
-                pass_fds=(writing,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=worker_environment(),
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the worker
-            )
-        os.close(writing)
+    with WorkerProcess(WORKER) as worker:
+        worker.send(to_line(REQUEST, request).encode() + b"\n")
         try:
-            pending = b""
             while signals.first is None:
-                ready, _, _ = select.select([reading, signals.fileno()], [], [], POLL_S)
-                if reading not in ready:
-                    continue
-                piece = os.read(reading, 1 << 20)
-                if not piece:
-                    worker.wait()
-                    result.ended = _reason(worker.returncode, errors)
-                    return
-                *lines, pending = (pending + piece).split(b"\n")
-                yield from map(partial(from_line, MESSAGE), lines)
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
-            os.close(reading)
-
-
-def _reason(code: int, errors: Any) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed, perhaps because memory ran out"
-    return f"ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{last_line(errors)}"
+                worker.wait(POLL_S, signals)
+                yield from map(partial(from_line, MESSAGE), worker.lines())
+        except ProcessEndedError as end:
+            killed, ending = "was killed, perhaps because memory ran out", end.ending
+            result.ended = killed if ending.killed else f"ended with {ending.how}{ending.detail}"
 
 
 def model_linears(model: ModelSpec) -> ModelLinears:

@@ -19,6 +19,7 @@ import numpy as np
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation.error_table import Cells, Values
+from gemmscope.recipe.precisions import number_format
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin
 from gemmscope.results.bench import BenchResult
@@ -29,7 +30,6 @@ from gemmscope.results.winner import too_close
 
 SpeedResult = BenchResult | StepResult | ForecastResult
 MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save; more is implausible
-BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def nominal_speeds(cells: Cells) -> Speeds:
     savings = {}
     for name in cells.squares:
         passes = recipe(name).operands.values()
-        saved = 1 - sum(max(BITS[operand] for operand in formats) for formats in passes) / 16 / len(passes)
+        saved = 1 - sum(max(number_format(operand)["bits"] for operand in formats) for formats in passes) / 16 / len(passes)
         savings[name] = Savings(saved, saved, saved, cells.flops * (1 - cells.skipped.get(name, 0.0)))
     return Speeds(savings)
 

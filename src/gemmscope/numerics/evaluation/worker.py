@@ -1,14 +1,9 @@
-"""The process that computes errors: reads a request, then sends one message per linear.
-
-`python -m gemmscope.numerics.evaluation.worker REQUEST DESCRIPTOR`: the request is a JSON file, messages go to the descriptor.
-"""
+"""The process that computes errors: reads a request, then sends one message per linear."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -32,16 +27,16 @@ from gemmscope.numerics.evaluation.requests import (
 )
 from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.quantizers import operands
-from gemmscope.numerics.recording import OPERANDS, RecordedLinear, TensorRecording, read_recording
+from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
+from gemmscope.process import messages_to_parent
 from gemmscope.results.numerics import LinearError
-from gemmscope.signals import leave_to_parent
+from gemmscope.workload.ops import OPERANDS
 
 
 def main() -> None:
     """Compute what the request asks for."""
-    leave_to_parent()
-    request = from_line(REQUEST, Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as out:
+    request = from_line(REQUEST, sys.stdin.readline())
+    with messages_to_parent() as out:
         try:
             for message in compute(request):
                 print(to_line(MESSAGE, message), file=out, flush=True)

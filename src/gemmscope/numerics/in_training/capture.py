@@ -20,10 +20,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gemmscope.errors import in_a_line
 from gemmscope.numerics.probes import measure_linear
-from gemmscope.numerics.recording import OPERANDS, StepFacts, TensorFacts
+from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
-from gemmscope.results.numerics import Pass, TensorName
 from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 """Makes a function safe to call in the training: it does not raise."""

@@ -35,8 +35,8 @@ from gemmscope.numerics.in_training.capture import (
     running_passes,
     unchanged,
 )
-from gemmscope.results.numerics import Pass
 from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.ops import Pass
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ ACTIVATIONS: dict[tuple[str | None, bool], str] = {
     ("silu", True): "swiglu", ("relu", True): "reglu", ("relu2", True): "sreglu", ("quick_gelu", True): "qgeglu",
     ("silu", False): "silu", ("relu", False): "relu", ("relu2", False): "srelu", ("quick_gelu", False): "qgelu",
 }  # fmt: skip
+# In the errors of Transformer Engine and cuDNN where neither has a kernel for an attention. Any other error is a fault.
+NO_KERNEL = ("No dot product attention", "No execution plan", "No valid execution plan", "No valid engine config")
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
@@ -74,7 +76,9 @@ class TransformerEngineKit(Kit):
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return te.Linear(inputs, outputs, bias=bias, **self._make)
 
-    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+    def norm_linear(self, norm: NormSpec | None, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        if norm is None:
+            return self.linear(inputs, outputs, bias=bias)
         return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
@@ -175,7 +179,9 @@ def _attends(spec: AttentionSpec, sequence: int, device: str) -> bool:
     sizes = ((spec.heads, spec.head_dim), (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_head_dim))
     try:
         WindowedAttention(spec)(*(torch.randn(1, sequence, *size, **make) for size in sizes)).sum().backward()
-    except Exception:  # whatever it is: flex attention works everywhere
+    except (ValueError, RuntimeError) as error:
+        if not any(text in str(error) for text in NO_KERNEL):
+            raise
         return False
     return True
 
