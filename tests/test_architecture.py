@@ -17,7 +17,7 @@ IMPORTS_AT_THE_TOP = ("cli", "commands", "job", "sweep", "document", "results", 
 BY_NAME = {  # modules that load others when they are used
     *("cli/main.py", "commands/__init__.py", "document/build.py", "writers/__init__.py"),
     *("cli/commands.py", "commands/__init__.py", "document/__init__.py", "writers/__init__.py"),
-    *("writers/frame.py", "results/base.py", "results/keep.py"),
+    *("writers/tables.py", "results/base.py", "results/keep.py"),
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 700

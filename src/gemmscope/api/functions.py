@@ -13,7 +13,6 @@ from gemmscope.api.jobs import Job
 from gemmscope.commands.calibrate import Calibrated
 from gemmscope.commands.doctor import Diagnosis
 from gemmscope.errors import UserError
-from gemmscope.files import write_text
 from gemmscope.options.declare import from_python
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, Mode, SweepOptions
@@ -360,10 +359,11 @@ def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) 
     """Write one page from results or run files: .html, or .md for Markdown."""
     listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
     documents, messages = commands.report.report(listed)
-    if Path(path).suffix.lower() not in (".html", ".md"):
-        raise UserError(f"{path} has no extension that selects a format", "use a path that ends in .html or .md")
-    write = writers.html.page if Path(path).suffix.lower() == ".html" else writers.markdown.markdown
-    write_text(path, write(documents, messages))
+    ending = Path(path).suffix.lower()
+    if ending not in writers.SEVERAL:
+        hint = f"use a path that ends in {' or '.join(writers.SEVERAL)}"
+        raise UserError(f"{path} has no extension that selects a format", hint)
+    writers.save(path, writers.content(ending, documents, messages))
 
 
 def read(path: str | Path) -> Result:

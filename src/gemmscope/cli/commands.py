@@ -238,9 +238,9 @@ def report(options: ReportOptions) -> int:
         raise UserError(f"{option('figures')} {folder} is a file, not a folder", f"for example {option('figures', 'figures')}")
     documents, messages = commands.report.report(options.runs)
     if output is not None:
-        write(output, writers.html.page(documents, messages))
+        write(output, writers.content(".html", documents, messages))
     if options.markdown is not None:
-        write(options.markdown, writers.markdown.markdown(documents, messages))
+        write(options.markdown, writers.content(".md", documents, messages))
     if folder is not None:
         drawn = len(writers.figure.save_figures(documents, Path(folder)))
         say(f"wrote {drawn} figures into {folder}" if drawn else f"there is no chart to draw in {', '.join(options.runs)}")
