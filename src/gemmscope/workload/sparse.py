@@ -20,9 +20,8 @@ from typing import ClassVar
 
 from gemmscope.model.layer_spec import AttentionSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Attention, Direction, Linear, Norm, Op, Pass, Work
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, PASSES, Attention, Direction, Linear, Norm, Op, Pass, Work
 
-FP32_BYTES = 4
 INDEX_BYTES = 4
 
 
