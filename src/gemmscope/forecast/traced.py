@@ -18,9 +18,9 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
-from gemmscope.workload.recorded import Between, TracedAttention
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
+from gemmscope.workload.traced_ops import Between, TracedAttention
 
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax

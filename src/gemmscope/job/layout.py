@@ -12,7 +12,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_optional
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec
-from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
+from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""

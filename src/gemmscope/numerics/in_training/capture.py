@@ -23,7 +23,7 @@ from gemmscope.numerics.probes import measure_linear
 from gemmscope.numerics.recording import OPERANDS, StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
 from gemmscope.results.numerics import Pass, TensorName
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 """Makes a function safe to call in the training: it does not raise."""

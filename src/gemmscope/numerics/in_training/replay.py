@@ -36,7 +36,7 @@ from gemmscope.numerics.in_training.capture import (
     unchanged,
 )
 from gemmscope.results.numerics import Pass
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 
 
 @dataclass(frozen=True)
