@@ -12,7 +12,7 @@ from gemmscope.engine.kernels import classify
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
-from gemmscope.step.kept import kept_parts
+from gemmscope.step.stack_plan import kept_parts
 from gemmscope.step.waterfall import LINEARS, place
 
 PARTS = ("qkv", "attn out", "mlp up", "mlp down")  # of a dense layer: a GEMM each in fprop, dgrad and wgrad

@@ -28,8 +28,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from gemmscope.numerics.formats import E2M1, E4M3, E5M2, AmaxHistory, NumberFormat, encode, round_nearest, te
-from gemmscope.numerics.quantizers import QUANTIZERS, TENSORS, operands, quantizer_named
-from support.quantizer_cases import cases, comparable, quantized_values, tensor_amax
+from gemmscope.numerics.quantizers import QUANTIZERS, operands
+from gemmscope.workload.ops import OPERANDS
+from support.quantizer_cases import cases, comparable, quantized_values, recorded_quantizer, tensor_amax
 
 try:
     import triton
@@ -63,7 +64,7 @@ class Check:
     """One quantizer of a library. `run` gives codes [rows, columns] and scales [rows, blocks]; columns: of the transpose."""
 
     library: str
-    quantizer: str  # of operands.toml
+    quantizer: str  # of quantizers.toml, with the format where several are possible
     tensor: str
     direction: Literal["rows", "columns"]
     run: Callable[[Tensor], Output]
@@ -74,7 +75,7 @@ class Check:
     @property
     def output(self) -> tuple[str, str, str, float]:
         """The same for checks with the same output: the direction does not matter with one scale, and the tensor never does."""
-        per_tensor = quantizer_named(self.quantizer).per_tensor
+        per_tensor = recorded_quantizer(self.quantizer).per_tensor
         return self.library, self.quantizer, "rows" if per_tensor else self.direction, self.history
 
     @property
@@ -238,12 +239,14 @@ def torchao_checks() -> Iterator[Check]:
     from support import torchao_casts
 
     for recipe in torchao_casts.RECIPES:
-        for pass_name in TENSORS:
+        for pass_name in OPERANDS:
             for operand in operands(recipe, pass_name):
-                name, tensor = next(key for key in QUANTIZERS if quantizer_named(key) == operand.quantizer), operand.tensor
+                if operand.quantizer.format == "bf16":
+                    continue
+                names = ("ao_tensor_e4m3", "ao_tensor_e5m2", *QUANTIZERS)
+                name, tensor = next(key for key in names if recorded_quantizer(key) == operand.quantizer), operand.tensor
                 run = partial(torchao_casts.float8, recipe=recipe, pass_name=pass_name, tensor=tensor)
-                if name != "bf16":
-                    yield Check(f"torchao {recipe}", name, tensor, "columns" if operand.columnwise else "rows", run)
+                yield Check(f"torchao {recipe}", name, tensor, "columns" if operand.columnwise else "rows", run)
     for name, run in torchao_casts.BLOCK_CASTS.items():
         yield Check("torchao", name, "X", "rows", run)
         yield Check("torchao", name, "X", "columns", run, square=True)
@@ -273,7 +276,7 @@ def difference(check: Check, given: Tensor, output: Output, device: str) -> str:
     """Empty where our codes and scales are theirs, else the first difference. NaN has no code in E2M1, so it is not compared."""
     x = given.to(device)
     x = x.T.contiguous() if check.direction == "columns" else x
-    quantizer = quantizer_named(check.quantizer)
+    quantizer = recorded_quantizer(check.quantizer)
     quantized = quantizer(x, amax=tensor_amax(x) * check.history if check.history else None)
     codes = quantized.codes
     if quantizer.format == "e2m1":

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.findings import Finding, finding
 from gemmscope.results.step import StepResult

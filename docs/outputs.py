@@ -22,7 +22,7 @@ from unittest.mock import patch
 import gemmscope as gs
 from gemmscope.cli.describe import wrapped
 from gemmscope.cli.main import main as main_of_the_command_line
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.results.read import read_result
 from gemmscope.writers import terminal
 

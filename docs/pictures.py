@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 import gemmscope as gs
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.writers import terminal
 from gemmscope.writers.figure import save_figure, save_figures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests")]
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.writers.html import page
 from support.browser import CHROMIUM, Browser
 from worked_example import llama_step

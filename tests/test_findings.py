@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 
-from gemmscope.errors import MissingFactError
 from gemmscope.findings import Finding, Level, catalog, finding, sentence
 from gemmscope.interval import Interval
 from support.sources import PACKAGE, TREES
@@ -82,5 +81,5 @@ def test_an_interval_of_a_run_file_is_an_interval_again() -> None:
 
 
 def test_an_unknown_code_is_a_mistake() -> None:
-    with pytest.raises(MissingFactError):
+    with pytest.raises(KeyError):
         finding("no-such-code")

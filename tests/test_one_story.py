@@ -10,7 +10,7 @@ import pytest
 import gemmscope as gs
 from gemmscope.bench.findings import linear_findings
 from gemmscope.bench.linears import measured_linears
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.engine.messages import Noticed
 from gemmscope.recipe.recipes import BASELINE

@@ -56,7 +56,18 @@ def sentence(entry: Finding) -> str:
     >>> sentence(finding("too-close-to-call", recipe="FP8Block", over="BF16", what="the training step"))
     'Too close to call: FP8Block and BF16 for the training step.'
     """
-    return in_shell(_Sentence().format(catalog()[entry.code]["text"], **entry.facts))
+    if entry.code not in catalog():
+        raise KeyError(entry.code)  # of a damaged run file
+    return in_shell(fill(catalog()[entry.code]["text"], entry.facts))
+
+
+def fill(text: str, facts: Mapping[str, Any]) -> str:
+    """A sentence of a catalog with its facts: `{name:format}`, in the formats that `_Sentence` lists.
+
+    >>> fill("{names} {names:is|are} left of {count:count layer}.", {"count": 3, "names": ["a", "b"]})
+    'a, b are left of 3 layers.'
+    """
+    return _Sentence().format(text, **facts)
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
@@ -69,15 +80,19 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 @cache
 def catalog() -> dict[str, Any]:
     """Every code with its level and its sentence."""
-    return load_data("gemmscope", "findings.toml")
+    return dict(load_data("gemmscope", "findings.toml"))  # a code may come from a file: a wrong one is a KeyError
 
 
 class _Sentence(Formatter):
     """Formats facts. `{ops}` joins a list, `{speedup:x}` writes a speedup with its interval, `{time:ms}` a time, `{share:%}` a
     share, `{ratio:.2fx}` a ratio, `{layers:count layer}` a count with its noun, `{names:kernel}` kernels by their short names,
-    `{ratios:.2f}` every value of a table; anything else as Python does."""
+    `{ratios:.2f}` every value of a table, `{names:does|do}` one of two texts by how many there are; anything else as Python
+    does."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        if "|" in format_spec:
+            one, _, several = format_spec.partition("|")
+            return one if (len(value) if isinstance(value, (list, tuple)) else value) == 1 else several
         if isinstance(value, (list, tuple)):
             return units.names(map(units.kernel_name if format_spec == "kernel" else str, value))
         if isinstance(value, dict):

@@ -18,15 +18,16 @@ from gemmscope.workload.ops import PASSES
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
 from gemmscope.bench.backends import torch_gemms  # noqa: E402
-from gemmscope.bench.backends.base import Options  # noqa: E402
-from gemmscope.bench.backends.quantize import E2M1, SCALINGS, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
-from gemmscope.bench.backends.reference import Operands, OperandStore  # noqa: E402
+from gemmscope.bench.backends.base import Operands, OperandStore, Options  # noqa: E402
+from gemmscope.bench.backends.torch_gemms import E2M1, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
+from gemmscope.recipe.precisions import precision_facts  # noqa: E402
 
 CASE = Case("QKV Proj", 256, 384, 640)
 FORWARD = replace(CASE, op="256x384x640", passes=("fprop",))
 EXPERTS = Case("Experts Up", 256, 128, 192, rows=(64, 112, 80))
 WITH_TORCH = [name for name, recipe in recipes().items() if "torch" in recipe.backends]
 ROUNDING = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.25}  # relative rounding error of this many bits, with a small margin
+SCALINGS = {kind: scaling_of(kind, "X") for kind in precision_facts()["scales"]} | {"block128 of W": scaling_of("block128", "W")}
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
 

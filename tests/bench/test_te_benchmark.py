@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gemmscope as gs
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.gpu.specs import gpu

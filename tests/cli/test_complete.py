@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from gemmscope.bench.choose import PACKAGES
 from gemmscope.cli import complete
 from gemmscope.cli.describe import settings_of
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipes
 from support.command import Run, run
 
@@ -35,7 +35,7 @@ def bash(line: str) -> dict[str, str]:
         ("gemmscope shapes --preset llama-3.1-8", ["llama-3.1-8b"]),
         ("gemmscope bench --recipes FP8B", ["FP8Block"]),
         ("gemmscope bench --recipes fp8current,mx", ["fp8current,mxfp8"]),
-        ("gemmscope step --backend ", [*PACKAGES]),
+        ("gemmscope step --backend ", [*backends()]),
         ("gemmscope step --device c", ["cuda", "cpu"]),
         ("gemmscope trace-me --kind ", ["loop", "trainer", "plain"]),
         ("gemmscope forecast --state ", ["sustained", "burst"]),
@@ -52,7 +52,7 @@ def test_the_names_are_those_that_are_accepted() -> None:
     assert list(complete.gpus()) == list(gpus())
     assert list(complete.recipes()) == list(recipes())
     assert tuple(complete.presets()) == presets.names()
-    assert settings_of("backend", "bench")["choices"] == list(PACKAGES)
+    assert settings_of("backend", "bench")["choices"] == list(backends())
 
 
 def test_completion_imports_nothing_heavy() -> None:

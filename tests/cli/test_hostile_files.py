@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of proce
 
 SERVER = f"""
 import json, os, resource, signal, sys
-import gemmscope.__main__, gemmscope.cli.forecast, gemmscope.cli.shapes, gemmscope.cli.output, gemmscope.document.build
+import gemmscope.__main__, gemmscope.cli.forecast, gemmscope.cli.shapes, gemmscope.cli.output, gemmscope.document
 import gemmscope.forecast.gemm, gemmscope.writers.csv, gemmscope.writers.markdown, gemmscope.writers.terminal
 for line in sys.stdin:
     request = json.loads(line)

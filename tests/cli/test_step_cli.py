@@ -13,7 +13,7 @@ from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
 from gemmscope.step.answer import PartialRecipe
-from gemmscope.step.live import layers_that_fit
+from gemmscope.step.live_settings import layers_that_fit
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.step.step_measurements import StepMeasurements
@@ -119,15 +119,15 @@ def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.Monke
     config = {**LLAMA, "num_hidden_layers": 40}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = "--micro-batch-size 1 --sequence-length 16 --device cpu"
-    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("gemmscope.step.live_settings.free_memory_bytes", lambda: 1000)
     outcome = run(f"step --config {tmp_path}/config.json {options} --hugging-face")
     assert outcome.code == 2
     assert "the model is too large for a step on this CPU: 2 of its layers need about" in outcome.err
     assert "use a smaller model, or run it on a GPU" in outcome.err
     plan = ModulePlan(module=None, config=config, depth=40, micro_batch_size=1, sequence_length=16)
-    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 400_000)
+    monkeypatch.setattr("gemmscope.step.live_settings.free_memory_bytes", lambda: 400_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) == 12
-    monkeypatch.setattr("gemmscope.step.live.free_memory_bytes", lambda: 4_000_000)
+    monkeypatch.setattr("gemmscope.step.live_settings.free_memory_bytes", lambda: 4_000_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) is None
 
 

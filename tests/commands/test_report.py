@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from markupsafe import escape
 
 from gemmscope.commands.report import report
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.combine import common_baselines, letter
 from gemmscope.errors import UserError
 from gemmscope.writers.html import asset, page

@@ -34,7 +34,7 @@ def test_the_same_fleet_twice() -> None:
     result = compared(fleet(1), fleet(2))
     assert len(result.rows) == 3
     assert {row.changes[0].verdict for row in result.rows} == {"too close to call"}
-    assert [finding.code for finding in result.findings] == ["fleets-compared"]
+    assert [finding.code for finding in result.findings] == ["compare-equal", "fleets-compared"]
 
 
 def test_a_small_change_of_all_gpus_is_seen_although_chips_differ_more() -> None:
@@ -77,7 +77,7 @@ def test_gpus_without_uuid_are_matched_by_their_place() -> None:
         result.model_copy(update={"gpus": tuple(gpu.model_copy(update={"uuid": ""}) for gpu in result.gpus)})
         for result in (fleet(1), fleet(2))
     ]
-    assert compared(*fleets).findings[0].facts["gpus"] == 64
+    assert compared(*fleets).findings[1].facts["gpus"] == 64
 
 
 def test_three_fleets() -> None:
@@ -127,6 +127,7 @@ def test_a_replaced_gpu_is_neither_missing_nor_new() -> None:
     other = after.gpus[10].model_copy(update={"uuid": "GPU-other"})
     result = compared(fleet(1), after.model_copy(update={"gpus": (*after.gpus[:10], other, *after.gpus[11:])}))
     assert {finding.code: finding.facts.get("places") for finding in result.findings} == {
+        "compare-equal": None,
         "fleets-compared": None,
         "fleets-replaced": [other.place],
     }

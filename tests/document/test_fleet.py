@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.commands.compare import compare
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import HeatMap, RankChart
-from gemmscope.document.fleet_charts import MOST_POINTS, rank_chart, thinned
-from gemmscope.document.fleet_view import FleetView
+from gemmscope.document.fleet_tables import MOST_POINTS, FleetView, rank_chart, thinned
 from gemmscope.document.model import Document
 from gemmscope.errors import UserError
 from gemmscope.fleet.gather import fleet_result

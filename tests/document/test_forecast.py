@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import CurveChart, HeatMap
 from gemmscope.document.model import Document, Table
 from gemmscope.interval import Interval

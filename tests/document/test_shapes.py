@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from gemmscope.commands.shapes import shapes
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run
 from gemmscope.model import presets
 from gemmscope.results.shapes import Check, ShapesResult
 from gemmscope.workload.check import Difference
-from gemmscope.writers.csv import csv_text
 from gemmscope.writers.markdown import markdown
+from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
 
 

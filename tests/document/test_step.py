@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.charts import BarChart, CurveChart, WaterfallChart
 from gemmscope.document.model import Document
 from gemmscope.document.step_parts import step_answer, step_chart, step_speedups, step_table, waterfalls

@@ -46,7 +46,7 @@ PRELOADED = (
     "gemmscope.api",
     "gemmscope.cli.main",
     "gemmscope.cli.output",
-    "gemmscope.document.build",
+    "gemmscope.document",
     "gemmscope.writers.terminal",
 )
 

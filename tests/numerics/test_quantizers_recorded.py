@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from gemmscope.numerics.formats import E4M3, E5M2, AmaxHistory, te
-from gemmscope.numerics.quantizers import quantizer_named
-from support.quantizer_cases import cases, comparable, quantized_values, tensor_amax
+from support.quantizer_cases import cases, comparable, quantized_values, recorded_quantizer, tensor_amax
 
 FOLDER = Path(__file__).parent.parent / "data" / "numerics"
 MACHINES = ("cpu", "h200")
@@ -49,7 +48,7 @@ def assert_few_differ_by_one(ours: np.ndarray, theirs: np.ndarray) -> None:
 @pytest.mark.parametrize(("machine", "check"), CHECKS)
 def test_codes_and_scales_are_the_librarys(machine: str, check: str) -> None:
     facts, arrays = checks(machine)[check], recorded(machine)
-    quantizer = quantizer_named(facts["quantizer"])
+    quantizer = recorded_quantizer(facts["quantizer"])
     for index, (name, given) in enumerate(cases()):
         x = given[:128, :128] if facts["square"] else given
         x = (x.T if facts["direction"] == "columns" else x).contiguous()

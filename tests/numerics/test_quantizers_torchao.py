@@ -7,8 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gemmscope.numerics.quantizers import TENSORS, Quantizer, operands, quantizer_named
-from support.quantizer_cases import cases, comparable
+from gemmscope.numerics.quantizers import Quantizer, operands
+from gemmscope.workload.ops import OPERANDS
+from support.quantizer_cases import cases, comparable, recorded_quantizer
 
 casts = pytest.importorskip("support.torchao_casts", reason="compares with torchao, where it is installed")
 every_block_cast = pytest.mark.parametrize("name", casts.BLOCK_CASTS)
@@ -43,7 +44,7 @@ def same(quantizer: Quantizer, x: torch.Tensor, codes: torch.Tensor, scales: tor
 @given(x=any_values)
 @settings(max_examples=40, deadline=None)
 def test_float8_recipes(recipe: str, x: torch.Tensor) -> None:
-    for pass_name in TENSORS:
+    for pass_name in OPERANDS:
         for operand in operands(recipe, pass_name):
             if operand.quantizer.format == "bf16":
                 assert casts.stays_high_precision(recipe, pass_name, operand.tensor)
@@ -58,14 +59,14 @@ def test_float8_recipes(recipe: str, x: torch.Tensor) -> None:
 @example(torch.full((2, 64), 448.0, dtype=torch.bfloat16))
 @example(torch.full((2, 64), -torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16))
 def test_block_formats(name: str, x: torch.Tensor) -> None:
-    same(quantizer_named(name), x, *casts.BLOCK_CASTS[name](x))
+    same(recorded_quantizer(name), x, *casts.BLOCK_CASTS[name](x))
 
 
 @every_block_cast
 @pytest.mark.parametrize("case", dict(cases()))
 def test_block_formats_at_the_ends_of_the_range(name: str, case: str) -> None:
     x = dict(cases())[case]
-    same(quantizer_named(name), x, *casts.BLOCK_CASTS[name](x))
+    same(recorded_quantizer(name), x, *casts.BLOCK_CASTS[name](x))
 
 
 @pytest.mark.parametrize("name", ["ao_mx", "ao_mx_floor"])
@@ -74,4 +75,4 @@ def test_block_formats_at_the_ends_of_the_range(name: str, case: str) -> None:
 def test_dequantized_values(name: str, x: torch.Tensor) -> None:
     codes, scales = casts.BLOCK_CASTS[name](x)
     expected = casts.mx_values(codes, scales)
-    assert torch.equal(comparable(quantizer_named(name)(x).values), comparable(expected))
+    assert torch.equal(comparable(recorded_quantizer(name)(x).values), comparable(expected))

@@ -13,7 +13,7 @@ import pytest
 
 import gemmscope
 from gemmscope.commands.plan import plan
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
 from gemmscope.forecast.communication import network_of

@@ -14,7 +14,7 @@ from gemmscope import reading
 from gemmscope.commands.compare import compare
 from gemmscope.commands.explain import explain
 from gemmscope.commands.report import report
-from gemmscope.document.table import Cell, Table, columns
+from gemmscope.document.table import Cell, Head, Table
 from gemmscope.errors import UserError
 from gemmscope.results import read
 from gemmscope.results.base import damage_reported
@@ -122,7 +122,7 @@ def test_own_results_are_not_called_damaged() -> None:
 
 def test_rows_have_a_cell_for_each_column() -> None:
     with pytest.raises(ValueError, match="cells"):
-        Table("t", columns(("a",), ("b",)), ((Cell("1"),),))
+        Table("t", (Head("a"), Head("b")), ((Cell("1"),),))
 
 
 AGAINST: dict[str, tuple[Callable[[Path], Path], tuple[Any, ...], Any, str]] = {

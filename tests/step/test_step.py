@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import DoesNotFitError, UserError
@@ -92,7 +93,7 @@ def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_crosses_the_process_boundary(name: str) -> None:
     stack_plan = plan(name)
-    assert StackPlan.from_json(json.loads(json.dumps(asdict(stack_plan)))) == stack_plan
+    assert TypeAdapter(StackPlan).validate_python(json.loads(json.dumps(asdict(stack_plan)))) == stack_plan
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.findings import catalog
 from gemmscope.recipe.recipes import recipes

@@ -1,14 +1,23 @@
 """Inputs of quantizer checks, the same on every machine: from NumPy's legacy generator, whose stream never changes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.quantizers import Quantizer, rotate
+from gemmscope.numerics.quantizers import Quantizer, quantizer_named, rotate
 
 ROWS, COLUMNS = 144, 160  # multiples of 16 with an incomplete block of 128 each way
+
+
+def recorded_quantizer(name: str) -> Quantizer:
+    """The quantizer of a check: its name in quantizers.toml, and the format of the values where several are possible."""
+    base, number_format = name, "e2m1" if "nvfp4" in name else "e4m3"
+    if name.endswith(("_e4m3", "_e5m2")):
+        base, _, number_format = name.rpartition("_")
+    return replace(quantizer_named(base.replace("delayed", "tensor"), number_format), delayed="delayed" in base)
 
 
 def _normal(seed: int) -> Tensor:

@@ -24,8 +24,7 @@ from gemmscope.numerics.names import name_linears
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.roles import Role
-from gemmscope.step.kept import check_kept, kept_parts
-from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.stack_plan import check_kept, kept_parts, plan_step
 from gemmscope.toml import FactTable, load_data
 from gemmscope.workload import derive as derivation
 from gemmscope.workload.derive import derive

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.model import Document
-from gemmscope.document.table import Cell, Column, Table
+from gemmscope.document.table import Cell, Head, Table
 from gemmscope.writers import terminal
-from gemmscope.writers.layout import fitted, table_lines
+from gemmscope.writers.terminal import fitted, table_lines
 from support.results import RESULTS
 
 SEVERAL_GPUS = ("forecast of several GPUs", "sweep")
@@ -77,7 +77,7 @@ def test_details_lose_nothing_on_a_narrow_terminal(name: str) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_a_table_fits_and_keeps_its_first_columns(heads: list[tuple[str, bool, int]], count: int, width: int, choice) -> None:  # type: ignore[no-untyped-def]
-    columns = tuple(Column(f"{name}{place}", numeric, drop) for place, (name, numeric, drop) in enumerate(heads))
+    columns = tuple(Head(f"{name}{place}", numeric, drop) for place, (name, numeric, drop) in enumerate(heads))
     rows = tuple(tuple(Cell("x" * choice.randint(0, 25)) for _ in columns) for _ in range(count))
     table = Table("title", columns, rows)
     kept = fitted(table, width)

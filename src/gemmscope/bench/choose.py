@@ -13,22 +13,11 @@ from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, GpuFacts, environment
 from gemmscope.gpu.specs import gpu
 from gemmscope.gpu.visible import usable_gpu, visible_gpu
+from gemmscope.recipe.frameworks import backends, frameworks, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
 from gemmscope.recipe.support import support
 from gemmscope.workload.cases import MODES, Mode
-
-# Backend → the packages it needs, in the order of preference.
-PACKAGES = {
-    "transformer_engine": ("torch", "transformer_engine"),
-    "torchao": ("torch", "torchao"),
-    "torch": ("torch",),
-    "cpu": ("torch",),
-}
-ON_GPU = ("transformer_engine", "torchao", "torch")
-CACHE_WEIGHTS = ("transformer_engine",)
-GEMMS_ONLY = ("torch",)
-BACKEND_OF = {"torchtitan": "torchao"}  # framework → what it trains with, where that is not Transformer Engine
 
 
 @dataclass(frozen=True)
@@ -72,8 +61,8 @@ class Choices:
 
 def _for_framework(choices: Choices, framework: str) -> tuple[Choices, tuple[Finding, ...]]:
     """The choices, with the backend that this framework trains with unless something else was requested or is installed."""
-    backend = BACKEND_OF.get(framework)
-    if backend is None or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
+    backend = other_backend(framework)
+    if not backend or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
         return choices, ()
     if _missing(backend):
         return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
@@ -100,12 +89,12 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
     device = _device(choices)
     gpu = usable_gpu(machine, share=choices.share_gpu) if device == "cuda" else None
     backend = _backend(choices.backend, device, named)
-    if cache_weights and backend not in CACHE_WEIGHTS:
+    if cache_weights and not frameworks()[backend].caches_weights:
         raise UserError(
             f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
             f"remove it, or add {option('backend', 'transformer_engine')}",
         )
-    if backend in GEMMS_ONLY and "autocast" in modes:
+    if frameworks()[backend].gemms_only and "autocast" in modes:
         if modes == ["autocast"]:
             raise UserError(
                 f"the {backend} backend has no autocast mode: it measures GEMMs only, on inputs quantized beforehand",
@@ -136,11 +125,11 @@ def supported(name: str, gpus: Sequence[str] | None = None) -> bool | None:
 
 def _backend(requested: str | None, device: str, named: Sequence[str] | None) -> str:
     """The backend that was requested, or the first that is installed and has every named recipe."""
-    possible: tuple[str, ...] = ("cpu",) if device == "cpu" else ON_GPU
+    possible = backends(device)
     if requested is not None:
         requested = requested.replace("-", "_")
-        if requested not in PACKAGES:
-            raise UserError(f"{option('backend')} {shown(requested)} is not known", f"it can be {', '.join(PACKAGES)}")
+        if requested not in backends():
+            raise UserError(f"{option('backend')} {shown(requested)} is not known", f"it can be {', '.join(backends())}")
         if requested not in possible:
             raise UserError(
                 f"the {requested} backend does not measure on {device}",
@@ -161,7 +150,7 @@ def _backend(requested: str | None, device: str, named: Sequence[str] | None) ->
 
 def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
     wanted = [recipe(name) for name in named if recipe(name).quantizes]
-    able = tuple(backend for backend in ON_GPU if all(backend in given.backends for given in wanted))
+    able = tuple(backend for backend in backends("cuda") if all(backend in given.backends for given in wanted))
     if not able:
         homes = "; ".join(f"{given.name}: {', '.join(given.backends)}" for given in wanted)
         raise UserError("no single backend has all these recipes", f"measure them in separate runs ({homes})")
@@ -174,7 +163,7 @@ def is_installed(backend: str) -> bool:
 
 
 def _missing(backend: str) -> str:
-    return next((package for package in PACKAGES[backend] if importlib.util.find_spec(package) is None), "")
+    return next((package for package in frameworks()[backend].packages if importlib.util.find_spec(package) is None), "")
 
 
 def _recipes(named: Sequence[str] | None, left_out: Collection[str], backend: str, gpu: GpuFacts | None) -> list[str]:

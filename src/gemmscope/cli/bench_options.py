@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gemmscope import commands
@@ -11,6 +12,7 @@ from gemmscope.cli.commands import HelpfulCommand
 from gemmscope.cli.output import PageOptions, say
 from gemmscope.errors import UserError, in_shell, option, shown
 from gemmscope.options import values as sizes
+from gemmscope.toml import load_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,14 +24,17 @@ Shape = tuple[int, int, int]
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
 LARGEST = 10**12  # larger than any real size
 MOST_SHAPES = 1000
-LEAVE_OUT = {
-    "FP8Current": "no_fp8_current",
-    "FP8Delayed": "no_fp8_delayed",
-    "FP8Block": "no_fp8_block",
-    "MXFP8": "no_fp8",
-    "NVFP4": "no_fp4",
-}
-OTHER_FP8 = sum(name.startswith("FP8") for name in LEAVE_OUT)
+
+
+@cache
+def skip_options() -> dict[str, str]:
+    """The option that leaves out a recipe, for those that have one.
+
+    >>> skip_options()["MXFP8"]
+    'no_fp8'
+    """
+    table = load_data("gemmscope.recipe", "recipes.toml")
+    return {name: facts["skipped_by"] for name, facts in table.items() if "skipped_by" in facts}
 
 
 def parse_shapes(text: str) -> list[Shape] | None:
@@ -89,7 +94,7 @@ class RecipeOptions:
 
     def left_out(self) -> dict[str, str]:
         """Recipes with the option that leaves them out."""
-        return {name: flag for name, flag in LEAVE_OUT.items() if getattr(self, flag)}
+        return {name: flag for name, flag in skip_options().items() if getattr(self, flag)}
 
     def given(self) -> list[str]:
         """The options that were given."""
@@ -101,11 +106,12 @@ class RecipeOptions:
         `gpus`: the GPUs to forecast; None for this machine's GPU. On GPUs with MXFP8, there is no note if another FP8 recipe is
         skipped by its own flag.
         """
-        others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
+        all_others = [flag for name, flag in skip_options().items() if name.startswith("FP8")]
+        others = [flag for flag in all_others if not getattr(self, flag)]
         if not self.no_fp8 or not others or self.recipes is not None:
             return
         able = commands.supported("MXFP8", gpus)
-        if able is False or (able and len(others) == OTHER_FP8):
+        if able is False or (able and others == all_others):
             why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
             flags = in_shell(" ".join(map(option, others)))
             say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")

@@ -8,9 +8,9 @@ from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
-from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.document.table import Column, Table, table
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, fingerprint, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
@@ -185,11 +185,11 @@ def factor_table(calibration: Calibration) -> Table:
     states = (("sustained", calibration.gemms), ("burst", calibration.burst))
     listed = {
         f"{fmt} GEMMs, {state}, {pass_name}": factor
-        for state, table in states
-        for fmt, passes in table.items()
+        for state, formats in states
+        for fmt, passes in formats.items()
         for pass_name, factor in passes.items()
     }
     listed |= {f"quantization, {name}": factor for name, factor in calibration.quantize.items()}
     listed |= {str(part): factor for part, factor in calibration.parts.items()}
-    rows = [(Cell(name), number(factor, f"{factor:.3f}")) for name, factor in listed.items()]
-    return Table(f"Measured over forecast time on {calibration.device}", columns(("Part",), ("Factor",)), tuple(rows))
+    columns = [Column[str]("Part", str), Column[str]("Factor", lambda name: listed[name], ".3f")]
+    return table(f"Measured over forecast time on {calibration.device}", columns, listed)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from gemmscope.compare.fleets import compare_fleets
-from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps, verdict_findings
+from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps
 from gemmscope.errors import UserError, option
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.compare import CompareResult
@@ -46,8 +46,7 @@ def compare(runs: Sequence[str | Path | Comparable], *, fail_if_slower: float | 
     with damage_reported(*results):
         if FleetResult in several:
             fleets = [result for result in results if isinstance(result, FleetResult)]
-            compared = compare_fleets(fleets, names, limit=fail_if_slower, command=command)
-            return compared.model_copy(update={"findings": (*verdict_findings(compared), *compared.findings)})
+            return compare_fleets(fleets, names, limit=fail_if_slower, command=command)
         if SweepResult in several:
             sweeps = [result for result in results if isinstance(result, SweepResult)]
             return compare_sweeps(sweeps, names, limit=fail_if_slower, command=command)

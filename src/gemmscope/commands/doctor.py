@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gemmscope.document.table import Cell, Table, columns
+from gemmscope.document.table import Column, Table, table
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
 from gemmscope.gpu.health import Health, health_facts, health_problems
 from gemmscope.gpu.nvml import open_nvml
@@ -75,12 +75,16 @@ class Diagnosis:
         """Recipes in rows and backends in columns: what the frameworks report, or else what the architecture supports."""
         reasons = self._reasons()
         backends = list(dict.fromkeys(backend for _, backend in reasons))
-        rows = []
-        for name in recipes():
-            known = [reasons.get((name, backend)) for backend in backends]
-            rows.append((Cell(name), *(Cell("-" if reason is None else "no" if reason else "yes") for reason in known)))
-        note = "-: the backend does not have this recipe."
-        return Table("What can be measured here", columns(("Recipe", *backends), ()), tuple(rows), note)
+
+        def supports(backend: str) -> Column[str]:
+            def answer(name: str) -> str | None:
+                reason = reasons.get((name, backend))
+                return None if reason is None else "no" if reason else "yes"
+
+            return Column(backend, answer)
+
+        columns = [Column[str]("Recipe", str), *map(supports, backends)]
+        return table("What can be measured here", columns, recipes(), "-: the backend does not have this recipe.")
 
     def why_not(self) -> list[str]:
         """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""

@@ -31,8 +31,9 @@ from gemmscope.numerics.evaluation.requests import (
     model_linears,
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
-from gemmscope.numerics.recording import HISTORY, OPERANDS, read_recording
+from gemmscope.numerics.recording import HISTORY, read_recording
 from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.bench import BenchResult
@@ -43,9 +44,9 @@ from gemmscope.results.step import StepResult
 from gemmscope.signals import defer_signals
 from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
+from gemmscope.workload.ops import OPERANDS
 
 PathLike = str | Path
-BACKENDS = ("transformer_engine", "torchao")
 KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
@@ -119,10 +120,11 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
     >>> chosen_recipes(None, "")[:3], chosen_recipes(["mxfp8", "MXFP8"], "")
     (['BF16', 'FP8Current', 'FP8Delayed'], ['MXFP8'])
     """
-    if backend and backend not in BACKENDS:
-        raise UserError(f"{option('backend')} {shown(backend)} does not quantize", f"it can be {' or '.join(BACKENDS)}")
+    quantizing = [name for name, known in frameworks().items() if known.quantizes]
+    if backend and backend not in quantizing:
+        raise UserError(f"{option('backend')} {shown(backend)} does not quantize", f"it can be {' or '.join(quantizing)}")
     if names is None:
-        library = backend or BACKENDS[0]
+        library = backend or quantizing[0]
         return [BASELINE, *(name for name, one in recipes().items() if one.quantizes and library in one.backends)]
     if not names:
         raise UserError(f"{option('recipes')} is empty", f"one of: {', '.join(recipes())}")

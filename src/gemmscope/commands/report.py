@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemmscope.document.build import document
+from gemmscope.document import document
 from gemmscope.document.combine import check_together, label
 from gemmscope.document.model import Document, Message
 from gemmscope.errors import UserError

@@ -1,6 +1,6 @@
 """`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
 
-from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.document.table import Cell, Column, Table, table
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.job.load import ModelRun
@@ -103,9 +103,9 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
 
 def preset_table() -> Table:
     """All presets with their size."""
-    rows = []
-    for preset in map(presets.describe, presets.names()):
-        size = number(preset.parameters, parameters(preset.parameters)) if preset.parameters else Cell("")
-        rows.append((Cell(preset.name), size, Cell(preset.description)))
-    heads = (*columns(("Name",), ("Parameters",)), *columns(("Description",), ()))
-    return Table("Presets", heads, tuple(rows))
+    columns: list[Column[presets.Preset]] = [
+        Column("Name", lambda preset: preset.name),
+        Column("Parameters", lambda one: Cell(parameters(one.parameters), one.parameters) if one.parameters else "", "g"),
+        Column("Description", lambda preset: preset.description),
+    ]
+    return table("Presets", columns, map(presets.describe, presets.names()))

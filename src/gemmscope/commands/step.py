@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gemmscope.bench.choose import Choice, Choices, choose, supported
 from gemmscope.bench.findings import state_findings
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import not_resumed, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
@@ -23,11 +23,10 @@ from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
 from gemmscope.signals import defer_signals
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.kept import check_kept, keeps_half_an_mlp
-from gemmscope.step.live import for_live, layers_that_fit, live_plan, step_settings
+from gemmscope.step.live_settings import for_live, layers_that_fit, live_plan, step_settings
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.session import MeasuredStep, StepSession
-from gemmscope.step.stack_plan import plan_step
+from gemmscope.step.stack_plan import check_kept, keeps_half_an_mlp, plan_step
 from gemmscope.step.step_campaign import StepCampaign, fingerprint_of
 from gemmscope.step.waterfall import break_even_finding, observed_findings, step_findings
 from gemmscope.units import counted

@@ -19,7 +19,7 @@ from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.step import Compile, Optimizer
 from gemmscope.results.sweep import SweepResult
 from gemmscope.signals import DeferredSignals
-from gemmscope.step.live import for_live
+from gemmscope.step.live_settings import for_live
 from gemmscope.step.stack_plan import plan_step
 from gemmscope.sweep.axes import MEASURED_SIZES, Axes, check_axes, combinations, configurations
 from gemmscope.sweep.point import BENCH_POINT, STEP_POINT

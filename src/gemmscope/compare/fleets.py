@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import exp, isfinite, sqrt
-from statistics import NormalDist
 
 import numpy as np
 
-from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change
+from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change, interval_width, with_verdict
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.rule import MEDIAN_ERROR, NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
@@ -52,11 +51,13 @@ def compare_fleets(
             )
     tests = len(figures) * len(pairs)
     rows = [row for figure in figures for row in _rows(figure, pairs, tests)]
-    findings = [note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name)]
-    result = CompareResult(
-        command=command, runs=tuple(names), rows=tuple(rows), differences=tuple(_differences(fleets)), limit=limit
+    findings = tuple(note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name))
+    differences = tuple(_differences(fleets))
+    return with_verdict(
+        CompareResult(
+            command=command, runs=tuple(names), rows=tuple(rows), differences=differences, limit=limit, findings=findings
+        )
     )
-    return result.model_copy(update={"findings": tuple(findings)})
 
 
 def _what(fleet: FleetResult) -> str:
@@ -150,7 +151,7 @@ def _single_rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Ite
     """Every GPU of a group that is too small for the rule."""
     matched = [{gpu.place: gpu for gpu in pair.changes(figure)[0]} for pair in pairs]
     places = dict.fromkeys(place for gpus in matched for place in gpus)
-    width = _width(tests * len(places))
+    width = interval_width(tests * len(places))
     if len(places) == 1:  # the row of all GPUs has it
         return
     for place in places:
@@ -166,11 +167,6 @@ def _single_rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Ite
         )
 
 
-def _width(tests: int) -> float:
-    """How many standard errors an interval extends on either side, if so many hold together."""
-    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
-
-
 def _fleet_change(sample: Sample, tests: int) -> Change:
     """The median change of all GPUs. The interval is that of order statistics; with too few GPUs for it, that of the noise."""
     if not len(sample.speeds):
@@ -181,7 +177,7 @@ def _fleet_change(sample: Sample, tests: int) -> Change:
         variance = float(np.mean(sample.errors**2)) + 2 * BETWEEN_RUNS**2
         if not isfinite(variance):
             return Change(ratio=Interval(exp(middle)), verdict="too close to call")
-        reach = _width(tests) * MEDIAN_ERROR * sqrt(variance / len(sample.speeds))
+        reach = interval_width(tests) * MEDIAN_ERROR * sqrt(variance / len(sample.speeds))
         ends = middle - reach, middle + reach
     ratio = Interval(exp(middle), exp(ends[0]), exp(ends[1]))
     verdict: Verdict = "slower" if ratio.above_one else "faster" if ratio.below_one else "too close to call"
@@ -222,13 +218,9 @@ def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:
     names = dict.fromkeys(name for fleet in fleets for name in fleet.versions)
     values = {name: tuple(fleet.versions.get(name, "") for fleet in fleets) for name in names}
     rows = [EnvironmentDifference(name=name, values=texts) for name, texts in values.items() if len(set(texts)) > 1]
-    inside = dict.fromkeys(difference.name for fleet in fleets for difference in fleet.differences)
-    for name in inside:
-        texts = tuple("; ".join(_difference(fleet, name).values) for fleet in fleets)
+    inside = [{row.name: "; ".join(row.values) for row in fleet.differences} for fleet in fleets]
+    for name in dict.fromkeys(name for fleet in inside for name in fleet):
+        texts = tuple(fleet.get(name, "") for fleet in inside)
         if any(texts) and len(set(texts)) > 1:
             rows.append(EnvironmentDifference(name=f"{name} of single GPUs", values=texts))
     return rows
-
-
-def _difference(fleet: FleetResult, name: str) -> EnvironmentDifference:
-    return next((row for row in fleet.differences if row.name == name), EnvironmentDifference(name=name, values=()))

@@ -51,28 +51,41 @@ def compare_runs(
     """Compare the first run with each of the others. They must be about one model and batch, and of one kind."""
     _require_same_thing(runs, names)
     tables = [_times(run) for run in runs]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
     tests = len({(key.recipe, key.mode, number) for number, table in enumerate(tables) for key in table if number})
-    width = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
-    rows = []
-    for key in keys:
-        times = tuple(table[key].value if key in table else None for table in tables)
-        changes = tuple(change(tables[0].get(key), table.get(key), width) for table in tables[1:])
-        rows.append(ComparedRow(what=key.what, recipe=key.recipe, mode=key.mode, times_ms=times, changes=changes))
-    for number, name in enumerate(names[1:]):
-        if all(row.changes[number].verdict == "missing" for row in rows):
-            raise UserError(
-                f"{names[0]} and {name} have no row in common: the recipes are {_recipes(tables[0])} and "
-                f"{_recipes(tables[number + 1])}",
-                "measure the same recipes in both",
-            )
-    differences = tuple(_environment_differences(runs))
-    result = CompareResult(command=command, runs=tuple(names), rows=tuple(rows), differences=differences, limit=limit)
-    return result.model_copy(update={"findings": tuple(verdict_findings(result))})
+    rows = _rows(tables, tests)
+    if missing := _without_common_row(rows, names):
+        recipes = [" ".join(dict.fromkeys(key.recipe for key in tables[side])) or "none" for side in (0, names.index(missing, 1))]
+        raise UserError(
+            f"{names[0]} and {missing} have no row in common: the recipes are {' and '.join(recipes)}",
+            "measure the same recipes in both",
+        )
+    return with_verdict(CompareResult(command=command, runs=tuple(names), rows=rows, differences=_differences(runs), limit=limit))
 
 
-def _recipes(table: dict[RowKey, Interval]) -> str:
-    return " ".join(dict.fromkeys(key.recipe for key in table)) or "none"
+def _rows(tables: Sequence[dict[RowKey, Interval]], tests: int) -> tuple[ComparedRow, ...]:
+    """The times of all runs, row by row. `tests`: how many intervals hold together."""
+    width = interval_width(tests)
+    return tuple(
+        ComparedRow(
+            what=key.what,
+            recipe=key.recipe,
+            mode=key.mode,
+            times_ms=tuple(table[key].value if key in table else None for table in tables),
+            changes=tuple(change(tables[0].get(key), table.get(key), width) for table in tables[1:]),
+        )
+        for key in dict.fromkeys(chain(*tables))
+    )
+
+
+def _without_common_row(rows: Sequence[ComparedRow], names: Sequence[str]) -> str:
+    """The run that has no row in common with the first; empty if there is none."""
+    numbered = enumerate(names[1:])
+    return next((name for number, name in numbered if all(row.changes[number].verdict == "missing" for row in rows)), "")
+
+
+def interval_width(tests: int) -> float:
+    """How many standard errors an interval extends on either side, if so many hold together."""
+    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
 
 
 def change(old: Interval | None, new: Interval | None, width: float) -> Change:
@@ -106,6 +119,11 @@ def _times(run: MeasuredResult) -> dict[RowKey, Interval]:
         return {RowKey("step", time.recipe): time.step_ms for time in run.step.recipes}
     ops = {RowKey(cell.op, cell.recipe, cell.mode): cell.total_ms for cell in run.linears.ops}
     return ops | {RowKey("all linears", total.recipe, total.mode): total.total_ms for total in run.linears.totals}
+
+
+def with_verdict(result: CompareResult) -> CompareResult:
+    """The result, with findings that say what changed before those that it has."""
+    return result.model_copy(update={"findings": (*verdict_findings(result), *result.findings)})
 
 
 def verdict_findings(result: CompareResult) -> list[Finding]:
@@ -179,16 +197,21 @@ def _different_runs(first: MeasuredResult, run: MeasuredResult) -> str:
     return ", ".join(f"{name} {before[name]} and {after[name]}" for name in before if before[name] != after[name])
 
 
-def _environment_differences(runs: Sequence[MeasuredResult]) -> list[EnvironmentDifference]:
-    """What differs between the runs besides their times."""
-    tables = [_facts(run) for run in runs]
+def _differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
+    """The facts that differ, of every run; empty where a run does not have one."""
     values = {name: tuple(table.get(name, "") for table in tables) for name in dict.fromkeys(chain(*tables))}
-    values = {name: texts for name, texts in values.items() if len(set(texts)) > 1 and (all(texts) or name not in WHICH_CHIP)}
+    return {name: texts for name, texts in values.items() if len(set(texts)) > 1}
+
+
+def _differences(runs: Sequence[MeasuredResult]) -> tuple[EnvironmentDifference, ...]:
+    """What differs between the runs besides their times."""
+    differing = _differing([_facts(run) for run in runs])
+    values = {name: texts for name, texts in differing.items() if all(texts) or name not in WHICH_CHIP}
     clocks = [_mean_clock(run) for run in runs]
     known = [clock for clock in clocks if clock is not None]
     if known and (len(known) < len(clocks) or max(known) > 1.02 * min(known)):  # a clock varies by a percent or two by itself
         values["SM clock while measuring"] = tuple(f"{clock:.0f} MHz" if clock is not None else "" for clock in clocks)
-    return [EnvironmentDifference(name=name, values=texts) for name, texts in values.items()]
+    return tuple(EnvironmentDifference(name=name, values=texts) for name, texts in values.items())
 
 
 def _facts(run: MeasuredResult) -> dict[str, str]:
@@ -221,24 +244,11 @@ def compare_sweeps(
         if different := _different_sweeps(runs[0], run):
             raise UserError(f"{names[0]} and {name} are not sweeps of the same thing: {different}", "measure the same in both")
     tables = [_sweep_times(run) for run in runs]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    tests = sum(len(table) for table in tables[1:])
-    width = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
-    rows = tuple(
-        ComparedRow(
-            what=key.what,
-            recipe=key.recipe,
-            mode=key.mode,
-            times_ms=tuple(table[key].value if key in table else None for table in tables),
-            changes=tuple(change(tables[0].get(key), table.get(key), width) for table in tables[1:]),
-        )
-        for key in keys
-    )
-    for number, name in enumerate(names[1:]):
-        if all(row.changes[number].verdict == "missing" for row in rows):
-            raise UserError(f"{names[0]} and {name} have no point and recipe in common", "measure the same points in both")
-    result = CompareResult(command=command, runs=tuple(names), rows=rows, differences=_sweep_differences(runs), limit=limit)
-    return result.model_copy(update={"findings": tuple(verdict_findings(result))})
+    rows = _rows(tables, sum(map(len, tables[1:])))  # every point is a measurement of its own, and counts as one test
+    if missing := _without_common_row(rows, names):
+        raise UserError(f"{names[0]} and {missing} have no point and recipe in common", "measure the same points in both")
+    differences = _sweep_differences(runs)
+    return with_verdict(CompareResult(command=command, runs=tuple(names), rows=rows, differences=differences, limit=limit))
 
 
 def _different_sweeps(first: SweepResult, other: SweepResult) -> str:
@@ -264,9 +274,7 @@ def _sweep_times(run: SweepResult) -> dict[RowKey, Interval]:
 
 def _sweep_differences(runs: Sequence[SweepResult]) -> tuple[EnvironmentDifference, ...]:
     """What differs besides the times: types of GPUs, versions, and which GPU measured each point."""
-    tables = [_sweep_facts(run) for run in runs]
-    values = {name: tuple(table.get(name, "") for table in tables) for name in dict.fromkeys(chain(*tables))}
-    values = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
+    values = _differing([_sweep_facts(run) for run in runs])
     chips = [{point.place: point.uuid or point.gpu for point in run.sweeps[0].points if not point.reason} for run in runs]
     moved = sum(any(chip.get(place) != where for chip in chips[1:] if place in chip) for place, where in chips[0].items())
     if moved:

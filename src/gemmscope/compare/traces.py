@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_view import add_up
+from gemmscope.explain.trace_view import add_up, largest_sums
 from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
@@ -55,18 +55,15 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
     """What else differs between the traces, or could not be compared; what matters most comes first."""
     if slow.trace.inference != fast.trace.inference:
         yield finding("twin-inference", file=(slow if slow.trace.inference else fast).trace.path.name)
-    gpus = slow.trace.gpu_name, fast.trace.gpu_name
-    if all(gpus) and gpus[0] != gpus[1]:
-        yield finding("twin-gpus-differ", before=gpus[0], after=gpus[1])
-    rows = [_rows(side) for side in (slow, fast)]
-    if _differ(rows):
-        yield finding("twin-batches-differ", before=rows[0], after=rows[1])
-    ranks = slow.trace.world_size, fast.trace.world_size
-    if ranks[0] != ranks[1]:
-        yield finding("twin-ranks-differ", before=ranks[0], after=ranks[1])
-    batches = slow.account.micro_batches, fast.account.micro_batches
-    if batches[0] != batches[1]:
-        yield finding("twin-micro-batches-differ", before=batches[0], after=batches[1])
+    compared: dict[str, tuple[int | str, int | str]] = {
+        "twin-gpus-differ": (slow.trace.gpu_name, fast.trace.gpu_name),
+        "twin-batches-differ": (_rows(slow), _rows(fast)),
+        "twin-ranks-differ": (slow.trace.world_size, fast.trace.world_size),
+        "twin-micro-batches-differ": (slow.account.micro_batches, fast.account.micro_batches),
+    }
+    for code, values in compared.items():
+        if _differ(values):
+            yield finding(code, before=values[0], after=values[1])
     before, after = main_precision(slow), main_precision(fast)
     if before and before == after:
         yield finding("twin-same-precision", precision=before)
@@ -80,8 +77,8 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
 def main_precision(diagnosis: TraceDiagnosis) -> str:
     """The precision in which most of the linears run: low precision counts wherever it is used; empty if unknown."""
     evidence = diagnosis.evidence
-    times = add_up((item.gemm.precision, item.share) for item in (evidence.low if evidence.is_low else evidence.high))
-    return max(times, key=lambda name: times[name], default="")
+    items = evidence.low if evidence.is_low else evidence.high
+    return next(iter(largest_sums((item.gemm.precision, item.share) for item in items)), "")
 
 
 def _rows(diagnosis: TraceDiagnosis) -> int:
@@ -91,8 +88,9 @@ def _rows(diagnosis: TraceDiagnosis) -> int:
     return rows.most_common(1)[0][0] if rows else 0
 
 
-def _differ(rows: Sequence[int]) -> bool:
-    return all(rows) and rows[0] != rows[1]
+def _differ(values: Sequence[int | str]) -> bool:
+    """Whether two values that are both known are different ones."""
+    return all(values) and values[0] != values[1]
 
 
 def _parts(expected: dict[StepPart, float], actual: dict[StepPart, float]) -> list[PartComparison]:

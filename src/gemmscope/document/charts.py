@@ -1,24 +1,14 @@
 """Charts as data. Each can be drawn (by the page and by figures) and shown as a table (by every other writer)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from gemmscope import units
 from gemmscope.document.palette import recipe_key
-from gemmscope.document.table import (
-    NOTHING,
-    Cell,
-    Facts,
-    Table,
-    columns,
-    difference_cell,
-    number,
-    share_cell,
-    speedup_cell,
-    time_cell,
-)
+from gemmscope.document.table import Cell, Column, Facts, Table, Value, difference_cell, table, write
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
@@ -56,6 +46,10 @@ class Bar:
     def total_ms(self) -> float:
         return sum(segment.time_ms for segment in self.segments)
 
+    def time_of(self, name: str, shade: Shade) -> float | None:
+        """The time of the segments of one name and shade; None if there are none."""
+        return sum(segment.time_ms for segment in self.segments if (segment.name, segment.shade) == (name, shade)) or None
+
     @property
     def reach_ms(self) -> tuple[float, float]:
         """How far the interval of the time reaches below and above the bar; zero where there is none."""
@@ -73,6 +67,10 @@ class Bar:
         return f"{self.speedup.value:.2f}x" if self.speedup else "1.00x" if self.baseline else ""
 
 
+BarRow = tuple[str, str, Callable[[Bar], Value]]
+"""A row of a chart's table: the part, the pass, and the value of each bar."""
+
+
 @dataclass(frozen=True)
 class BarChart:
     """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it even if it is not main."""
@@ -87,24 +85,27 @@ class BarChart:
     def table(self) -> Table:
         """A row per segment, a column per bar, in milliseconds; for a single bar also the shares."""
         bars = [bar for bar in self.bars if bar.segments]
-        segments = [segment for bar in bars for segment in bar.segments]
-        passes = any(segment.shade == "light" for segment in segments)
-        shares = len(bars) == 1 and bars[0].total_ms > 0
+        shades = dict.fromkeys((segment.name, segment.shade) for bar in bars for segment in bar.segments)
+        whole_ms = bars[0].total_ms if len(bars) == 1 else 0.0
+        rows: list[BarRow] = [(name, SHADES[shade], partial(Bar.time_of, name=name, shade=shade)) for name, shade in shades]
+        rows.append(("total", "", lambda bar: bar.total_ms))
+        if any(bar.alarm or bar.speedup for bar in bars):
+            rows.append(("speedup", "", lambda bar: Cell(bar.alarm, level="error") if bar.alarm else write(bar.speedup, "x")))
 
-        def row(name: str, part: str, cells: Iterable[Cell], share: Cell) -> tuple[Cell, ...]:
-            return (Cell(name), *([Cell(part)] if passes else []), *cells, *([share] if shares else []))
+        def of_bar(bar: Bar) -> Column[BarRow]:
+            return Column(bar.label, lambda row: row[2](bar), "ms")
 
-        rows = []
-        for name, shade in dict.fromkeys((segment.name, segment.shade) for segment in segments):
-            times = [sum(one.time_ms for one in bar.segments if (one.name, one.shade) == (name, shade)) for bar in bars]
-            share = share_cell(times[0] / bars[0].total_ms if shares else None)
-            rows.append(row(name, SHADES[shade], (time_cell(time) if time else NOTHING for time in times), share))
-        rows.append(row("total", "", (time_cell(bar.total_ms) for bar in bars), share_cell(1.0)))
-        speedups = [Cell(bar.alarm, level="error") if bar.alarm else speedup_cell(bar.speedup) for bar in bars]
-        if any(cell != NOTHING for cell in speedups):
-            rows.append(row("speedup", "", speedups, NOTHING))
-        heads = columns(["Part", "Pass"] if passes else ["Part"], [*(bar.label for bar in bars), *(["Share"] if shares else [])])
-        return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note)
+        def share(row: BarRow) -> float | None:
+            time_ms = row[2](bars[0])
+            return time_ms / whole_ms if isinstance(time_ms, float) else None
+
+        columns: list[Column[BarRow]] = [
+            Column("Part", lambda row: row[0]),
+            Column("Pass", lambda row: row[1], when=any(shade == "light" for _, shade in shades)),
+            *map(of_bar, bars),
+            Column("Share", share, "%", when=whole_ms > 0),
+        ]
+        return table(f"{self.title} ({self.unit})", columns, rows, self.note)
 
 
 def time_text(time_ms: float) -> str:
@@ -150,16 +151,13 @@ class WaterfallChart:
 
     def table(self) -> Table:
         """A row per part of the step."""
-        rows = tuple(
-            (
-                Cell(fall.part),
-                *(number(time_ms, f"{time_ms:.2f}") for time_ms in (fall.baseline_ms, fall.recipe_ms)),
-                number(fall.speedup, f"{fall.speedup:.3f}x"),
-            )
-            for fall in self.falls
-        )
-        heads = columns(("Part",), (f"{self.baseline} ms", f"{self.recipe} ms", "Speedup so far"))
-        return Table(self.title, heads, rows, self.note)
+        columns: list[Column[Fall]] = [
+            Column("Part", lambda fall: fall.part),
+            Column(f"{self.baseline} ms", lambda fall: fall.baseline_ms, ".2f"),
+            Column(f"{self.recipe} ms", lambda fall: fall.recipe_ms, ".2f"),
+            Column("Speedup so far", lambda fall: Cell(f"{fall.speedup:.3f}x", fall.speedup), "x"),
+        ]
+        return table(self.title, columns, self.falls, self.note)
 
 
 @dataclass(frozen=True)
@@ -200,13 +198,17 @@ class CurveChart:
     def table(self) -> Table:
         """A row per size, a column per recipe."""
         points = {(name, point.at): point for name, series in self.series.items() for point in series}
-        rows = tuple((Cell(at), *(self._cell(points.get((name, at))) for name in self.series)) for at in self.places)
-        unit = "" if self.unit == "x" else f" ({self.unit})"
-        return Table(f"{self.title}{unit}", columns((self.axis,), list(self.series)), rows, self.note)
 
-    def _cell(self, point: Point | None) -> Cell:
+        def of_recipe(name: str) -> Column[str]:
+            return Column(name, lambda at: self._cell(points.get((name, at))), "x")
+
+        unit = "" if self.unit == "x" else f" ({self.unit})"
+        columns = [Column[str](self.axis, str), *map(of_recipe, self.series)]
+        return table(f"{self.title}{unit}", columns, self.places, self.note)
+
+    def _cell(self, point: Point | None) -> Cell | None:
         if point is None:
-            return NOTHING
+            return None
         value = point.value
         text = units.speedup(value) if self.unit == "x" else units.tflops(value.value)
         text = units.percent(value.value / 100) if self.unit.startswith("%") else text
@@ -266,19 +268,22 @@ class HeatMap:
         return max(certain)[1:] if certain else None
 
     def table(self) -> Table:
-        """The cells as a table."""
+        """The cells as a table, a row for each row; if it is `turned`, for each column."""
         if self.turned:
-            heads = columns((self.column_name,), self.rows[::-1])  # the last row is on top
-            lines = zip(self.columns, zip(*self.cells[::-1], strict=True), strict=True)
-            turned = tuple((Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells)) for name, cells in lines)
-            return Table(self.title, heads, turned, self.note)
-        named = [name if name[0].isalpha() else f"{self.column_name}={name}" for name in self.columns]  # a size, or a name
-        heads = columns((self.row_name,), named)
-        rows = tuple(
-            (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
-            for name, cells in zip(self.rows, self.cells, strict=True)
-        )
-        return Table(self.title, heads, rows[::-1] if self.top_first else rows, self.note)
+            head, rows, across = self.column_name, self.columns, self.rows[::-1]  # the last row is on top
+            lines = list(zip(*self.cells[::-1], strict=True))
+        else:
+            head, rows, lines = self.row_name, self.rows, list(self.cells)
+            across = tuple(
+                name if name[0].isalpha() else f"{self.column_name}={name}" for name in self.columns
+            )  # a size, or a name
+
+        def place(index: int) -> Column[tuple[str, tuple[HeatCell, ...]]]:
+            return Column(across[index], lambda row: Cell(row[1][index].text or "-", row[1][index].value), self.unit)
+
+        columns = [Column[tuple[str, tuple[HeatCell, ...]]](head, lambda row: row[0]), *map(place, range(len(across)))]
+        pairs = list(zip(rows, lines, strict=True))
+        return table(self.title, columns, pairs[::-1] if self.top_first else pairs, self.note)
 
 
 @dataclass(frozen=True)
@@ -314,8 +319,12 @@ class ScatterChart:
         """A row per dot."""
         known = {(dot.speedup, dot.error) for dot in self.dots}  # a recipe in all linears is not listed twice
         mixes = [self.chosen] if self.chosen is not None and (self.chosen.speedup, self.chosen.error) not in known else []
-        rows = tuple((Cell(dot.name), speedup_cell(dot.speedup), share_cell(dot.error)) for dot in (*self.dots, *mixes))
-        return Table(self.title, columns(("Recipe",), ("Speedup", "Error")), rows, self.note)
+        columns: list[Column[Dot]] = [
+            Column("Recipe", lambda dot: dot.name),
+            Column("Speedup", lambda dot: dot.speedup, "x"),
+            Column("Error", lambda dot: dot.error, "%"),
+        ]
+        return table(self.title, columns, (*self.dots, *mixes), self.note)
 
 
 @dataclass(frozen=True)
@@ -360,15 +369,12 @@ class RankChart:
 
     def table(self) -> Table:
         """A row for each point."""
-        rows = tuple(
-            (
-                Cell(point.name),
-                number(point.rank, f"{point.rank:,}"),
-                difference_cell(point.value, level="warning" if point.label else ""),
-            )
-            for point in self.points
-        )
-        return Table(self.title, columns((self.axis,), ("Rank", "Difference from the median")), rows, self.note)
+        columns: list[Column[Ranked]] = [
+            Column(self.axis, lambda point: point.name),
+            Column("Rank", lambda point: point.rank, ",d"),
+            Column("Difference from the median", lambda one: difference_cell(one.value, "warning" if one.label else ""), "of 1"),
+        ]
+        return table(self.title, columns, self.points, self.note)
 
 
 Chart = BarChart | WaterfallChart | CurveChart | HeatMap | ScatterChart | RankChart

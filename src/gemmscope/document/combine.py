@@ -4,18 +4,21 @@ belong together."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import hypot, inf, isfinite
+from math import inf
 
+from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
-from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.step_parts import independent_ratio
+from gemmscope.document.table import BASELINE_CELL, Column, Table, table
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 
 MOST_RUNS = 8  # that a page can show side by side
+SpeedupRow = tuple[str, str, dict[str, Interval]]
+"""What was measured, the recipe, and its speedup in every run."""
 ORDER = ("training step", "linears")  # of the rows; everything else follows
-OWN_BASELINE = "Each speedup is over BF16 on the same GPU and in the same run, so a larger one does not mean a faster GPU."
 
 
 def label(documents: Sequence[Document], document: Document) -> str:
@@ -45,7 +48,7 @@ def _key(documents: Sequence[Document], document: Document, value: NamedSpeedup 
     return value.where if len(documents) == 1 else own if value.where == document.where else f"{own} · {value.where}"
 
 
-def speedup_rows(documents: Sequence[Document]) -> list[tuple[str, str, dict[str, Interval]]]:
+def speedup_rows(documents: Sequence[Document]) -> list[SpeedupRow]:
     """What was measured, the recipe, and its speedup in every run: the step first, then linears, then GEMMs."""
     speedups: dict[tuple[str, str], dict[str, Interval]] = {}
     for document in documents:
@@ -61,13 +64,17 @@ def _place(what: str) -> int:
 
 def side_by_side_table(documents: Sequence[Document]) -> Table:
     """Every speedup over the BF16 of its own GPU and run, a column per run. Such speedups do not compare the runs themselves."""
-    keys = list(sources(documents))
-    rows = tuple(
-        (Cell(what), Cell(recipe), *(speedup_cell(by_run.get(key)) for key in keys))
-        for what, recipe, by_run in speedup_rows(documents)
-    )
-    heads = [Column("What", numeric=False), Column("Recipe", numeric=False), *map(Column, keys)]
-    return Table(f"Speedup over {BASELINE} on the same GPU and in the same run", tuple(heads), rows, OWN_BASELINE)
+
+    def of_run(key: str) -> Column[SpeedupRow]:
+        return Column(key, lambda row: row[2].get(key), "x")
+
+    columns = [
+        Column[SpeedupRow]("What", lambda row: row[0]),
+        Column[SpeedupRow]("Recipe", lambda row: row[1]),
+        *map(of_run, sources(documents)),
+    ]
+    title = f"Speedup over {BASELINE} on the same GPU and in the same run"
+    return table(title, columns, speedup_rows(documents), phrase("runs-own-baseline"))
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,16 @@ class CommonBaseline:
 
     def table(self) -> Table:
         """A row for each run and recipe."""
-        over = f"Speedup over {BASELINE} on {self.baseline}"
-        heads = columns(("GPU", "Recipe"), ("ms", *([f"{self.unit.capitalize()}/s per GPU"] if self.has_rates else []), over))
-        rows = []
-        for time in self.times:
-            rate = [number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}")] if self.has_rates else []
-            over_baseline = BASELINE_CELL if time.is_baseline else speedup_cell(time.over)
-            rows.append((Cell(time.run), Cell(time.recipe), time_cell(time.time_ms), *rate, over_baseline))
-        return Table(self.title, heads, tuple(rows))
+        columns: list[Column[ComparedTime]] = [
+            Column("GPU", lambda time: time.run),
+            Column("Recipe", lambda time: time.recipe),
+            Column("ms", lambda time: time.time_ms, "ms"),
+            Column(f"{self.unit.capitalize()}/s per GPU", lambda time: time.tokens_per_s, ",.0f", when=self.has_rates),
+            Column(
+                f"Speedup over {BASELINE} on {self.baseline}", lambda time: BASELINE_CELL if time.is_baseline else time.over, "x"
+            ),
+        ]
+        return table(self.title, columns, self.times)
 
 
 def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
@@ -162,8 +171,7 @@ def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, D
                 return speedup.speedup
     rates = [baseline.tokens_per_s, time.tokens_per_s]
     value = rates[1] / rates[0] if rates[0] and rates[1] else baseline.time_ms.value / time.time_ms.value
-    reach = hypot(baseline.time_ms.half_width, time.time_ms.half_width)
-    return Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value)
+    return independent_ratio(value, baseline.time_ms, time.time_ms)
 
 
 def check_together(documents: Sequence[Document]) -> list[Message]:

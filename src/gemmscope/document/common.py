@@ -1,20 +1,25 @@
-"""Text that all kinds of results share: model, batch, command, machine."""
+"""What all kinds of documents share: their sentences, and the text about model, batch, command, machine and samples."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from gemmscope import units
-from gemmscope.document.model import Subject
-from gemmscope.document.table import Facts
+from gemmscope.document.model import Block, Message, Section, Subject
+from gemmscope.document.table import Facts, Table
+from gemmscope.findings import Finding, fill
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.health import health_problems
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary, Result
+from gemmscope.toml import load_data
 from gemmscope.workload.cases import Case
 
 ANOTHER_GPU = "fleet-another-gpu"  # prefix of the codes of findings that quote a fleet
 SPLIT = ("tp", "cp", "pp", "ep")
+STATE_OF_GPU = (("SM clock", "sm_mhz", "MHz"), ("power", "power_w", "W"), ("temperature", "temperature_c", "°C"))
 MODEL_NAMES = (
     "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp", "mtp_layers",
@@ -28,28 +33,67 @@ MODEL_OPTIONS = (
 """The options that name the model and how it is run."""
 
 
+@cache
+def phrases() -> dict[str, str]:
+    """Every sentence of the documents by its code."""
+    return load_data("gemmscope.document", "phrases.toml")
+
+
+def phrase(code: str, **facts: Any) -> str:
+    """A sentence, or a part of one, from `phrases.toml`, with its facts.
+
+    >>> phrase("plan-small-models", shown=3, models=9)
+    '3 of 9 models.'
+    """
+    return fill(phrases()[code], facts)
+
+
+def sections(named: Mapping[str, Iterable[Block | None]]) -> tuple[Section, ...]:
+    """A section for each title, without blocks that are None, tables without rows, and sections without blocks."""
+    filled = {
+        title: tuple(block for block in blocks if block is not None and (not isinstance(block, Table) or block.rows))
+        for title, blocks in named.items()
+    }
+    return tuple(Section(title, blocks) for title, blocks in filled.items() if blocks)
+
+
+def first_rows(table: Table, most: int) -> Table:
+    """The table with at most `most` rows; if it has more, its note says so."""
+    more = len(table.rows) - most
+    if more <= 0:
+        return table
+    note = f"{table.note} {phrase('first-rows', shown=most, rows=len(table.rows))}"
+    return replace(table, rows=table.rows[:most], note=note.strip())
+
+
+def facts(*lines: tuple[str, str | None]) -> Facts:
+    """Names and values, without those that have no value."""
+    return tuple((name, value) for name, value in lines if value)
+
+
 def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Case] = ()) -> Subject:
     """The model and batch of a run; without a model, bare GEMMs."""
     if model is None or run is None:
         return Subject("Bare GEMMs", bare=True)
-    split = {name: getattr(run, name) for name in SPLIT}
+    batch = (
+        {"micro-batch": run.micro_batch_size, "sequence": run.sequence_length} if run.inputs is None else {"inputs": run.inputs}
+    )
     return Subject(
         title=f"{model.name}: {_model_text(model)}",
         model={"hidden size": model.hidden_size, "layers": model.layers, "number of layers": model.num_hidden_layers},
-        batch={**_batch(run), **split, "recompute": run.recompute},
+        batch={**batch, **{name: getattr(run, name) for name in SPLIT}, "recompute": run.recompute},
         sizes={case.op: (case.inputs, case.outputs) for case in cases},
     )
-
-
-def _batch(run: RunSpec) -> dict[str, Any]:
-    if run.inputs is not None:
-        return {"inputs": run.inputs}
-    return {"micro-batch": run.micro_batch_size, "sequence": run.sequence_length}
 
 
 def _model_text(model: ModelSummary) -> str:
     width = f", hidden size {model.hidden_size}" if model.hidden_size else ""
     return f"{model.layers} layers{width}" if model.layers != "traced" else model.layers
+
+
+def described(model: ModelSummary | None) -> list[str]:
+    """The sizes of the model in a line, if they are known."""
+    return [model.description] if model is not None and model.description else []
 
 
 def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
@@ -60,16 +104,19 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
     lines = [f"micro-batch {run.micro_batch_size} x sequence {run.sequence_length}{split} = {run.tokens} tokens"]
     if run.inputs is not None:
         lines = [f"inputs: {run.inputs}"]
-    parts = [f"{name} {getattr(run, name)}" for name in SPLIT if getattr(run, name) > 1]
-    parts += [f"etp {run.expert_tp}"] if run.expert_tp != run.tp else []
-    parts += ["sequence parallel"] if run.sequence_parallel else []
-    parts += [f"stage {stage}"] if run.pp > 1 else []
-    parts += [f"layers per stage {','.join(map(str, run.pp_layers))}"] if run.pp_layers else []
-    parts += [f"imbalance {run.imbalance:g}"] if run.imbalance != 1 else []
-    parts += [f"recompute {run.recompute}"] if run.recompute != "none" else []
-    parts += ["separate projections"] if run.separate_projections else []
-    parts += [f"{run.gradient_accumulation} micro-batches per step"] if run.gradient_accumulation > 1 else []
-    return [*lines, ", ".join(parts)] if parts else lines
+    parts = {
+        **{f"{name} {getattr(run, name)}": getattr(run, name) > 1 for name in SPLIT},
+        f"etp {run.expert_tp}": run.expert_tp != run.tp,
+        "sequence parallel": run.sequence_parallel,
+        f"stage {stage}": run.pp > 1,
+        f"layers per stage {','.join(map(str, run.pp_layers or ()))}": bool(run.pp_layers),
+        f"imbalance {run.imbalance:g}": run.imbalance != 1,
+        f"recompute {run.recompute}": run.recompute != "none",
+        "separate projections": run.separate_projections,
+        f"{run.gradient_accumulation} micro-batches per step": run.gradient_accumulation > 1,
+    }
+    named = ", ".join(part for part, applies in parts.items() if applies)
+    return [*lines, named] if named else lines
 
 
 def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
@@ -102,47 +149,78 @@ def quoted_of_fleet(result: Result) -> tuple[str, ...]:
     return tuple(finding.text for finding in result.findings if finding.code.startswith(ANOTHER_GPU))
 
 
+def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Finding]]) -> tuple[Message, ...]:
+    """Findings of several GPUs: those that all GPUs share once, the others after the name of their GPU."""
+    first, *others = by_gpu.values()
+    common_texts = [{finding.text for finding in findings} for findings in others]
+    shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
+    said = {finding.text for finding in shared}
+    own = [Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said]
+    return (*map(Message.of, common), *map(Message.of, shared), *own)
+
+
 def command_facts(result: Result) -> Facts:
     """The command, and the version of gemmscope."""
-    return (*([("command", result.command)] if result.command else []), ("gemmscope", result.gemmscope_version))
+    return facts(("command", result.command), ("gemmscope", result.gemmscope_version))
+
+
+def versions_text(versions: Mapping[str, str]) -> str:
+    """Packages with their versions."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def machine_facts(environment: Environment, device: Mapping[str, Any], versions: Mapping[str, str]) -> Facts:
     """GPU, driver, packages, system."""
-    capability, memory = device.get("compute_capability"), device.get("memory_bytes")
-    gpu = [str(device.get("name", "no GPU"))]
-    gpu += [f"compute capability {capability}"] if capability else []
-    gpu += [units.si(float(memory), "B")] if memory else []
-    gpu += [f"{device['multiprocessors']} multiprocessors"] if device.get("multiprocessors") else []
-    limits = [f"{device['power_limit_w']:.0f} W"] if device.get("power_limit_w") else []
-    limits += [f"SM clock up to {device['max_sm_mhz']} MHz"] if device.get("max_sm_mhz") else []
-    packages = {**environment.packages, **versions}
-    lines = [
-        ("node", _place(device)),
-        ("GPU", ", ".join(gpu)),
+
+    def listed(**formats: str) -> str:
+        return ", ".join(text.format(device[name]) for name, text in formats.items() if device.get(name) not in (None, "", 0))
+
+    gpu = [
+        str(device.get("name", "no GPU")),
+        listed(compute_capability="compute capability {}"),
+        units.si(float(device["memory_bytes"]), "B") if device.get("memory_bytes") else "",
+        listed(multiprocessors="{} multiprocessors"),
+    ]
+    place = [str(device.get("node") or ""), f"GPU {device['index']}" if device.get("index") is not None else ""]
+    return facts(
+        ("node", ", ".join(filter(None, [*place, listed(pci_bus="PCI bus {}")]))),
+        ("GPU", ", ".join(filter(None, gpu))),
         ("UUID", str(device.get("uuid") or "")),
         ("health under load", _health(device.get("health"))),
         ("CPU", str(device.get("cpu") or "")),
-        ("limits", ", ".join(limits)),
-        ("driver", environment.driver or ""),
+        ("limits", listed(power_limit_w="{:.0f} W", max_sm_mhz="SM clock up to {} MHz")),
+        ("driver", environment.driver),
         ("CUDA", str(device.get("cuda") or "")),
-        ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
+        ("packages", versions_text({**environment.packages, **versions})),
         ("system", environment.system),
         ("Python", environment.python),
         ("CPUs", str(environment.cpus)),
         ("GPUs in the machine", str(len(environment.gpus)) if len(environment.gpus) > 1 else ""),
-    ]
-    return tuple((name, value) for name, value in lines if value)
-
-
-def _place(device: Mapping[str, Any]) -> str:
-    parts = [str(device.get("node") or "")]
-    parts += [f"GPU {device['index']}"] if device.get("index") is not None else []
-    parts += [f"PCI bus {device['pci_bus']}"] if device.get("pci_bus") else []
-    return ", ".join(filter(None, parts))
+    )
 
 
 def _health(health: Any) -> str:
     if not isinstance(health, dict) or not health:
         return ""
     return "; ".join(problem.text for problem in health_problems(health, under_load=True)) or "no problems found"
+
+
+def sample_text(series: Sequence[Sequence[Sequence[float]]]) -> str:
+    """How many samples, in how many bursts.
+
+    >>> sample_text([[[1.0, 1.1], [1.2]]]), sample_text([])
+    ('3 in 2 bursts', '')
+    """
+    count = sum(len(burst) for bursts in series for burst in bursts)
+    return f"{count:,} in {units.counted(max(map(len, series)), 'burst')}" if count else ""
+
+
+def clock_facts(states: Sequence[Mapping[str, Any]]) -> Facts:
+    """SM clock, power and temperature while measuring: the median and the range."""
+    lines = []
+    for name, key, unit in STATE_OF_GPU:
+        values = sorted(float(value) for state in states if isinstance(value := state.get(key), (int, float)))
+        if values:
+            spread = f" ({values[0]:.0f} to {values[-1]:.0f})" if values[0] != values[-1] else ""
+            lines.append((name, f"{values[len(values) // 2]:.0f} {unit}{spread}"))
+    return tuple(lines)

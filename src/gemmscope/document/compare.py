@@ -1,48 +1,42 @@
 """The Document of a `CompareResult`."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from gemmscope import units
-from gemmscope.document.common import command_facts
-from gemmscope.document.model import Document, Message, Section, Subject
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number
-from gemmscope.results.compare import Change, CompareResult
+from gemmscope.document.common import command_facts, phrase, sections
+from gemmscope.document.model import Document, Message, Subject
+from gemmscope.document.table import Cell, Column, Table, Value, table
+from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference
 
 MOST_ROWS, MOST_DIFFERENCES = 14, 4  # of the short view
 CLOSE, NOISY, MISSING = "too close to call", "too noisy", "missing"
 DECISIONS = ("compare-too-slow", "compare-too-noisy", "compare-within-limit")
 CHANGES = ("compare-changed", "compare-equal")
-METHOD = (
-    "Change compares the new time with the first: plus is slower. The intervals hold for all rows together with 95% confidence, "
-    "and include the variation between runs."
-)
-FLEETS = (
-    "Change compares the new time with the first: plus is slower. The change of all GPUs is the median over the GPUs, so that "
-    "chip-to-chip differences cancel. A GPU has its own row if its change differs from the others by more than chance allows, "
-    "or if there are too few GPUs to tell. The intervals hold for all GPUs and recipes together with 95% confidence."
-)
 
 
 def compare_document(result: CompareResult, name: str = "") -> Document:
     """Build the Document of the result."""
-    letters = _letters(result)
-    title = f"Comparison of {len(result.runs)} {'fleets' if _are_fleets(result) else 'runs'}"
+    letters, runs = _letters(result), len(result.runs)
+    title = f"Comparison of {runs} {'fleets' if _are_fleets(result) else 'runs'}"
     # a requested check comes first
     answer, *findings = sorted(result.findings, key=lambda finding: finding.code not in DECISIONS)
     because = [finding for finding in findings if answer.code in DECISIONS and finding.code in CHANGES]
-    sections = [Section("Rows", tuple(_rows(result, letters)))]
-    if result.differences:
-        sections.insert(0, Section("Environment", (_environment(result, letters),)))
+    changes = [_changes(result, letters, run, [0, run]) for run in range(1, runs - 1)]
     return Document(
         kind="compare",
         title=title,
         subject=Subject(title),
-        where=" and ".join(result.runs) if len(result.runs) == 2 else f"{result.runs[0]} to {result.runs[-1]}",
+        where=" and ".join(result.runs) if runs == 2 else f"{result.runs[0]} to {result.runs[-1]}",
         answer=answer.text,
         because=tuple(finding.text for finding in because),
-        summary=_summary(result, letters),
+        summary=_changes(result, letters, runs - 1, [0, runs - 1], most=MOST_ROWS),
         context=(*(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)), *_also_different(result)),
-        sections=tuple(sections),
+        sections=sections(
+            {
+                "Environment": [differences_table("Other differences between the runs", result.differences, letters)],
+                "Rows": [_changes(result, letters, runs - 1, range(runs)), *changes],
+            }
+        ),
         messages=tuple(Message.of(finding) for finding in findings if finding not in because),
         facts={"Method": (("comparison", _method(result)), *command_facts(result))},
         name=name,
@@ -54,7 +48,7 @@ def _are_fleets(result: CompareResult) -> bool:
 
 
 def _method(result: CompareResult) -> str:
-    return FLEETS if _are_fleets(result) else METHOD
+    return phrase("compare-fleets" if _are_fleets(result) else "compare-runs")
 
 
 def _letters(result: CompareResult) -> list[str]:
@@ -67,55 +61,55 @@ def _also_different(result: CompareResult) -> list[str]:
     listed = [f"{row.name} ({', '.join(value or '-' for value in row.values)})" for row in result.differences]
     more = len(listed) - MOST_DIFFERENCES
     named = [*listed[:MOST_DIFFERENCES], *([f"{more} more"] if more > 0 else [])]
-    return [f"Also different: {', '.join(named)}"] if named else []
+    return [phrase("compare-also-different", named=", ".join(named))] if named else []
 
 
-def _environment(result: CompareResult, letters: list[str]) -> Table:
-    """What differs besides the times."""
-    rows = tuple((Cell(row.name), *(Cell(value or "-") for value in row.values)) for row in result.differences)
-    return Table("Other differences between the runs", columns(("What", *letters), ()), rows)
+def differences_table(title: str, differences: Sequence[EnvironmentDifference], heads: Sequence[str] = ()) -> Table:
+    """What differs in the environment, a row for each name. Without `heads`, values are in the order of their frequency."""
+    most = max((len(row.values) for row in differences), default=1)
+
+    def value(place: int, head: str) -> Column[EnvironmentDifference]:
+        return Column(head, lambda row: row.values[place] or None if place < len(row.values) else None)
+
+    heads = heads or ["Most common", *(f"Value {place}" for place in range(2, most + 1))]
+    columns = [Column[EnvironmentDifference]("What", lambda row: row.name), *(value(*pair) for pair in enumerate(heads))]
+    return table(title, columns, differences)
 
 
-def _summary(result: CompareResult, letters: list[str]) -> Table:
-    """The rows that changed, the largest change first; then those that are too noisy; the rest as far as there is room."""
-    table = _changes(result, letters, len(result.runs) - 1, [0, len(result.runs) - 1])
+def _changes(result: CompareResult, letters: list[str], run: int, shown: Sequence[int], most: int | None = None) -> Table:
+    """The change from the first run to another, with the times of the runs `shown`. `most`: only so many rows, the largest change
+    first, then those that are too noisy, then the rest."""
+    noisy = [row.name for row in result.unresolved()] if run == len(result.runs) - 1 else []
 
-    def order(row: tuple[Cell, ...]) -> tuple[int, float]:
-        change, verdict = row[-3].value, row[-1].text
-        rank = (NOISY, CLOSE, MISSING).index(verdict) + 1 if verdict in (NOISY, CLOSE, MISSING) else 0
-        return rank, -abs(change - 1) if change is not None else 0.0
+    def verdict(row: ComparedRow) -> str:
+        return NOISY if row.name in noisy else row.changes[run - 1].verdict
 
-    rows = sorted(table.rows, key=order)
-    left_out = len(rows) - MOST_ROWS
-    note = f"{units.counted(left_out, 'more row')} not shown here. " if left_out > 0 else ""
-    return replace(table, rows=tuple(rows[:MOST_ROWS]), note=f"{note}Plus is slower.")
+    def order(row: ComparedRow) -> tuple[int, float]:
+        ratio, last = row.changes[run - 1].ratio, (NOISY, CLOSE, MISSING)
+        rank = last.index(verdict(row)) + 1 if verdict(row) in last else 0
+        return rank, -abs(ratio.value - 1) if ratio is not None else 0.0
 
+    def time(index: int) -> Column[ComparedRow]:
+        return Column(f"{letters[index]} ms", lambda row: row.times_ms[index], ".4g", drop=2)
 
-def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
-    """A table for each run after the first. The last run comes first, with the times of all runs."""
-    last = len(result.runs) - 1
-    tables = [_changes(result, letters, run, [0, run]) for run in range(1, last)]
-    return [_changes(result, letters, last, list(range(last + 1))), *tables]
-
-
-def _changes(result: CompareResult, letters: list[str], run: int, shown: list[int]) -> Table:
-    times_of = [f"{letters[index]} ms" for index in shown]
-    heads = columns(("Row",), (*times_of, "Change", "Interval"), {"Interval": 1, **dict.fromkeys(times_of, 2)})
-    rows, noisy = [], [row.name for row in result.unresolved()] if run == len(result.runs) - 1 else []
-    for row in result.rows:
-        times = [row.times_ms[index] for index in shown]
-        cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
-        rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1], noisy=row.name in noisy)))
-    title = f"{letters[run]} compared with {letters[0]}"
-    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), _method(result))
+    columns: list[Column[ComparedRow]] = [
+        Column("Row", lambda row: row.name),
+        *map(time, shown),
+        Column("Change", lambda row: row.changes[run - 1].ratio, "of 1"),
+        Column("Interval", lambda row: _interval(row.changes[run - 1]), "d", drop=1),
+        Column("Verdict", lambda row: Cell(verdict(row), level="warning" if verdict(row) in (NOISY, "slower") else "")),
+    ]
+    rows, note = result.rows, _method(result)
+    if most is not None:
+        left_out = len(rows) - most
+        hidden = phrase("compare-not-shown", rows=units.counted(left_out, "more row")) if left_out > 0 else ""
+        rows, note = tuple(sorted(rows, key=order)[:most]), phrase("compare-plus", hidden=hidden)
+    return table(f"{letters[run]} compared with {letters[0]}", columns, rows, note)
 
 
-def _change(change: Change, *, noisy: bool) -> tuple[Cell, Cell, Cell]:
-    """The change, its interval and the verdict. `noisy`: too noisy to check the slowdown that is allowed."""
+def _interval(change: Change) -> Value:
     ratio = change.ratio
-    verdict = Cell(NOISY if noisy else change.verdict, level="warning" if noisy or change.verdict == "slower" else "")
     if ratio is None:
-        return NOTHING, NOTHING, verdict
+        return None
     known = ratio.low is not None and ratio.high is not None
-    interval = f"{units.difference(ratio.low or 0.0)} to {units.difference(ratio.high or 0.0)}" if known else "unknown"
-    return Cell(units.difference(ratio.value), ratio.value, ratio.low, ratio.high), Cell(interval), verdict
+    return Cell(f"{units.difference(ratio.low or 0.0)} to {units.difference(ratio.high or 0.0)}" if known else "unknown")

@@ -1,15 +1,34 @@
-"""Tables of an `ExplainResult` beyond where the time goes: GEMMs by shape, attention, collectives, kernels, launches, memory."""
+"""The tables of an `ExplainResult`: where the time goes, GEMMs, causes, attention, collectives, kernels, launches, memory."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from gemmscope import units
-from gemmscope.document.model import Block
-from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
+from gemmscope.document.common import phrase
+from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
-from gemmscope.results.explain import ExplainResult
-from gemmscope.results.explain_tables import AttentionTotal, CollectiveTotal, GemmShapeTotal, LaunchStatistics, MemoryPoint
+from gemmscope.results.explain import (
+    AllocatorCall,
+    AttentionTotal,
+    Cause,
+    CollectiveTotal,
+    ExplainResult,
+    GemmShapeTotal,
+    IdleFrame,
+    LaunchStatistics,
+    MemoryPoint,
+    PartComparison,
+    PrecisionTotal,
+    RankTime,
+    StepAccount,
+    StepComparison,
+    TopKernel,
+    TracedStep,
+    UnknownKernel,
+)
 
+MOST_UNKNOWN = 10  # kernels of unknown class that are listed one by one
+MOST_STEPS = 60  # that are listed one by one
 MOST_ROWS = 20  # of shapes, one by one
 MOST_READINGS = 20
 LONGEST_NAME = 46  # characters of a kernel
@@ -21,156 +40,289 @@ LEAST_REST = 0.002  # of the step
 PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 
 
-def table_sections(result: ExplainResult) -> Mapping[str, tuple[Block, ...]]:
-    """The tables of each section, by its title."""
-    return {
-        "Attention": (_attention(result),),
-        "Communication": (_collectives(result),),
-        "Kernels and launches": (_kernels(result), _launches(result.tables.launches), _idle_frames(result), _allocator(result)),
-        "Memory": (_memory(result),),
+# --- where the time goes --------------------------------------------------------------------------------------------------
+
+
+def _shares(title: str, head: str, times_ms: dict[str, float], step_ms: float, share: str, note: str = "") -> Table:
+    """Times by name, and their shares of the step."""
+    columns: list[Column[str]] = [
+        Column(head, str),
+        Column("ms per step", lambda name: times_ms[name], ".2f"),
+        Column(share, lambda name: times_ms[name] / step_ms, "%"),
+    ]
+    return table(title, columns, times_ms, note)
+
+
+def parts_table(account: StepAccount) -> Table:
+    """The parts of the step, the longest first."""
+    times: dict[str, float] = {
+        part: time for part, time in sorted(account.parts_ms.items(), key=lambda part: -part[1]) if time > 0
     }
+    return _shares("Where the time of a step goes", "Part", times, account.step_ms, "Share of step")
+
+
+def classes_table(account: StepAccount) -> Table:
+    """Time by class of kernel."""
+    times = {**account.classes_ms, "total": sum(account.classes_ms.values())}
+    return _shares("By class of kernel", "Class", times, account.step_ms, "Share", phrase("explain-fused-casts"))
+
+
+def idle_table(account: StepAccount) -> Table:
+    """Idle time by reason."""
+    times = {why: time for why, time in account.idle_ms.items() if time > 0}
+    return _shares("Idle time by reason", "Reason", times, account.step_ms, "Share of step")
+
+
+def steps_table(each_step: Sequence[TracedStep]) -> Table:
+    """A row for each step, if there are several; if there are very many, only the slowest."""
+    steps = each_step if len(each_step) > 1 else ()
+    slowest = sorted(range(len(steps)), key=lambda place: -steps[place].time_ms)[:MOST_STEPS]
+    columns: list[Column[TracedStep]] = [
+        Column("Step", lambda step: step.name),
+        Column("Extra time of slow steps", _remark),
+        Column("ms", lambda step: step.time_ms, ".2f"),
+        Column("GPU busy, ms", lambda step: step.busy_ms, ".2f"),
+        Column("GPU idle, ms", lambda step: step.idle_ms, ".2f"),
+    ]
+    hidden = len(steps) - len(slowest)
+    note = phrase("explain-slowest-steps", shown=MOST_STEPS, steps=len(steps), hidden=hidden) if hidden else ""
+    return table("Steps", columns, [steps[place] for place in sorted(slowest)], note)
+
+
+def _remark(step: TracedStep) -> str:
+    """What makes a slow step slow, and whether it counts."""
+    extra = f"{step.extra}: {step.extra_ms:+.1f} ms" if step.extra else "slow" if step.slow else ""
+    return "; ".join(filter(None, [extra, "" if step.averaged else "excluded from the averages"]))
+
+
+def _named_values(title: str, values: dict[str, tuple[Value, str]], *, known: bool = False) -> Table:
+    """Names with values, each in its own unit. `known`: without those that have no value."""
+    columns: list[Column[tuple[str, Cell]]] = [Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g")]
+    rows = [(name, write(value, unit)) for name, (value, unit) in values.items() if value is not None or not known]
+    return table(title, columns, rows)
+
+
+def numbers_table(result: ExplainResult) -> Table:
+    """The numbers of one step."""
+    account = result.account
+    casts = account.quantization_kernels
+    return _named_values(
+        "Per step",
+        {
+            "GPU busy, ms": (account.busy_ms, ".2f"),
+            "GPU busy, share of the step": (account.busy_share, "%"),
+            "GPU idle, ms": (sum(account.idle_ms.values()), ".2f"),
+            "GPU busy with kernels that were not recorded, ms": (account.unrecorded_ms, ".2f"),
+            "communication, ms": (account.communication_ms, ".2f"),
+            "communication hidden behind computation, ms": (account.hidden_ms, ".2f"),
+            "communication hidden behind computation, share of it": (account.hidden_share, "%"),
+            "several kernels at once, ms": (account.overlapped_ms, ".2f"),
+            "kernels and copies": (account.kernels, ".0f"),
+            "launches": (account.launches, ".0f"),
+            "micro-batches": (account.micro_batches, "g"),
+            "kernels per GEMM, casts included": (account.kernels_per_gemm, ".1f"),
+            "quantization kernels": (casts, ".0f"),
+            "quantization kernels per low-precision GEMM": (casts / max(account.low_gemms, 1), ".1f"),
+            "quantization kernels per micro-batch": (casts / account.micro_batches, ".0f"),
+            f"linears in low precision, share of {result.low_share_of} (without the output head)": (result.low_share, "%"),
+            "GPU time in kernels of a known class": (account.named_share, "%"),
+        },
+    )
+
+
+def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
+    """Kernels of no known class: the longest, and the others together."""
+    columns: list[Column[UnknownKernel]] = [
+        Column("Kernel", lambda kernel: kernel.name),
+        Column("ms per step", lambda kernel: kernel.time_ms, ".3f"),
+        Column("Runs per step", lambda kernel: kernel.count, "runs, decimal"),
+    ]
+    return table("Kernels of unknown class", columns, [*unknown[:MOST_UNKNOWN], *_rest_of_unknown(unknown[MOST_UNKNOWN:])])
+
+
+def _rest_of_unknown(rest: Sequence[UnknownKernel]) -> list[UnknownKernel]:
+    time_ms, count = sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)
+    return [UnknownKernel(name=f"{len(rest)} more", time_ms=time_ms, count=count)] if rest else []
+
+
+# --- GEMMs ----------------------------------------------------------------------------------------------------------------
+
+
+def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
+    """The GEMMs of each precision."""
+    total = sum(row.flops for row in gemms)
+    columns: list[Column[PrecisionTotal]] = [
+        Column("Precision", lambda row: row.precision),
+        Column("GEMMs", lambda row: row.count, ".0f"),
+        Column("ms", lambda row: row.time_ms, ".2f"),
+        Column("TFLOP", lambda row: row.flops / 1e12 if row.flops > 0 else None, ".2f"),
+        Column("Share of FLOPs", lambda row: row.flops / total if row.flops > 0 else None, "%"),
+        Column("TFLOP/s", lambda row: row.tflops, ".0f"),
+    ]
+    return table("GEMMs by precision, per step", columns, gemms)
 
 
 def gemm_shape_table(result: ExplainResult) -> Table:
     """The shapes that take the most time, and the others together."""
     shapes = result.tables.gemm_shapes
-    rows = [_gemm_row(row) for row in shapes[:MOST_ROWS]]
-    if rest := shapes[MOST_ROWS:]:
-        rows.append(_gemm_rest(f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
-    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
-    if rows and every_ms - known_ms > UNKNOWN * every_ms:
-        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
-        rows.append(_gemm_rest("size not recorded", max(count, 0.0), every_ms - known_ms))
-    heads = columns(
-        ("M x N x K", "Pass", "Precision"),
-        (
-            "GEMMs",
-            "ms",
-            "TFLOP/s",
-            "Of sustained",
-            "Of roofline",
-            "Bound by",
-            "Alignment",
-            "Better recipe",
-            "ms with it",
+    columns: list[Column[GemmShapeTotal]] = [
+        Column("M x N x K", _size),
+        Column("Pass", _passes),
+        Column("Precision", lambda row: row.precision),
+        Column("GEMMs", lambda row: row.count, "runs"),
+        Column("ms", lambda row: row.time_ms, ",.3f"),
+        Column("TFLOP/s", lambda row: _rate(row.tflops), ",.0f"),
+        Column("Of sustained", lambda row: row.sustained_share, "%, whole"),
+        Column("Of roofline", lambda row: row.roofline_share, "%, whole"),
+        Column("Bound by", lambda row: row.bound or None, "g"),
+        Column("Alignment", _alignment, "d"),
+        Column("Better recipe", lambda row: row.better or None, "g"),
+        Column("ms with it", lambda row: row.better_ms, ",.3f"),
+        Column(
             "Speedup",
+            lambda row: Cell(f"{row.time_ms / row.better_ms:,.2f}x", row.time_ms / row.better_ms) if row.better_ms else None,
+            "x",
         ),
-    )
-    notes = ["Alignment of the rows in bytes; 16 is best."]
-    if any(row.sustained_share is not None for row in shapes):
-        notes.append(
-            "Sustained: the rate that large GEMMs usually reach on this GPU. Roofline: what its published rate and memory "
-            "bandwidth allow."
-        )
-    if any(row.better for row in shapes):
-        notes.append("Better recipe: a forecast that includes casts of the activations.")
-    return without_empty(Table("GEMMs by shape, per step", heads, tuple(rows), " ".join(notes)))
+    ]
+    rest, others = shapes[MOST_ROWS:], []
+    if rest:
+        others.append((f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
+    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
+    if shapes and every_ms - known_ms > UNKNOWN * every_ms:
+        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
+        others.append(("size not recorded", max(count, 0.0), every_ms - known_ms))
+    notes = [phrase("explain-alignment")]
+    notes += [phrase("explain-sustained")] if any(row.sustained_share is not None for row in shapes) else []
+    notes += [phrase("explain-better-recipe")] if any(row.better for row in shapes) else []
+    more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, count, time_ms in others]
+    return table("GEMMs by shape, per step", columns, shapes[:MOST_ROWS], " ".join(notes), more=more, sparse=True)
 
 
-def _gemm_rest(name: str, count: float, time_ms: float) -> tuple[Cell, ...]:
-    return (Cell(name), Cell("-"), Cell("-"), count_cell(count), fixed(time_ms, 3), *(NOTHING,) * 8)
-
-
-def _gemm_row(row: GemmShapeTotal) -> tuple[Cell, ...]:
+def _size(row: GemmShapeTotal) -> str:
     size = f"{row.m} x {row.n} x {row.k}"
+    return f"{row.batch} x ({size})" if row.batch > 1 else size
+
+
+def _passes(row: GemmShapeTotal) -> str | None:
     every = set(PASSES[:3]) == set(row.passes)
-    passes = "all" if every else ", ".join(name for name in PASSES if name in row.passes)
-    return (
-        Cell(f"{row.batch} x ({size})" if row.batch > 1 else size),
-        Cell(passes or "-"),
-        Cell(row.precision),
-        count_cell(row.count),
-        fixed(row.time_ms, 3),
-        fixed(row.tflops, 0 if row.tflops >= 10 else 1),
-        share_cell(row.sustained_share, 1.0),
-        share_cell(row.roofline_share, 1.0),
-        Cell(row.bound or "-"),
-        Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else ""),
-        Cell(row.better or "-"),
-        fixed(row.better_ms, 3),
-        fixed(row.time_ms / row.better_ms if row.better_ms else None, unit="x"),
-    )
+    return "all" if every else ", ".join(name for name in PASSES if name in row.passes) or None
 
 
-def _attention(result: ExplainResult) -> Table:
-    heads = columns(
-        ("Implementation", "Pass", "Batch x heads x queries x keys x head size", "Causal", "Precision"),
-        ("Runs", "ms", "TFLOP/s", "Faster", "ms with it"),
-    )
-    rows = tuple(map(_attention_row, result.tables.attention[:MOST_ROWS]))
-    notes = []
-    if any(row.tflops is not None for row in result.tables.attention):
-        notes.append("TFLOP/s count half of the scores where the mask is known to be causal.")
-    if any(row.faster for row in result.tables.attention):
-        notes.append("Faster: an implementation that would be faster, at its known rate on this GPU.")
-    return without_empty(Table("Attention, per step", heads, rows, " ".join(notes)))
+def _rate(tflops: float | None) -> Value:
+    """TFLOP/s with a decimal if they are few."""
+    return Cell(f"{tflops:,.1f}", tflops) if tflops is not None and tflops < 10 else tflops
 
 
-def _attention_row(row: AttentionTotal) -> tuple[Cell, ...]:
-    sizes = (row.batch, row.heads, row.queries, row.keys, row.head_dim)
-    return (
-        Cell(row.backend),
-        Cell(row.pass_name or "-"),
-        Cell(" x ".join(map(str, sizes)) if None not in sizes else "-"),
-        Cell("-" if row.causal is None else "yes" if row.causal else "no"),
-        Cell(row.precision or "-"),
-        count_cell(row.count),
-        fixed(row.time_ms, 3),
-        fixed(row.tflops, 0 if (row.tflops or 0) >= 10 else 1),
-        Cell(row.faster or "-"),
-        fixed(row.faster_ms, 3),
-    )
+def _alignment(row: GemmShapeTotal) -> Cell:
+    return Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else "")
 
 
-def _collectives(result: ExplainResult) -> Table:
-    totals = result.tables.collectives
-    heads = columns(
-        ("Collective", "Process group"),
-        ("Ranks", "Runs", "Message", "ms", "Exposed ms", "Waiting ms", "Transfer ms", "Algorithm GB/s", "Bus GB/s"),
-    )
-    rows = list(map(_collective_row, totals[:MOST_ROWS]))
-    if rest := totals[MOST_ROWS:]:
-        sums = [sum(total.count for total in rest), sum(total.time_ms for total in rest), sum(total.exposed_ms for total in rest)]
-        cells = (NOTHING, count_cell(sums[0]), NOTHING, fixed(sums[1], 3), fixed(sums[2], 3), *(NOTHING,) * 4)
-        rows.append((Cell(f"{len(rest)} more"), Cell("-"), *cells))
-    from_ranks = any(total.waiting_from == "other ranks" for total in totals)
-    note = (
-        "Waiting: time beyond that of the last rank to arrive."
-        if from_ranks
-        else "Waiting: time beyond the shortest collective of the same size, a lower bound. Traces of all ranks show all of it."
-    )
-    table = Table("Collectives, per step", heads, tuple(rows), note)
-    return without_empty(table)
+# --- causes and comparisons -----------------------------------------------------------------------------------------------
 
 
-def _collective_row(total: CollectiveTotal) -> tuple[Cell, ...]:
-    waiting = total.waiting_ms
-    return (
-        Cell(total.kind),
-        Cell(total.group or "-"),
-        number(total.ranks),
-        count_cell(total.count),
-        bytes_cell(total.message_bytes),
-        fixed(total.time_ms, 3),
-        fixed(total.exposed_ms, 3),
-        fixed(waiting, 3),
-        fixed(total.time_ms - waiting if waiting is not None else None, 3),
-        fixed(total.algorithm_gbps, 1),
-        fixed(total.bus_gbps, 1),
-    )
-
-
-def _kernels(result: ExplainResult) -> Table:
+def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
+    """What each cause costs; evidence and advice are messages."""
     step_ms = result.account.step_ms
-    rows = tuple(
-        (
-            *(Cell(kernel_label(kernel.name)), Cell(kernel.kernel_class), count_cell(kernel.count)),
-            *(fixed(kernel.time_ms, 3), share_cell(kernel.time_ms / step_ms), fixed(kernel.mean_us, 1)),
-        )
-        for kernel in result.tables.kernels
-    )
-    heads = columns(("Kernel", "Class"), ("Runs", "ms", "Share", "Mean µs"))
-    return Table("Longest kernels, per step", heads, rows)
+    columns: list[Column[tuple[int, Cause]]] = [
+        Column("Cause", lambda row: f"{row[0]}. {row[1].title}"),
+        Column("Where", lambda row: row[1].where, drop=2),
+        Column("Cost, ms" if short else "Cost, ms per step", lambda row: row[1].cost_ms, ".2f"),
+        Column("Share" if short else "Share of step", lambda row: row[1].cost_ms / step_ms, "%", drop=1),
+        Column("Speedup if fixed", lambda row: Cell(f"{row[1].speedup_without:.2f}x", row[1].speedup_without), "x"),
+    ]
+    title = "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them"
+    return table(title, columns, enumerate(result.causes, start=1), sparse=short)
+
+
+def cause_kernels_table(causes: Sequence[Cause]) -> Table:
+    """The kernels of each cause."""
+    columns: list[Column[tuple[str, str]]] = [Column("Cause", lambda row: row[0]), Column("Kernel", lambda row: row[1])]
+    return table("Kernels of the causes", columns, [(cause.title, kernel) for cause in causes for kernel in cause.kernels])
+
+
+def comparison_table(comparison: StepComparison) -> Table:
+    """Part by part, and the sum of the parts that both sides have."""
+    known = [part for part in comparison.parts if part.expected_ms is not None]
+    expected, actual = sum(part.expected_ms or 0.0 for part in known), sum(part.trace_ms for part in known)
+    speedup = expected / actual if actual else None
+    total = PartComparison(part="total", expected_ms=expected, trace_ms=actual, speedup=speedup)
+    columns: list[Column[PartComparison]] = [
+        Column("Part", lambda part: part.part),
+        Column(f"{comparison.expected}, ms", lambda part: part.expected_ms, ".2f"),
+        Column("this trace, ms", lambda part: part.trace_ms, ".2f"),
+        Column("Difference, ms", lambda part: part.difference_ms, "+.2f"),
+        Column(
+            "Speedup so far", lambda part: Cell(f"{part.speedup:.2f}x", part.speedup) if part.speedup is not None else None, "x"
+        ),
+    ]
+    return table(comparison.title, columns, (*comparison.parts, total))
+
+
+# --- attention, collectives, kernels --------------------------------------------------------------------------------------
+
+
+def attention_table(totals: Sequence[AttentionTotal]) -> Table:
+    """The attention kernels of each shape and pass."""
+
+    def sizes(row: AttentionTotal) -> str | None:
+        shape = (row.batch, row.heads, row.queries, row.keys, row.head_dim)
+        return " x ".join(map(str, shape)) if None not in shape else None
+
+    columns: list[Column[AttentionTotal]] = [
+        Column("Implementation", lambda row: row.backend),
+        Column("Pass", lambda row: row.pass_name or None),
+        Column("Batch x heads x queries x keys x head size", sizes),
+        Column("Causal", lambda row: None if row.causal is None else "yes" if row.causal else "no"),
+        Column("Precision", lambda row: row.precision or None),
+        Column("Runs", lambda row: row.count, "runs"),
+        Column("ms", lambda row: row.time_ms, ",.3f"),
+        Column("TFLOP/s", lambda row: _rate(row.tflops), ",.0f"),
+        Column("Faster", lambda row: row.faster or None, "g"),
+        Column("ms with it", lambda row: row.faster_ms, ",.3f"),
+    ]
+    notes = [phrase("explain-causal")] if any(row.tflops is not None for row in totals) else []
+    notes += [phrase("explain-faster-attention")] if any(row.faster for row in totals) else []
+    return table("Attention, per step", columns, totals[:MOST_ROWS], " ".join(notes), sparse=True)
+
+
+def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
+    """The collectives of each kind, process group and size."""
+    columns: list[Column[CollectiveTotal]] = [
+        Column("Collective", lambda total: total.kind),
+        Column("Process group", lambda total: total.group or None),
+        Column("Ranks", lambda total: total.ranks, "g"),
+        Column("Runs", lambda total: total.count, "runs"),
+        Column("Message", lambda total: total.message_bytes, "B"),
+        Column("ms", lambda total: total.time_ms, ",.3f"),
+        Column("Exposed ms", lambda total: total.exposed_ms, ",.3f"),
+        Column("Waiting ms", lambda total: total.waiting_ms, ",.3f"),
+        Column("Transfer ms", lambda total: None if total.waiting_ms is None else total.time_ms - total.waiting_ms, ",.3f"),
+        Column("Algorithm GB/s", lambda total: total.algorithm_gbps, ",.1f"),
+        Column("Bus GB/s", lambda total: total.bus_gbps, ",.1f"),
+    ]
+    rest = totals[MOST_ROWS:]
+    sums: dict[str, Value] = {
+        "Collective": f"{len(rest)} more",
+        "Runs": sum(total.count for total in rest),
+        "ms": sum(total.time_ms for total in rest),
+        "Exposed ms": sum(total.exposed_ms for total in rest),
+    }
+    from_ranks = any(total.waiting_from == "other ranks" for total in totals)
+    note = phrase("explain-waiting-of-ranks" if from_ranks else "explain-waiting")
+    return table("Collectives, per step", columns, totals[:MOST_ROWS], note, more=[sums] if rest else [], sparse=True)
+
+
+def kernels_table(kernels: Sequence[TopKernel], step_ms: float) -> Table:
+    """The kernels that take the most time."""
+    columns: list[Column[TopKernel]] = [
+        Column("Kernel", lambda kernel: kernel_label(kernel.name)),
+        Column("Class", lambda kernel: kernel.kernel_class),
+        Column("Runs", lambda kernel: kernel.count, "runs"),
+        Column("ms", lambda kernel: kernel.time_ms, ",.3f"),
+        Column("Share", lambda kernel: kernel.time_ms / step_ms, "%"),
+        Column("Mean µs", lambda kernel: kernel.mean_us, ",.1f"),
+    ]
+    return table("Longest kernels, per step", columns, kernels)
 
 
 def kernel_label(name: str) -> str:
@@ -188,38 +340,44 @@ def kernel_label(name: str) -> str:
     return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME - 1]}…"
 
 
-def _launches(launches: LaunchStatistics | None) -> Table:
+def launches_table(launches: LaunchStatistics | None) -> Table | None:
+    """How the CPU feeds the GPU."""
     if launches is None:
-        return Table("Launches, per step", columns(("What",), ("Value",)), ())
-    cells = {
-        "launches": count_cell(launches.launches),
-        "kernels shorter than 10 µs": count_cell(launches.short_kernels),
-        "time in these kernels, ms": fixed(launches.short_ms, 3),
-        "from launch to start, median µs": fixed(launches.delay_median_us, 1),
-        "from launch to start, 90th percentile µs": fixed(launches.delay_p90_us, 1),
-        "work queued at a launch, mean": fixed(launches.queue_mean, 1),
-        "work queued at a launch, maximum": number(launches.queue_most),
-        "launches to an idle GPU": share_cell(launches.queue_empty_share),
-    }
-    rows = tuple((Cell(what), cell) for what, cell in cells.items() if cell is not NOTHING)
-    return Table("Launches, per step", columns(("What",), ("Value",)), rows)
+        return None
+    return _named_values(
+        "Launches, per step",
+        {
+            "launches": (launches.launches, "runs"),
+            "kernels shorter than 10 µs": (launches.short_kernels, "runs"),
+            "time in these kernels, ms": (launches.short_ms, ",.3f"),
+            "from launch to start, median µs": (launches.delay_median_us, ",.1f"),
+            "from launch to start, 90th percentile µs": (launches.delay_p90_us, ",.1f"),
+            "work queued at a launch, mean": (launches.queue_mean, ",.1f"),
+            "work queued at a launch, maximum": (launches.queue_most, "g"),
+            "launches to an idle GPU": (launches.queue_empty_share, "%"),
+        },
+        known=True,
+    )
 
 
-def _idle_frames(result: ExplainResult) -> Table:
+def idle_frames_table(result: ExplainResult) -> Table:
+    """Idle time of the GPU by what the CPU did meanwhile."""
     step_ms, frames = result.account.step_ms, result.tables.idle_frames
-    rows = [
-        (
-            *(Cell(_frame_name(frame.frame)), Cell(frame.kind)),
-            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / step_ms)),
-        )
-        for frame in frames
+    columns: list[Column[IdleFrame]] = [
+        Column("CPU activity", lambda frame: _frame_name(frame.frame)),
+        Column("Kind", lambda frame: frame.kind),
+        Column("Gaps", lambda frame: frame.gaps, "runs"),
+        Column("Idle ms", lambda frame: frame.time_ms, ",.3f"),
+        Column("Share of step", lambda frame: frame.time_ms / step_ms, "%"),
     ]
     rest_ms = result.account.parts_ms.get(HOST, 0.0) - sum(frame.time_ms for frame in frames)
-    if frames and rest_ms > LEAST_REST * step_ms:
-        rows.append((Cell("other"), Cell("-"), NOTHING, fixed(rest_ms, 3), share_cell(rest_ms / step_ms)))
-    note = "The innermost CPU activity that covers at least half of the time from the last kernel to the next launch."
-    heads = columns(("CPU activity", "Kind"), ("Gaps", "Idle ms", "Share of step"))
-    return Table("GPU idle time by CPU activity, per step", heads, tuple(rows), note)
+    rest: dict[str, Value] = {
+        "CPU activity": "other",
+        "Idle ms": rest_ms,
+        "Share of step": rest_ms / step_ms if step_ms else None,
+    }
+    more = [rest] if frames and rest_ms > LEAST_REST * step_ms else []
+    return table("GPU idle time by CPU activity, per step", columns, frames, phrase("explain-idle-frames"), more=more)
 
 
 def _frame_name(name: str) -> str:
@@ -231,32 +389,43 @@ def _frame_name(name: str) -> str:
     return (name if len(name) <= LONGEST_FRAME else f"…{name[1 - LONGEST_FRAME :]}") or "-"
 
 
-def _allocator(result: ExplainResult) -> Table:
-    rows = tuple((Cell(call.name), count_cell(call.count), fixed(call.time_ms, 3)) for call in result.tables.allocator)
-    note = "In a steady state, PyTorch's caching allocator makes none of these calls."
-    return Table("Allocator calls, per step", columns(("Call",), ("Calls", "ms")), rows, note)
+def allocator_table(calls: Sequence[AllocatorCall]) -> Table:
+    """Calls that allocate or free memory."""
+    columns: list[Column[AllocatorCall]] = [
+        Column("Call", lambda call: call.name),
+        Column("Calls", lambda call: call.count, "runs"),
+        Column("ms", lambda call: call.time_ms, ",.3f"),
+    ]
+    return table("Allocator calls, per step", columns, calls, phrase("explain-allocator"))
 
 
-def _memory(result: ExplainResult) -> Table:
-    points = result.tables.memory
+def memory_table(points: Sequence[MemoryPoint]) -> Table:
+    """Memory over time: the maximum of each interval."""
     every = max(-(-len(points) // MOST_READINGS), 1)
     shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
-    rows = tuple(map(_memory_row, shown))
-    note = "Memory of the caching allocator, from the start of the first step: the maximum of each interval."
-    return Table("Memory over time", columns((), ("ms", "Allocated", "Reserved")), rows, note)
+    columns: list[Column[MemoryPoint]] = [
+        Column("ms", lambda point: point.time_ms, ",.2f"),
+        Column("Allocated", lambda point: point.allocated, "B"),
+        Column("Reserved", lambda point: point.reserved, "B"),
+    ]
+    return table("Memory over time", columns, shown, phrase("explain-memory"))
 
 
-def _memory_row(point: MemoryPoint) -> tuple[Cell, ...]:
-    return fixed(point.time_ms), bytes_cell(point.allocated), bytes_cell(point.reserved)
+def ranks_table(result: ExplainResult) -> Table:
+    """A row for each rank. Columns about waiting are left out if the ranks have no collectives in common."""
 
+    def name(rank: RankTime) -> Cell:
+        return Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank)
 
-def count_cell(count: float) -> Cell:
-    """Runs per step: whole, unless they are few and differ between steps."""
-    if 0 < count < 0.05:
-        return number(count, "<0.1")
-    return number(count, f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}")
-
-
-def fixed(value: float | None, digits: int = 2, unit: str = "") -> Cell:
-    """A number with a fixed number of decimals."""
-    return number(value, f"{value:,.{digits}f}{unit}" if value is not None else None)
+    columns: list[Column[RankTime]] = [
+        Column("Rank", name),
+        Column("Step ms", lambda rank: rank.step_ms, ".2f"),
+        Column("Computing ms", lambda rank: rank.computing_ms, ".2f"),
+        Column("Exposed communication ms", lambda rank: rank.exposed_ms, ".2f"),
+        Column("Idle ms", lambda rank: rank.idle_ms, ".2f"),
+        Column("Waits ms", lambda rank: rank.waiting_ms, ".2f"),
+        Column("Last to arrive", lambda rank: rank.last_to_arrive, ".1f"),
+        Column("Others wait for it ms", lambda rank: rank.delay_ms, ".2f"),
+    ]
+    note = phrase("explain-waits") if result.straggler is not None else ""
+    return table("Ranks, per step", columns, result.ranks, note, sparse=True)

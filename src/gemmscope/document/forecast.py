@@ -2,24 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from gemmscope import units
-from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
-from gemmscope.document.exchanges import exchange_table
-from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
-from gemmscope.document.linears_summary import linears_summary
-from gemmscope.document.memory import memory_table
+from gemmscope.document.common import (
+    batch_lines,
+    command_facts,
+    described,
+    facts,
+    gpu_messages,
+    model_facts,
+    phrase,
+    same_model,
+    sections,
+    subject,
+)
+from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_summary, linears_times
 from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
 from gemmscope.document.step_parts import (
     common_baseline,
-    cost_basis,
     cost_table,
     memory_cell,
     on_all_gpus,
     over_common,
     over_other_gpu,
     per_gpu,
+    speedup_value,
     step_answer,
     step_chart,
     step_figures,
@@ -28,52 +37,56 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
-from gemmscope.document.table import (
-    BASELINE_CELL,
-    NOTHING,
-    Cell,
-    Table,
-    called_cell,
-    columns,
-    number,
-    range_cell,
-    share_cell,
-)
+from gemmscope.document.sweep import sweep_document
+from gemmscope.document.table import Cell, Column, Facts, Table, Value, called_cell, table
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import ForecastResult, GpuForecast
-from gemmscope.results.step import StepTime, StepTimes
+from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
+from gemmscope.results.linears import LinearsTotal
+from gemmscope.results.step import Exchanged, StepTime, StepTimes
+from gemmscope.workload.cases import Mode
 
-NO_RESTARTS = "Assumes that every GPU computes or waits for others all the time. Restarts are not included."
+MEMORY_USES = {
+    "weights_bytes": "Weights",
+    "gradients_bytes": "Gradients",
+    "master_weights_bytes": "Master weights",
+    "moments_bytes": "Optimizer moments",
+    "activations_bytes": "Activations",
+    "quantized_copies_bytes": "Quantized copies of weights",
+    "communication_bytes": "Communication buffers",
+    "workspace_bytes": "Logits and loss, or gradients of one layer",
+    "reserve_bytes": "CUDA, libraries, allocator",
+    "total_bytes": "Total, usual",
+    "least_bytes": "At least",
+    "most_bytes": "At most",
+}
 
 
 def forecast_document(result: ForecastResult, name: str = "") -> Document:
     """Build the Document of the result."""
     if result.sweeps:
         return sweep_document(result, name)
-    first = result.gpus[0]
+    first, several = result.gpus[0], len(result.gpus) > 1
     answer, because = _answer(result)
-    sections = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=len(result.gpus) > 1)]
-    if not first.linears.bare:
-        sections = [_side_by_side(result), *sections]
+    own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
+    where = [(gpu, f"{gpu.title}, FORECAST") for gpu in result.gpus]
     return Document(
         kind="forecast",
         title=f"FORECAST, not measured: {result.name} on {_gpus(result)}",
         subject=subject(result.model, result.run, first.linears.cases),
-        where=f"{first.title if len(result.gpus) == 1 else ', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
+        where=f"{', '.join(gpu.gpu for gpu in result.gpus) if several else first.title}, FORECAST",
         answer=answer,
         because=because,
-        key_figures=step_figures(first.step) if first.step is not None and len(result.gpus) == 1 else (),
+        key_figures=step_figures(first.step) if first.step is not None and not several else (),
         summary=_summary(result),
         context=tuple(_context(result)),
-        sections=tuple(sections),
+        sections=(*([] if first.linears.bare else [_side_by_side(result)]), *own),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
         facts={"Method": _method(result)},
-        speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
-        times=tuple(time for gpu in result.gpus for time in _times(gpu)),
+        speedups=tuple(speedup for gpu, place in where for speedup in _speedups(gpu, place)),
+        times=tuple(time for gpu, place in where for time in _times(gpu, place)),
         forecast=True,
-        next_purpose="measure it on a real GPU",
+        next_purpose=phrase("forecast-next"),
         next_command=same_model(*_measures(result)),
         name=name,
     )
@@ -84,15 +97,14 @@ def _gpus(result: ForecastResult) -> str:
 
 
 def _context(result: ForecastResult) -> Iterator[str]:
-    if result.model is not None and result.model.description:
-        yield result.model.description
+    yield from described(result.model)
     yield from batch_lines(result.run, result.stage)
     step = next((gpu.step for gpu in result.gpus if gpu.step is not None), None)
     if step is not None and step.gpus and step.global_batch and result.run is not None:
         batch = units.counted(step.global_batch, step.batch_unit)
-        tokens = f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
-        yield f"{units.counted(step.gpus, 'GPU')}, global batch {batch}{tokens}; {_sharing(result.run)}"
-    yield f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars"
+        batch += f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
+        yield phrase("forecast-layout", gpus=step.gpus, batch=batch, sharing=_sharing(result.run))
+    yield phrase(f"clocks-{result.state}")
 
 
 def _sharing(run: RunSpec) -> str:
@@ -107,8 +119,8 @@ def _measures(result: ForecastResult) -> tuple[str, ForecastResult, str]:
     """The command that measures this: linears alone, where the step cannot be run. A config without a closed form is run by its
     Hugging Face class."""
     linears = result.gpus[0].linears
-    alone = linears.bare or linears.as_te_benchmark or any(finding.code == "layers-not-run" for finding in result.findings)
-    traced = any(finding.code in ("traced", "traced-with-values") for finding in result.findings) and "--config" in result.command
+    alone = linears.bare or linears.as_te_benchmark or result.has("layers-not-run")
+    traced = (result.has("traced") or result.has("traced-with-values")) and "--config" in result.command
     return "bench" if alone else "step", result, "--hugging-face" if traced and not alone else ""
 
 
@@ -122,25 +134,23 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and gpu.step.unfit and gpu.gpu not in best]
     unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
-        return f"FORECAST: {result.name} fits on none of these GPUs in this layout.", lines
+        return phrase("forecast-fits-nowhere", model=result.name), lines
     if unfit and len(best) == 1:
         [(name, time)] = best.items()
-        rest = f"{units.names(unfit)} {'has' if len(unfit) == 1 else 'have'} too little memory"
-        return f"FORECAST: this layout fits only on {name}: {_rate(time)} {unit}/s per GPU in {time.recipe}; {rest}.", lines
+        return phrase("forecast-fits-on-one", gpu=name, rate=_rate(time), unit=unit, recipe=time.recipe, unfit=unfit), lines
     if len(best) < 2:
         cases = result.gpus[0].linears.cases
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
-        return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
+        return phrase("forecast-without-best", what=what, gpus=len(result.gpus)), lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
     costs = {gpu: time.cost.money for gpu, time in best.items() if time.cost is not None and time.cost.money is not None}
     if len(costs) > 1:
-        prices = [
-            f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in sorted(costs, key=lambda gpu: costs[gpu].value)
-        ]
-        lines = (*lines, f"Cost of the full run, the cheapest first: {', '.join(prices)}.")
-    rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
-    too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
-    return f"FORECAST: {_fastest(ranked)} {unit.capitalize()}/s per GPU: {', '.join(rates)}.{too_small}", lines
+        cheapest = sorted(costs, key=lambda gpu: costs[gpu].value)
+        prices = ", ".join(f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in cheapest)
+        lines = (*lines, phrase("forecast-costs", prices=prices))
+    rates = ", ".join(f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked)
+    too_small = phrase("forecast-too-small", gpus=unfit) if unfit else ""
+    return phrase("forecast-ranked", fastest=_fastest(ranked), unit=unit.capitalize(), rates=rates, too_small=too_small), lines
 
 
 def _fastest(ranked: Sequence[tuple[str, StepTime]]) -> str:
@@ -148,19 +158,19 @@ def _fastest(ranked: Sequence[tuple[str, StepTime]]) -> str:
     (name, best), *others = ranked
     rivals = [other for other, time in others if not over_other_gpu(best, time).above_one]
     if not rivals:
-        return f"fastest is {name}."
-    names = f"{', '.join([name, *rivals[:-1]])} and {rivals[-1]}"
-    return f"{names} are too close to call." if len(rivals) == len(others) else f"fastest are {names}, too close to call."
+        return phrase("forecast-fastest", gpu=name)
+    code = "forecast-all-close" if len(rivals) == len(others) else "forecast-fastest-close"
+    return phrase(code, gpus=units.listed([name, *rivals]))
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
     """One GPU in one line."""
     winner = gpu.step.winner if gpu.step is not None else None
     if winner is None or winner.speedup is None or BASELINE in winner.rivals:
-        return f"{gpu.gpu}: {answer.removeprefix('FORECAST: ')}"
-    rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
-    unsure = "; it may not fit in memory" if gpu.step is not None and winner.best in gpu.step.may_not_fit else ""
-    return f"{gpu.gpu}: use {winner.best}, {units.speedup(winner.speedup)} over {BASELINE} on the same GPU{rivals}{unsure}."
+        return f"{gpu.gpu}: {answer.removeprefix(phrase('forecast'))}"
+    notes = phrase("against-rivals", rivals=winner.rivals) if winner.rivals else ""
+    notes += phrase("forecast-may-not-fit") if gpu.step is not None and winner.best in gpu.step.may_not_fit else ""
+    return phrase("forecast-line", gpu=gpu.gpu, recipe=winner.best, speedup=winner.speedup, baseline=BASELINE, notes=notes)
 
 
 def _best(gpu: GpuForecast) -> StepTime | None:
@@ -175,130 +185,162 @@ def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
     if gpu.step is not None:
         return step_answer(gpu.step, gpu.title)
     sentence, because = linears_answer(gpu.linears, gpu.title)
-    return f"FORECAST: {sentence}", because
+    return phrase("forecast") + sentence, because
+
+
+def _steps(gpus: Sequence[GpuForecast]) -> dict[str, StepTimes]:
+    return {gpu.gpu: gpu.step for gpu in gpus if gpu.step is not None}
 
 
 def _summary(result: ForecastResult) -> Table | None:
     """The summary of the steps if there are any, else of the linears."""
-    steps = {gpu.gpu: gpu.step for gpu in result.gpus if gpu.step is not None}
-    if steps:
+    if steps := _steps(result.gpus):
         return step_summary(steps)
     return linears_summary(result.gpus[0].linears) if len(result.gpus) == 1 else _main_table(result.gpus)
 
 
 def _side_by_side(result: ForecastResult) -> Section:
-    costs = [(gpu.gpu, table) for gpu in result.gpus if gpu.step is not None and (table := cost_table(gpu.step)) is not None]
-    if not costs:
-        return Section("Summary", (_main_table(result.gpus),))
-    first = costs[0][1]
-    rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
-    basis = cost_basis([gpu.step for gpu in result.gpus if gpu.step is not None])
-    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{basis} {NO_RESTARTS}")
-    return Section("Summary", (_main_table(result.gpus), cost))
+    costs = cost_table(_steps(result.gpus), phrase("no-restarts"))
+    return Section("Summary", (_main_table(result.gpus), *([costs] if costs.rows else [])))
 
 
 def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     """A row for each GPU and recipe: the linears in both modes, the step and its speedup."""
-    modes, first = gpus[0].linears.modes, gpus[0].step
-    steps = {gpu.gpu: gpu.step for gpu in gpus if gpu.step is not None}
-    common = common_baseline(steps) if len(gpus) > 1 else None
-    rows = []
-    for gpu in gpus:
-        for name in gpu.linears.recipes:
-            totals = [gpu.linears.total(name, mode) for mode in modes]
-            cells = [range_cell(total.total_ms if total else None) for total in totals]
-            rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, common)))
-    heads = [*(f"Linears ms, {mode}" for mode in modes)]
-    heads += [*_step_heads(first), f"Speedup over {BASELINE}"] if first is not None else []
-    heads += [f"Over {common[0]} {BASELINE}"] if common is not None else []
-    if first is None:
-        title = "FORECAST: linears of one micro-batch on one rank [90% error bar]"
-        return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))
-    title = "FORECAST: linears of one micro-batch on one rank, and the training step [90% error bar]"
-    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), PER_GPU.format(unit=first.unit.capitalize()))
-
-
-def _step_heads(step: StepTimes) -> tuple[str, ...]:
-    return ("Step ms", per_gpu(step), on_all_gpus(step), "Model TFLOP/s/GPU", "MFU", "Memory of one GPU")
-
-
-PER_GPU = (
-    "{unit}/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
-    "over the time of the step. Memory is that of the GPU that needs the most. Linears are those of one rank. With a pipeline, "
-    "this is a rank of the stage with the most FLOPs, or of the stage that you chose."
-)
-
-
-def _step_cells(gpu: GpuForecast, name: str, common: tuple[str, StepTime] | None) -> list[Cell]:
-    if gpu.step is None:
-        return []
-    time = gpu.step.of(name)
-    if time is None:  # it cannot run this model
-        return [NOTHING] * (len(_step_heads(gpu.step)) + (2 if common else 1))
-    every = time.total_tokens_per_s
-    return [
-        range_cell(time.step_ms),
-        number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
-        number(every, f"{every:,.0f}" if every is not None else None),
-        number(time.model_tflops, units.tflops(time.model_tflops)),
-        share_cell(time.mfu),
-        memory_cell(gpu.step, time),
-        BASELINE_CELL if name == BASELINE else called_cell(time.speedup),
-        *([over_common(gpu.gpu, gpu.step, time, common)] if common else []),
+    steps = _steps(gpus)
+    first = gpus[0].step
+    common = common_baseline(steps) if len(gpus) > 1 and first is not None else None
+    columns: list[Column[tuple[GpuForecast, str]]] = [
+        Column("GPU", lambda row: row[0].gpu),
+        Column("Recipe", lambda row: row[1]),
+        *(Column(f"Linears ms, {mode}", partial(_linears_ms, mode), "ms, range") for mode in gpus[0].linears.modes),
     ]
+    if first is not None:
+        of_step = [
+            Column[StepRow]("Step ms", lambda row: row[2].step_ms, "ms, range"),
+            Column[StepRow](per_gpu(first), lambda row: row[2].tokens_per_s, ",.0f"),
+            Column[StepRow](on_all_gpus(first), lambda row: row[2].total_tokens_per_s, ",.0f"),
+            Column[StepRow]("Model TFLOP/s/GPU", lambda row: row[2].model_tflops, "TFLOP/s"),
+            Column[StepRow]("MFU", lambda row: row[2].mfu, "%"),
+            Column[StepRow]("Memory of one GPU", lambda row: memory_cell(row[1], row[2]), "B"),
+            Column[StepRow](f"Speedup over {BASELINE}", lambda row: speedup_value(row[2]), "x, called"),
+            *over_common(common),
+        ]
+        columns += [Column(column.head, partial(_of_step, column), column.unit) for column in of_step]
+    rows = [(gpu, name) for gpu in gpus for name in gpu.linears.recipes]
+    what = "linears of one micro-batch on one rank" + (", and the training step" if first is not None else "")
+    note = phrase("forecast-means", unit=first.unit.capitalize()) if first is not None else ""
+    return table(f"FORECAST: {what} [90% error bar]", columns, rows, note)
+
+
+StepRow = tuple[str, StepTimes, StepTime]
+
+
+def _of_step(column: Column[StepRow], row: tuple[GpuForecast, str]) -> Value:
+    """The value of a column of the step; a dash for a recipe that cannot run this model."""
+    gpu, name = row
+    time = gpu.step.of(name) if gpu.step is not None else None
+    return column.cell((gpu.gpu, gpu.step, time)) if gpu.step is not None and time is not None else None
+
+
+def _linears_ms(mode: Mode, row: tuple[GpuForecast, str]) -> Value:
+    total: LinearsTotal | None = row[0].linears.total(row[1], mode)
+    return total.total_ms if total is not None else None
 
 
 def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
-    prefix = f"{gpu.gpu}: " if several else ""
-    if gpu.step is not None and gpu.step.recipes:
-        chart = step_chart(gpu.step, prefix=prefix)
-        charts = [replace(chart, figure=True)] if chart is not None else []
-        blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
-        if (exchanged := exchange_table(gpu.step, prefix)) is not None:
-            blocks = (*blocks, exchanged)
-        yield Section(f"{prefix}Training step", blocks, gpu=gpu.gpu if several else "")
-    if gpu.memory:
-        yield Section(f"{prefix}Memory of one GPU", (memory_table(gpu, prefix),), gpu=gpu.gpu if several else "")
-    for section in linears_sections(gpu.linears, prefix=prefix):
+    prefix, step = f"{gpu.gpu}: " if several else "", gpu.step
+    blocks: list[Block | None] = []
+    if step is not None and step.recipes:
+        blocks = [
+            step_chart(step, prefix=prefix),
+            *waterfalls(step, prefix=prefix),
+            _pairs(step, prefix),
+            _exchanged(step, prefix),
+        ]
+    named: dict[str, list[Block | None]] = {
+        f"{prefix}Training step": blocks,
+        f"{prefix}Memory of one GPU": [_memory(gpu, prefix)] if gpu.memory else [],
+    }
+    for section in (*sections(named), *linears_sections(gpu.linears, prefix=prefix)):
         yield replace(section, gpu=gpu.gpu if several else "")
 
 
-def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
+def _pairs(step: StepTimes, prefix: str) -> Table:
     """Every low precision over every other: which of them are too close to call."""
+    columns: list[Column[tuple[str, str]]] = [
+        Column("Recipe", lambda pair: pair[1]),
+        Column("Over", lambda pair: pair[0]),
+        Column("Speedup [90% error bar]", lambda pair: called_cell(step.speedup(pair[1], pair[0])), "x"),
+    ]
     pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
-    rows = tuple((Cell(later), Cell(earlier), called_cell(step.speedup(later, earlier))) for earlier, later in pairs)
-    if rows:
-        title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"
-        yield Table(title, columns(("Recipe", "Over"), ("Speedup [90% error bar]",)), rows)
+    return table(f"{prefix}FORECAST: recipes compared with each other: speedup of the training step", columns, pairs)
 
 
-def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:
-    where = f"{gpu.title}, FORECAST"
+def _memory(gpu: GpuForecast, prefix: str) -> Table:
+    """Every use of the memory in every recipe, and whether it fits."""
+
+    def of_recipe(memory: RecipeMemory) -> Column[str]:
+        return Column(memory.recipe, lambda use: getattr(memory, use), "B")
+
+    columns = [Column[str]("Use", MEMORY_USES.get), *map(of_recipe, gpu.memory)]
+    fits = {memory.recipe: Cell(memory.fit, level="" if memory.fit in ("fits", "tight") else "warning") for memory in gpu.memory}
+    first = gpu.memory[0]
+    staged = first.stage or first.in_flight > 1
+    where = phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight) if staged else ""
+    title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
+    return table(title, columns, MEMORY_USES, where + phrase("memory-computed"), more=[{"Use": "Fits", **fits}])
+
+
+def _exchanged(step: StepTimes, prefix: str) -> Table | None:
+    """What one GPU exchanges with others in a step in the best recipe; None if there is nothing."""
+    time = step.of(step.winner.best) if step.winner is not None else None
+    time = time or step.recipes[0]
+    if not time.exchanged:
+        return None
+    columns: list[Column[Exchanged]] = [
+        Column("Exchange", lambda one: phrase(f"exchange-{one.kind}")),
+        Column("Over", lambda one: "CPU link" if one.kind == "offload" else "network" if one.crosses else "NVLink"),
+        Column("Exposed share", lambda one: one.basis),
+        Column("Total ms", lambda one: one.time_ms, ".1f"),
+        Column("Hidden ms", lambda one: one.time_ms - one.exposed_ms, ".1f"),
+        Column("Exposed ms [90% error bar]", _exposed, ".1f"),
+    ]
+    title = f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})"
+    return table(title, columns, time.exchanged, phrase("exchange-hidden"))
+
+
+def _exposed(one: Exchanged) -> Cell:
+    low, high = max(one.exposed_ms - one.unsure_ms, 0.0), one.exposed_ms + one.unsure_ms
+    high = high if one.crosses else min(high, one.time_ms)
+    return Cell(f"{one.exposed_ms:.1f} [{low:.1f}, {max(high, one.exposed_ms):.1f}]", one.exposed_ms)
+
+
+def _speedups(gpu: GpuForecast, where: str) -> tuple[NamedSpeedup, ...]:
     steps = step_speedups(gpu.step, where) if gpu.step is not None else ()
     return (*steps, *linears_speedups(gpu.linears, where))
 
 
-def _times(gpu: GpuForecast) -> tuple[NamedTime, ...]:
-    where = f"{gpu.title}, FORECAST"
+def _times(gpu: GpuForecast, where: str) -> tuple[NamedTime, ...]:
     return (*(step_times(gpu.step, where) if gpu.step is not None else ()), *linears_times(gpu.linears, where))
 
 
-def _layout(run: RunSpec) -> tuple[tuple[str, str], ...]:
-    return (
-        ("GPUs", f"{run.gpus:,} = tp {run.tp} x cp {run.cp} x pp {run.pp} x dp {run.data_parallel}"),
-        ("global batch", f"{run.global_batch:,} {'sequences' if run.inputs is None else 'samples'}"),
-        ("optimizer", _sharing(run)),
+def _method(result: ForecastResult) -> Facts:
+    several, run = len(result.gpus) > 1, result.run
+    layout = (
+        (
+            ("GPUs", f"{run.gpus:,} = tp {run.tp} x cp {run.cp} x pp {run.pp} x dp {run.data_parallel}"),
+            ("global batch", f"{run.global_batch:,} {'sequences' if run.inputs is None else 'samples'}"),
+            ("optimizer", _sharing(run)),
+        )
+        if run is not None
+        else ()
     )
-
-
-def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:
-    several = len(result.gpus) > 1
-    return (
-        *model_facts(result.model, result.run, result.stage),
+    return facts(
+        *model_facts(result.model, run, result.stage),
         *((f"{gpu.gpu} is based on" if several else "based on", "; ".join(gpu.basis)) for gpu in result.gpus),
         *((f"compute capability of {gpu.gpu}", gpu.capability) for gpu in result.gpus),
         ("state", result.state),
-        *(_layout(result.run) if result.run is not None else ()),
+        *layout,
         ("fitted on", result.coefficients),
         *command_facts(result),
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment, Shade
-from gemmscope.document.measured import clock_facts, sample_text
+from gemmscope.document.common import clock_facts, sample_text
 from gemmscope.document.palette import REST, op_keys, part_key
 from gemmscope.document.table import Facts
 from gemmscope.interval import Interval

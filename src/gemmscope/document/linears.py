@@ -1,9 +1,12 @@
 """The linears of a bench or a forecast as parts of a Document: the answer, tables and charts."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 from gemmscope import units
+from gemmscope.document.common import phrase, sections
 from gemmscope.document.linear_charts import MODE_TITLES, bar_chart, by_op, curve_charts, rate
 from gemmscope.document.model import Block, NamedSpeedup, NamedTime, Section
 from gemmscope.document.table import (
@@ -11,23 +14,23 @@ from gemmscope.document.table import (
     FALLBACK_CELL,
     NOTHING,
     Cell,
+    Column,
     Table,
-    bytes_cell,
+    Value,
     called_cell,
-    columns,
-    number,
-    share_cell,
     speedup_cell,
-    time_cell,
+    table,
 )
 from gemmscope.findings import Level
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
-from gemmscope.results.linears import Linears, OpTime
+from gemmscope.results.linears import Linears, Memory
 from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES, Pass, gemm_size
 
 WHAT: dict[Mode, str] = {"autocast": "linears, autocast", "pre-quantized": "GEMMs, pre-quantized"}
+MOST_ROWS = 14  # of the short view
 ALL = "all"  # the pass of a row for the whole op
 VERDICT_LEVELS: dict[str, Level] = {"fallback": "error", "emulated": "warning", "unproven": "warning"}
 
@@ -35,33 +38,31 @@ VERDICT_LEVELS: dict[str, Level] = {"fallback": "error", "emulated": "warning", 
 def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     """The answer in one sentence, and the reasons for it."""
     if not linears.ops:
-        return "Nothing was measured.", ()
+        return phrase("nothing-measured"), ()
     if linears.bare:
         return _answer_of_gemms(linears, where), ()
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
-    what, included = ("linears", "with quantization") if mode == "autocast" else ("GEMMs", "without quantization")
+    about = {"baseline": BASELINE, "what": phrase(f"linears-of-{mode}"), "where": where}
     winner = linears.winners.get(mode)
     gains = {name: gain for name in linears.columns(mode) if (gain := linears.speedup(name, mode)) is not None}
     if winner is None or not gains:
         return _nothing_to_compare(linears, mode, where), ()
     if winner.best != BASELINE and BASELINE not in winner.rivals and winner.speedup is not None:
-        highest = units.speedup(winner.speedup)
-        sentence = f"{winner.best} is fastest: {highest} over {BASELINE} for the {what} {included} on {where}."
-        return sentence, tuple(_because(linears, winner.best, mode))
+        answer = phrase("linears-fastest", recipe=winner.best, speedup=winner.speedup, **about)
+        return answer, tuple(_because(linears, winner.best, mode))
     name = max(gains, key=lambda name: gains[name].value)
-    highest = units.speedup(gains[name])
     if winner.rivals:
-        close = units.names(rival for rival in (winner.best, *winner.rivals) if rival != BASELINE)
-        return f"Too close to call: {close} and {BASELINE} for the {what} {included} on {where} ({highest}).", ()
-    return f"{BASELINE} is fastest for the {what} {included} on {where}: {name} comes closest with {highest}.", ()
+        close = [rival for rival in (winner.best, *winner.rivals) if rival != BASELINE]
+        return phrase("linears-close", recipes=close, speedup=gains[name], **about), ()
+    return phrase("linears-baseline", recipe=name, speedup=gains[name], **about), ()
 
 
 def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
     fallen = [name for name in linears.columns(mode) if linears.falls_back(name, mode)]
     if fallen:
-        return f"No speedup on {where}: {units.names(fallen)} did not run in the requested precision (FALLBACK)."
-    done = "was forecast" if linears.forecast else "was measured"
-    return f"Only {units.names(cell.recipe for cell in linears.ops)} {done} on {where}: there is nothing to compare."
+        return phrase("linears-fallback", recipes=fallen, where=where)
+    done = "forecast" if linears.forecast else "measured"
+    return phrase("linears-alone", recipes=[cell.recipe for cell in linears.ops], done=done, where=where)
 
 
 def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
@@ -69,30 +70,25 @@ def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
     upper = linears.winners.get("pre-quantized") if mode == "autocast" else None
     if upper is not None and upper.speedup is not None:
         share = linears.quantization_share(name)
-        spent = f"; quantization takes {units.percent(share)} of the time in {name}" if share is not None else ""
-        lines.append(
-            f"Upper bound: the GEMMs alone, on inputs quantized beforehand, reach {units.speedup(upper.speedup)} "
-            f"({upper.best}){spent}."
-        )
-    rivals = linears.winners[mode].rivals
-    if rivals:
-        lines.append(f"Too close to call: {name} and {units.names(rivals)}.")
-    lines.append("A whole training step gains less, because attention, norms, loss and optimizer do not get faster.")
-    return lines
+        spent = phrase("linears-quantization", share=share, recipe=name) if share is not None else ""
+        lines.append(phrase("linears-upper-bound", speedup=upper.speedup, recipe=upper.best, spent=spent))
+    if rivals := linears.winners[mode].rivals:
+        lines.append(phrase("close-to-rivals", recipe=name, rivals=rivals))
+    return [*lines, phrase("linears-not-a-step")]
 
 
 def _answer_of_gemms(linears: Linears, where: str) -> str:
-    mode, shapes = linears.modes[-1], units.counted(len(linears.cases), "shape")
+    mode = linears.modes[-1]
+    about: dict[str, Any] = {"shapes": len(linears.cases), "where": where}
     pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
     gains = {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
     if not gains:
-        return f"{shapes} measured on {where}; there is no speedup to compute."
+        return phrase("gemms-without-speedup", **about)
     name, op = max(gains, key=lambda pair: gains[pair].value)
     gain = gains[name, op]
-    best = f"{op} in {name}, {units.speedup(gain)}, {mode}"
-    if gain.includes_one or gain.below_one:
-        return f"On {where}, no shape is certain to be faster than {BASELINE}; the highest speedup is that of {best}."
-    return f"On {where}, the highest speedup over {BASELINE} among {shapes} is that of {best}."
+    uncertain = gain.includes_one or gain.below_one
+    code = "gemms-uncertain" if uncertain else "gemms-fastest"
+    return phrase(code, baseline=BASELINE, best=f"{op} in {name}, {units.speedup(gain)}, {mode}", **about)
 
 
 def _what(linears: Linears, mode: Mode) -> str:
@@ -133,74 +129,128 @@ def linears_sections(linears: Linears, *, prefix: str = "", tasks: Sequence[Task
         first = [_summary(linears, start), *(bar_chart(linears, mode, start, results) for mode in linears.modes)]
         first += [_pairs(linears, start)] if len(linears.recipes) > 2 else []
         details += [_speedups(linears, mode, start) for mode in linears.modes if len(linears.columns(mode)) > 1]
-    if any(cell.quantization_ms for cell in linears.ops):
-        details.append(_quantization(linears, start))
-    sections = [
-        Section(f"{prefix}{'GEMMs' if linears.bare else 'Linears'} in every precision", tuple(first)),
-        Section(f"{prefix}Every {'GEMM' if linears.bare else 'op and pass'}", tuple(details)),
+    named: dict[str, list[Block]] = {
+        f"{prefix}{'GEMMs' if linears.bare else 'Linears'} in every precision": first,
+        f"{prefix}Every {'GEMM' if linears.bare else 'op and pass'}": [*details, _quantization(linears, start)],
+        f"{prefix}Memory of the linears": [_memory(linears, start)],
+        f"{prefix}Precision that ran": [_evidence(linears, start)],
+    }
+    return sections(named)
+
+
+def linears_summary(linears: Linears) -> Table | None:
+    """The compact table: a row for each op in the mode that training runs, then the sums in both modes; for bare GEMMs, a row for
+    each shape."""
+    if not linears.ops:
+        return None
+    mode: Mode = "autocast" if "autocast" in linears.modes and not linears.bare else linears.modes[-1]
+    names = [name for name in linears.recipes if name != BASELINE]
+    work = {case.op: case.flops * case.count for case in linears.cases}
+    largest = sorted(work, key=lambda op: -work[op])[:MOST_ROWS]
+
+    def baseline(case: Case) -> Interval | None:
+        time = linears.op_time(case.op, BASELINE, mode)
+        return time.total_ms.times(case.count) if time is not None else None
+
+    first, times = "M x K x N" if linears.bare else "Op", f"{BASELINE} ms"
+    columns: list[Column[Case]] = [
+        Column(first, lambda case: case.op),
+        Column(times, baseline, "ms", drop=1),
+        *(Column(name, partial(_short_speedup, linears, mode, name), "x") for name in names),
     ]
-    if linears.memory:
-        sections.append(Section(f"{prefix}Memory of the linears", (_memory(linears, start),)))
-    if any(cell.evidence for cell in linears.ops):
-        sections.append(Section(f"{prefix}Precision that ran", (_evidence(linears, start),)))
-    return tuple(sections)
+    sums = [
+        {
+            first: phrase(f"linears-all-{mode}"),
+            times: total.total_ms if (total := linears.total(BASELINE, mode)) is not None else None,
+            **{name: _short_total(linears, mode, name) for name in names},
+        }
+        for mode in (() if linears.bare else linears.modes)
+    ]
+    bar = "90% error bar" if linears.forecast else "95% interval"
+    what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
+    left_out = len(linears.cases) - len(largest)
+    note = phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else ""
+    title = f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}"
+    return table(title, columns, [case for case in linears.cases if case.op in largest], note, more=sums)
+
+
+def _short_speedup(linears: Linears, mode: Mode, name: str, case: Case) -> Cell:
+    cell = linears.op_time(case.op, name, mode)
+    if cell is not None and cell.fallbacks:
+        return FALLBACK_CELL
+    if cell is not None and cell.left_in_baseline:
+        return Cell(f"in {BASELINE}", level="note")
+    return speedup_cell(linears.speedup(name, mode, case.op), units.short_speedup)
+
+
+def _short_total(linears: Linears, mode: Mode, name: str) -> Cell:
+    if linears.falls_back(name, mode):
+        return FALLBACK_CELL
+    return speedup_cell(linears.speedup(name, mode), units.short_speedup)
 
 
 def _summary(linears: Linears, start: str) -> Table:
-    """Every recipe in both modes: the short view."""
-    heads = [f"{MODE_TITLES[mode]} {what}" for mode in linears.modes for what in ("ms", "speedup")]
+    """Every recipe in both modes."""
     both = len(linears.modes) > 1
     shares = {name: linears.quantization_share(name) for name in linears.recipes}
     quantizes = any(share is not None for share in shares.values())
-    heads += (["Quantization"] if quantizes else []) + (["Speedup kept"] if both and quantizes else [])
-    rows = []
-    for name in linears.recipes:
-        cells = [cell for mode in linears.modes for cell in _total_cells(linears, name, mode)]
-        cells += [share_cell(shares[name])] if quantizes else []
-        cells += [_kept(linears, name)] if both and quantizes else []
-        rows.append((Cell(name), *cells))
+
+    def of_mode(mode: Mode) -> list[Column[str]]:
+        time: Column[str] = Column(f"{MODE_TITLES[mode]} ms", partial(_total, linears, mode), "ms")
+        return [time, Column(f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x")]
+
+    columns: list[Column[str]] = [
+        Column("Recipe", str),
+        *(column for mode in linears.modes for column in of_mode(mode)),
+        Column("Quantization", shares.get, "%", when=quantizes),
+        Column("Speedup kept", partial(_kept, linears), "%", when=both and quantizes),
+    ]
     note = _what_is_timed(linears, linears.modes[0])
     if both and not linears.as_te_benchmark:
-        note = "Autocast: forward and backward with quantization. Pre-quantized: only the GEMMs, on inputs quantized beforehand."
-        note += " Speedup kept: the autocast gain as a share of the pre-quantized gain." if quantizes else ""
+        note = phrase("linears-both-modes") + (f" {phrase('linears-speedup-kept')}" if quantizes else "")
     bar = "90% error bar" if linears.forecast else "95% interval"
-    title = f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]"
-    return Table(title, columns(("Recipe",), heads), tuple(rows), note)
+    return table(f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]", columns, linears.recipes, note)
 
 
-def _total_cells(linears: Linears, name: str, mode: Mode) -> tuple[Cell, Cell]:
-    total, other = linears.total(name, mode), linears.measured_as(name, mode)
-    if total is None:
-        return NOTHING, NOTHING
+def _total(linears: Linears, mode: Mode, name: str) -> Interval | None:
+    total = linears.total(name, mode)
+    return total.total_ms if total is not None else None
+
+
+def _total_speedup(linears: Linears, mode: Mode, name: str) -> Cell:
+    if linears.total(name, mode) is None:
+        return NOTHING
     if name == BASELINE:
-        return time_cell(total.total_ms), BASELINE_CELL
+        return BASELINE_CELL
     if linears.falls_back(name, mode):
-        return time_cell(total.total_ms), FALLBACK_CELL
-    speedup = linears.speedup(name, mode)
+        return FALLBACK_CELL
+    speedup, other = linears.speedup(name, mode), linears.measured_as(name, mode)
     if other != name:
-        return time_cell(total.total_ms), Cell(f"as {other}", *((speedup.value, speedup.low, speedup.high) if speedup else ()))
-    return time_cell(total.total_ms), called_cell(speedup)
+        return Cell(f"as {other}", *((speedup.value, speedup.low, speedup.high) if speedup else ()))
+    return called_cell(speedup)
 
 
-def _kept(linears: Linears, name: str) -> Cell:
+def _kept(linears: Linears, name: str) -> float | None:
     """The share of the GEMMs' gain that is left with quantization."""
     autocast, upper = linears.speedup(name, "autocast"), linears.speedup(name, "pre-quantized")
     if autocast is None or upper is None or upper.value <= 1:
-        return NOTHING
-    return share_cell((autocast.value - 1) / (upper.value - 1))
+        return None
+    return (autocast.value - 1) / (upper.value - 1)
 
 
 def _pairs(linears: Linears, start: str) -> Table:
-    rows = tuple(
-        (Cell(later), Cell(earlier), *(_pair(linears, later, earlier, mode) for mode in linears.modes))
-        for earlier, later in combinations([name for name in linears.recipes if name != BASELINE], 2)
-    )
-    title = f"{start}Recipes compared with each other: speedup of all linears"
-    return Table(title, columns(("Recipe", "Over"), [MODE_TITLES[mode] for mode in linears.modes]), rows)
+    columns: list[Column[tuple[str, str]]] = [
+        Column("Recipe", lambda pair: pair[1]),
+        Column("Over", lambda pair: pair[0]),
+        *(Column(MODE_TITLES[mode], partial(_pair, linears, mode), "x") for mode in linears.modes),
+    ]
+    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
+    return table(f"{start}Recipes compared with each other: speedup of all linears", columns, pairs)
 
 
-def _pair(linears: Linears, name: str, over: str, mode: Mode) -> Cell:
+def _pair(linears: Linears, mode: Mode, pair: tuple[str, str]) -> Cell:
     """A speedup, or why there is none."""
+    over, name = pair
     if linears.falls_back(name, mode) or linears.falls_back(over, mode):
         return FALLBACK_CELL
     if linears.measured_as(name, mode) == linears.measured_as(over, mode):
@@ -211,45 +261,40 @@ def _pair(linears: Linears, name: str, over: str, mode: Mode) -> Cell:
 def _what_is_timed(linears: Linears, mode: Mode) -> str:
     """What a time of this mode includes."""
     if mode == "pre-quantized":
-        return "Each GEMM by itself, on inputs quantized beforehand."
+        return phrase("timed-pre-quantized")
     if linears.as_te_benchmark:
-        return "Every GEMM is a forward call that quantizes its own X and W, as in Transformer Engine's GEMM benchmark script."
+        return phrase("timed-as-te-benchmark")
     if linears.bare:
-        return "X and W are quantized once each, then multiplied."
-    if linears.cache_weights:
-        once = "X and dY are quantized once each. Quantization of W is excluded, because it happens once per step."
-    else:
-        once = "X, W and dY are quantized once each."
-    return f"Forward and backward; {once} Each pass includes its share of the quantization."
+        return phrase("timed-bare")
+    return phrase("timed-with-cached-weights" if linears.cache_weights else "timed-linears")
 
 
 def _times(linears: Linears, mode: Mode, start: str) -> Table:
     """Milliseconds and TFLOP/s of every pass and op, then the sums."""
-    names, rows = linears.columns(mode), []
-    title, note = f"{start}{MODE_TITLES[mode]}: time of every", _what_is_timed(linears, mode)
-    if linears.bare:
-        for case in linears.cases:
-            times = (_time(case, linears.op_time(case.op, name, mode), case.passes[0]) for name in names)
-            rows.append((Cell(case.op), *times))
-        return Table(f"{title} GEMM (ms, TFLOP/s in brackets)", columns(("M x K x N",), names), tuple(rows), note)
-    for case in linears.cases:
-        for pass_name in case.passes if len(case.passes) == 1 else (*case.passes, None):
-            times = (_time(case, linears.op_time(case.op, name, mode), pass_name) for name in names)
-            rows.append((Cell(case.op), Cell(pass_name or ALL), _shape(case, pass_name), number(case.count), *times))
-    rows += _sums(linears, mode, names)
-    heads = columns(("Op", "Pass", "M x K x N"), ("Count", *names))
-    return Table(f"{title} pass (ms, TFLOP/s in brackets)", heads, tuple(rows), note)
+    bare, names = linears.bare, linears.columns(mode)
+    columns: list[Column[tuple[Case, Pass | None]]] = [
+        Column("Op", lambda row: row[0].op, when=not bare),
+        Column("Pass", lambda row: row[1] or ALL, when=not bare),
+        Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),
+        Column("Count", lambda row: row[0].count, "g", when=not bare),
+        *(Column(name, partial(_time, linears, mode, name), "ms") for name in names),
+    ]
+    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
+    title = f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)"
+    return table(title, columns, rows, _what_is_timed(linears, mode), more=[] if bare else _sums(linears, mode, names))
 
 
-def _shape(case: Case, pass_name: Pass | None) -> Cell:
+def _shape(case: Case, pass_name: Pass | None) -> str:
     if pass_name is None:
-        return Cell("")
+        return ""
     sizes = gemm_size(case.tokens, case.inputs, case.outputs, pass_name)
-    return Cell("x".join(map(str, sizes)) + (f", {len(case.rows)} groups" if len(case.rows) > 1 else ""))
+    return "x".join(map(str, sizes)) + (f", {len(case.rows)} groups" if len(case.rows) > 1 else "")
 
 
-def _time(case: Case, cell: OpTime | None, pass_name: Pass | None) -> Cell:
+def _time(linears: Linears, mode: Mode, name: str, row: tuple[Case, Pass | None]) -> Cell:
     """One pass, or the whole op. A bare GEMM is its whole op."""
+    case, pass_name = row
+    cell = linears.op_time(case.op, name, mode)
     whole = pass_name is None or len(case.passes) == 1
     time = None if cell is None else cell.total_ms if whole else cell.pass_ms.get(pass_name or "fprop")
     if cell is None or time is None:
@@ -260,34 +305,37 @@ def _time(case: Case, cell: OpTime | None, pass_name: Pass | None) -> Cell:
     return Cell(f"{text} FALLBACK" if fell_back else text, time.value, time.low, time.high, "error" if fell_back else "")
 
 
-def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[tuple[Cell, ...]]:
+def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[dict[str, Value]]:
     """The sums of every pass, of one layer and of all linears; if layers differ, only of all linears."""
-    totals = [linears.total(name, mode) for name in names]
-    of_what = Cell("One layer" if linears.layer_counts else "All linears")
-    rows = []
-    for pass_name in PASSES if not linears.as_te_benchmark else ():
-        times = (time_cell(total.pass_ms.get(pass_name) if total else None) for total in totals)
-        rows.append((of_what, Cell(pass_name), Cell(""), NOTHING, *times))
+    totals = {name: total for name in names if (total := linears.total(name, mode)) is not None}
+
+    def row(op: str, times: dict[str, Value], pass_name: str = ALL, count: int | None = None) -> dict[str, Value]:
+        return {"Op": op, "Pass": pass_name, "M x K x N": "", "Count": count, **times}
+
+    of_what = "One layer" if linears.layer_counts else "All linears"
+    rows = [
+        row(of_what, {name: total.pass_ms.get(pass_name) for name, total in totals.items()}, pass_name)
+        for pass_name in (() if linears.as_te_benchmark else PASSES)
+    ]
     if linears.layer_counts:
-        layer = (time_cell(total.layer_ms if total else None) for total in totals)
-        rows.append((of_what, Cell(ALL), Cell(""), number(linears.layers), *layer))
-    model = (time_cell(total.total_ms if total else None) for total in totals)
-    return [*rows, (Cell("All linears"), Cell(ALL), Cell(""), NOTHING, *model)]
+        rows.append(row(of_what, {name: total.layer_ms for name, total in totals.items()}, count=linears.layers))
+    return [*rows, row("All linears", {name: total.total_ms for name, total in totals.items()})]
 
 
 def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
     """The speedup of every op, and of every pass that was timed by itself."""
-    names, rows = [name for name in linears.columns(mode) if name != BASELINE], []
-    for case in linears.cases:
-        for pass_name in (*PASSES, ALL):
-            cells = [_op_speedup(linears, case.op, name, mode, pass_name) for name in names]
-            if pass_name == ALL or any(cell != NOTHING for cell in cells):
-                rows.append((Cell(case.op), Cell(pass_name), *cells))
-    title = f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}"
-    return Table(title, columns(("Op", "Pass"), names), tuple(rows))
+    columns: list[Column[tuple[str, str]]] = [
+        Column("Op", lambda row: row[0]),
+        Column("Pass", lambda row: row[1]),
+        *(Column(name, partial(_op_speedup, linears, mode, name), "x") for name in linears.columns(mode) if name != BASELINE),
+    ]
+    rows = [(case.op, one) for case in linears.cases for one in (*PASSES, ALL)]
+    known = [row for row in rows if row[1] == ALL or any(column.cell(row) != NOTHING for column in columns[2:])]
+    return table(f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}", columns, known)
 
 
-def _op_speedup(linears: Linears, op: str, name: str, mode: Mode, pass_name: str) -> Cell:
+def _op_speedup(linears: Linears, mode: Mode, name: str, row: tuple[str, str]) -> Cell:
+    op, pass_name = row
     if pass_name != ALL:
         return speedup_cell(linears.speedup(name, mode, op, pass_name=pass_name))
     cell = linears.op_time(op, name, mode)
@@ -301,33 +349,39 @@ def _op_speedup(linears: Linears, op: str, name: str, mode: Mode, pass_name: str
 def _quantization(linears: Linears, start: str) -> Table:
     """Milliseconds of one execution by what is quantized, and their share of the op's time."""
     names = [name for name in linears.recipes if any(cell.quantization_ms for cell in linears.ops if cell.recipe == name)]
+    columns: list[Column[tuple[str, str]]] = [
+        Column("Op", lambda row: row[0]),
+        Column("Quantized", lambda row: row[1]),
+        *(Column(name, partial(_quantized, linears, name), "ms") for name in names),
+    ]
     rows = []
-    for case in linears.cases:
+    for case in linears.cases if names else ():
         cells = [linears.op_time(case.op, name, "autocast") for name in names]
         labels = dict.fromkeys(label for cell in cells if cell is not None for label in cell.quantize_ms)
-        rows += [(Cell(case.op), Cell(label), *(_quantized(cell, label) for cell in cells)) for label in (*labels, ALL)]
-    title = f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)"
-    return Table(title, columns(("Op", "Quantized"), names), tuple(rows))
+        rows += [(case.op, label) for label in (*labels, ALL)]
+    return table(f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)", columns, rows)
 
 
-def _quantized(cell: OpTime | None, label: str) -> Cell:
+def _quantized(linears: Linears, name: str, row: tuple[str, str]) -> Value:
+    op, label = row
+    cell = linears.op_time(op, name, "autocast")
     if cell is None or not cell.quantize_ms:
-        return NOTHING
-    time = cell.quantization_ms if label == ALL else cell.quantize_ms.get(label)
-    if time is None:
-        return NOTHING
-    share = f" ({units.percent(time / cell.total_ms.value)})" if label == ALL else ""
-    return Cell(f"{units.milliseconds(time)}{share}", time)
+        return None
+    if label != ALL:
+        return cell.quantize_ms.get(label)
+    time = cell.quantization_ms
+    return Cell(f"{units.milliseconds(time)} ({units.percent(time / cell.total_ms.value)})", time)
 
 
 def _memory(linears: Linears, start: str) -> Table:
-    rows = []
-    for memory in linears.memory:
-        weights, copies = memory.weights_bytes, memory.copies_bytes
-        rows.append((Cell(memory.recipe), *map(bytes_cell, (weights, copies, weights + copies, memory.kept_bytes))))
-    heads = columns(("Recipe",), ("BF16 weights", "Quantized copies", "Weights in total", "X kept for backward"))
-    note = "On one rank, for one micro-batch; computed from sizes, not measured."
-    return Table(f"{start}Weights and kept inputs", heads, tuple(rows), note)
+    columns: list[Column[Memory]] = [
+        Column("Recipe", lambda memory: memory.recipe),
+        Column("BF16 weights", lambda memory: memory.weights_bytes, "B"),
+        Column("Quantized copies", lambda memory: memory.copies_bytes, "B"),
+        Column("Weights in total", lambda memory: memory.weights_bytes + memory.copies_bytes, "B"),
+        Column("X kept for backward", lambda memory: memory.kept_bytes, "B"),
+    ]
+    return table(f"{start}Weights and kept inputs", columns, linears.memory, phrase("linears-memory"))
 
 
 def _evidence(linears: Linears, start: str) -> Table:
@@ -340,12 +394,16 @@ def _evidence(linears: Linears, start: str) -> Table:
     ]  # fmt: skip
     for place in (6, 5, 4):
         proofs = _merged(proofs, place)
-    rows = tuple(
-        (*map(Cell, (name, mode, passes, ops, requested, ran)), Cell(verdict, level=VERDICT_LEVELS.get(verdict, "")))
-        for name, verdict, requested, ran, mode, passes, ops in proofs
-    )
-    heads = columns(("Recipe", "Mode", "Pass", "Ops", "Requested", "Ran", "Verdict"), ())
-    return Table(f"{start}Precision of every pass, proven by kernel names", heads, rows)
+    columns: list[Column[tuple[str, ...]]] = [
+        Column("Recipe", lambda row: row[0]),
+        Column("Mode", lambda row: row[4]),
+        Column("Pass", lambda row: row[5]),
+        Column("Ops", lambda row: row[6]),
+        Column("Requested", lambda row: row[2]),
+        Column("Ran", lambda row: row[3]),
+        Column("Verdict", lambda row: Cell(row[1], level=VERDICT_LEVELS.get(row[1], ""))),
+    ]
+    return table(f"{start}Precision of every pass, proven by kernel names", columns, proofs)
 
 
 def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import inf
+from typing import Any
 
 from gemmscope import units
 from gemmscope.document.charts import Dot, ScatterChart
-from gemmscope.document.common import command_facts
-from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section, Subject
+from gemmscope.document.common import command_facts, facts, phrase, sections, versions_text
+from gemmscope.document.model import Advice, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.numerics_tables import (
     depth_charts,
     error_text,
@@ -33,81 +34,58 @@ from gemmscope.results.numerics import Mix, NumericsResult, RecipeError
 
 SYNTHETIC = "SYNTHETIC"
 KINDS = {"recording": "recorded tensors", "checkpoint": "the weights of a checkpoint", "synthetic": "SYNTHETIC tensors"}
-JUDGE = "Errors rank recipes on the same tensors. Only a loss curve shows whether training converges as in BF16."
-WEIGHTS_ONLY = (
-    "These are errors of weights only. Activations and gradients, which are harder to quantize, are not in a checkpoint."
-)
-NOT_REAL = "SYNTHETIC tensors show how outliers affect a format, not what your model contains. Record your training to see that."
 
 
 def numerics_document(result: NumericsResult, name: str = "") -> Document:
     """Build the Document of the result."""
     answer, because = _answer(result)
-    because = [*because, *_along_depth(result)]
-    marked = f"{SYNTHETIC}: " if result.source == "synthetic" else ""
-    chosen = result.mixed.chosen if result.mixed is not None else None
+    synthetic, forecast = result.source == "synthetic", result.speed_origin == "forecast"
+    marked, mixed, chosen = f"{SYNTHETIC}: " if synthetic else "", result.mixed, _chosen(result)
+    speeds = f", with speeds on {result.speed_gpu}" if result.speed_of else ""
+    where = f"{SYNTHETIC} tensors" if synthetic else "errors only"
+    tags = [f"{SYNTHETIC} tensors" if synthetic else "", "speeds are a FORECAST" if forecast else ""]
+    advised = mixed is not None and mixed.settings and chosen is not None and not _too_close(chosen)
     return Document(
         kind="numerics",
-        title=_title(result),
+        title=phrase(f"numerics-title-{result.source}", name=result.name) + speeds + (" (FORECAST)" if forecast else ""),
         subject=Subject(
             f"{result.name}: quantization error of {KINDS[result.source]}", model={"number of layers": result.layers or None}
         ),
-        where=_where(result),
+        where=result.speed_gpu + (", FORECAST" if forecast else "") if result.speed_of else where,
         answer=f"{marked}{answer}",
-        because=(*because, *_limits(result)),
+        because=(*because, *_along_depth(result), *([phrase(f"numerics-limit-{result.source}")] if _low(result) else [])),
         key_figures=_figures(result),
         summary=summary(result) if result.recipes else None,
         context=tuple(_context(result)),
-        sections=tuple(_sections(result, marked)),
+        sections=_sections(result, marked),
         messages=tuple(map(Message.of, result.findings)),
-        advice=Advice(f"{_mix_text(result, chosen)}.", result.mixed.settings)
-        if result.mixed and chosen and result.mixed.settings and not _too_close(chosen)
-        else None,
+        advice=Advice(f"{_mix_text(result, chosen)}.", mixed.settings) if advised and mixed is not None else None,
         facts={"Method": _method(result)},
-        tag=_tag(result),
+        tag="; ".join(filter(None, tags)),
         next_purpose=_next(result),
         name=name,
     )
 
 
-def _title(result: NumericsResult) -> str:
-    what = f"Quantization error of {result.name}"
-    if result.source == "synthetic":
-        what = f"{SYNTHETIC} tensors, not recorded: quantization error with the sizes of {result.name}"
-    elif result.source == "checkpoint":
-        what = f"Quantization error of the weights of {result.name}"
-    speeds = f", with speeds on {result.speed_gpu}" if result.speed_of else ""
-    return what + speeds + (" (FORECAST)" if result.speed_origin == "forecast" else "")
-
-
-def _where(result: NumericsResult) -> str:
-    if not result.speed_of:
-        return f"{SYNTHETIC} tensors" if result.source == "synthetic" else "errors only"
-    return result.speed_gpu + (", FORECAST" if result.speed_origin == "forecast" else "")
-
-
-def _tag(result: NumericsResult) -> str:
-    parts = ["SYNTHETIC tensors"] if result.source == "synthetic" else []
-    return "; ".join([*parts, *(["speeds are a FORECAST"] if result.speed_origin == "forecast" else [])])
+def _chosen(result: NumericsResult) -> Mix | None:
+    """The mix to use; None if there is none."""
+    return result.mixed.chosen if result.mixed is not None else None
 
 
 def _context(result: NumericsResult) -> Iterator[str]:
     linears = {linear.name for linear in result.counted}
-    layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
-    source = {
-        "recording": f"recorded {units.steps(result.steps)}",
-        "checkpoint": f"weights of {result.origin}",
-        "synthetic": f"{SYNTHETIC} tensors: {result.origin.removeprefix(f'{SYNTHETIC}: ')}",
-    }[result.source]
+    origin = result.origin.removeprefix(f"{SYNTHETIC}: ")
+    source = phrase(f"numerics-source-{result.source}", steps=units.steps(result.steps) if result.steps else "", origin=origin)
     batch = "" if result.source == "synthetic" else " of one micro-batch"
     tokens = f"; {units.counted(result.tokens, 'token')}{batch}" if result.tokens else ""
     sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
     yield f"{source}{tokens}{sample}"
-    yield f"{units.counted(len(linears), 'linear')}{layers}; error: root mean square of their relative errors against float32"
+    layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
+    yield phrase("numerics-error", linears=len(linears), layers=layers)
     if result.speed_of is not None:
-        what = "the training step" if result.speed_of == "step" else "all linears"
-        how = "FORECAST, 90% error bars" if result.speed_origin == "forecast" else "measured"
-        yield f"speedups: {what} on {result.speed_gpu}, {how}{f'; {result.speed_file}' if result.speed_file else ''}"
+        how = phrase(f"numerics-speeds-{result.speed_origin}")
+        file = f"; {result.speed_file}" if result.speed_file else ""
+        yield phrase("numerics-speeds", what=phrase(f"numerics-of-{result.speed_of}"), gpu=result.speed_gpu, how=how, file=file)
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------------
@@ -120,22 +98,23 @@ def _low(result: NumericsResult) -> list[RecipeError]:
 def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     low, mixed = _low(result), result.mixed
     if not low:
-        computed = f"only {BASELINE} was computed" if result.recipes else "nothing could be computed"
-        return f"There is no error to show: {computed}.", []
+        return phrase("numerics-baseline-only" if result.recipes else "numerics-nothing", baseline=BASELINE), []
     if mixed is not None and mixed.bound is not None:
         used = [mixed.chosen.recipe, mixed.chosen.higher] if mixed.chosen is not None else []
         because = [*_assumed(result, used), *_alternatives(result, mixed.chosen), _worst(result)]
         return _below_bound(result, mixed.chosen, mixed.bound), because
     smallest, largest, fastest = _same_error(low, low[0]), _same_error(low, low[-1]), _fastest(low)
-    least = f"{error_text(low[0].error)}{_speeds(result, smallest)}"
-    answer = f"{_have(smallest)} the smallest error of the low-precision recipes, {least}."
+    recipes = [row.recipe for row in smallest]
+    least = error_text(low[0].error) + _speeds(result, smallest)
+    reason = []
     if fastest is not None and fastest not in smallest:
-        reason = f"{_called_fastest(fastest)}: error {error_text(fastest.error)}{_speed(result, fastest.speedup)}."
+        speed = _speed(result, fastest.speedup)
+        reason = [phrase("numerics-fastest", fastest=_called_fastest(fastest), error=error_text(fastest.error), speed=speed)]
     elif len(low) > len(smallest):
-        reason = f"{_have(largest)} the largest error, {error_text(low[-1].error)}."
-    else:
-        reason = ""
-    return answer, [*_assumed(result, [row.recipe for row in smallest]), *filter(None, [reason]), _worst(result)]
+        worst = [row.recipe for row in largest]
+        reason = [phrase("numerics-largest", listed=units.listed(worst), recipes=worst, error=error_text(low[-1].error))]
+    answer = phrase("numerics-smallest", listed=units.listed(recipes), recipes=recipes, error=least)
+    return answer, [*_assumed(result, recipes), *reason, _worst(result)]
 
 
 def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
@@ -145,18 +124,12 @@ def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
         if recipe in recipes:
             groups.setdefault(tuple(linears), []).append(recipe)
     for kept, names in groups.items():
-        errors = "The errors of" if len(names) > 1 else "The error of"
-        assume = "assume" if len(names) > 1 else "assumes"
-        yield f"{errors} {units.listed(names)} {assume} {units.names(kept)} in {BASELINE}."
+        yield phrase("numerics-assumed", recipes=names, listed=units.listed(names), kept=kept, baseline=BASELINE)
 
 
 def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeError]:
     """The recipes whose error, rounded as it is printed, is the same as this one's."""
     return [row for row in recipes if error_text(row.error) == error_text(one.error)]
-
-
-def _have(recipes: list[RecipeError]) -> str:
-    return f"{units.listed(row.recipe for row in recipes)} {'have' if len(recipes) > 1 else 'has'}"
 
 
 def _fastest(recipes: list[RecipeError]) -> RecipeError | None:
@@ -166,9 +139,8 @@ def _fastest(recipes: list[RecipeError]) -> RecipeError | None:
 
 def _called_fastest(fastest: RecipeError) -> str:
     """The fastest recipe, or the recipes that are too close to call."""
-    if fastest.rivals:
-        return f"The fastest are {units.listed([fastest.recipe, *fastest.rivals])}, too close to call. {fastest.recipe}"
-    return f"The fastest is {fastest.recipe}"
+    rivals = units.listed([fastest.recipe, *fastest.rivals])
+    return phrase("numerics-fastest-are" if fastest.rivals else "numerics-fastest-is", recipe=fastest.recipe, recipes=rivals)
 
 
 def _along_depth(result: NumericsResult) -> Iterator[str]:
@@ -176,7 +148,7 @@ def _along_depth(result: NumericsResult) -> Iterator[str]:
     recipe = _main_recipe(result)
     error = next((row.forward[-1] for row in result.depth if row.recipe == recipe and row.forward), None)
     if error is not None:
-        yield f"{recipe} in all linears at once: the output of the last layer has an error of {error_text(error)}."
+        yield phrase("numerics-last-layer", recipe=recipe, error=error_text(error))
 
 
 def _too_close(chosen: Mix) -> bool:
@@ -194,8 +166,8 @@ def _speed(result: NumericsResult, speedup: Interval | None) -> str:
 
 
 def _over_baseline(result: NumericsResult) -> str:
-    what = "in the training step" if result.speed_of == "step" else "in the linears"
-    return f"over {BASELINE} {what}{' (FORECAST)' if result.speed_origin == 'forecast' else ''}"
+    forecast = " (FORECAST)" if result.speed_origin == "forecast" else ""
+    return phrase(f"numerics-over-{result.speed_of or 'linears'}", baseline=BASELINE, forecast=forecast)
 
 
 def _speeds(result: NumericsResult, recipes: list[RecipeError]) -> str:
@@ -215,40 +187,43 @@ def _mix_text(result: NumericsResult, mix: Mix | None) -> str:
 
 
 def _below_bound(result: NumericsResult, chosen: Mix | None, bound: float) -> str:
-    limit, smallest = error_text(bound), _low(result)[0]
-    least = f"{error_text(smallest.error)} in {smallest.recipe}"
+    smallest = _low(result)[0]
+    about = {
+        "limit": error_text(bound),
+        "least": f"{error_text(smallest.error)} in {smallest.recipe}",
+        "baseline": BASELINE,
+        "mix": _mix_text(result, chosen),
+    }
     if chosen is None:
-        return f"No mix has an error of at most {limit}: the smallest error of a low-precision recipe is {least}."
-    if chosen.recipe == BASELINE and smallest.error <= bound:
-        return f"Use {BASELINE}: no recipe and no mix with an error of at most {limit} is faster."
+        return phrase("numerics-no-mix", **about)
     if chosen.recipe == BASELINE:
-        return f"Only {BASELINE} in all linears stays below {limit}: the smallest error of a low-precision recipe is {least}."
+        return phrase("numerics-use-baseline" if smallest.error <= bound else "numerics-only-baseline", **about)
     if _too_close(chosen):
-        return f"Stay with {BASELINE}: nothing with an error of at most {limit} is faster by more than its interval."
-    best = "Fastest" if result.speed_of else "Fewest bits"
-    return f"{best} with an error of at most {limit}: {_mix_text(result, chosen)}."
+        return phrase("numerics-stay", **about)
+    return phrase("numerics-fastest-mix" if result.speed_of else "numerics-fewest-bits", **about)
 
 
 def _alternatives(result: NumericsResult, chosen: Mix | None) -> list[str]:
     """What else could be used: the same recipe in all linears, and the best single recipe below the bound."""
     if chosen is None or chosen.recipe == BASELINE:
         return []
-    texts, bound = [], result.mixed.bound if result.mixed is not None else None
-    if _too_close(chosen):
-        texts.append(f"The fastest is {_mix_text(result, chosen)}.")
+    bound = result.mixed.bound if result.mixed is not None else None
+    texts = [phrase("numerics-fastest-is-mix", mix=_mix_text(result, chosen))] if _too_close(chosen) else []
     whole = next((row for row in _low(result) if row.recipe == chosen.recipe), None)
     if chosen.is_mixed and whole is not None:
-        kept = f"This mix keeps {units.percent(chosen.kept_share)} of the linears' FLOPs in {chosen.higher}."
-        texts.append(f"{kept} {whole.recipe} in all linears: error {error_text(whole.error)}{_plain_speed(whole.speedup)}.")
+        error = error_text(whole.error) + _plain_speed(whole.speedup)
+        about: dict[str, Any] = {"share": chosen.kept_share, "higher": chosen.higher, "recipe": whole.recipe, "error": error}
+        texts.append(phrase("numerics-kept", **about))
     single = [row for row in _low(result) if bound is not None and row.error <= bound and row.recipe != chosen.recipe]
     complete = [row for row in single if row.recipe not in kept_in_baseline(result)] or single
     known = [row for row in complete if row.speedup is not None] or complete
     if known:
         best = max(known, key=lambda row: _gain(row.speedup))
-        other = "Without mixing" if chosen.is_mixed else "Next"
-        close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
         same = [row.recipe for row in _same_error(known, best)] if best.speedup is None else [best.recipe]
-        texts.append(f"{other}: {' or '.join(same)}, error {error_text(best.error)}{_plain_speed(best.speedup)}{close}.")
+        error = error_text(best.error) + _plain_speed(best.speedup)
+        close = "; too close to call" if not chosen.is_mixed and chosen.recipe in best.rivals else ""
+        code = "numerics-without-mixing" if chosen.is_mixed else "numerics-second"
+        texts.append(phrase(code, recipes=" or ".join(same), error=error, close=close))
     return texts
 
 
@@ -263,45 +238,31 @@ def _worst(result: NumericsResult) -> str:
         ((linear.error or 0.0, linear.name) for linear in result.counted if linear.recipe == recipe and linear.error is not None),
         reverse=True,
     )
-    if not errors:
-        return ""
-    named = units.names(f"{name} {error_text(error)}" for error, name in errors[:3])
-    return f"Largest errors of single linears in {recipe}: {named}."
+    named = [f"{name} {error_text(error)}" for error, name in errors[:3]]
+    return phrase("numerics-largest-of-linears", recipe=recipe, named=named) if named else ""
 
 
 def _main_recipe(result: NumericsResult) -> str:
     """The recipe that the answer is about: that of the chosen mix, else the fastest, else the one with the largest error."""
-    chosen = result.mixed.chosen if result.mixed is not None else None
-    low = _low(result)
+    chosen, low = _chosen(result), _low(result)
     if chosen is not None and chosen.recipe != BASELINE:
         return chosen.recipe
     return (_fastest(low) or low[-1]).recipe if low else BASELINE
 
 
-def _limits(result: NumericsResult) -> list[str]:
-    """What these numbers do not show."""
-    if not _low(result):
-        return []
-    return [{"checkpoint": WEIGHTS_ONLY, "synthetic": NOT_REAL}.get(result.source, JUDGE)]
-
-
 def _figures(result: NumericsResult) -> tuple[KeyFigure, ...]:
-    chosen = result.mixed.chosen if result.mixed is not None else None
+    chosen = _chosen(result)
     if chosen is None or chosen.recipe == BASELINE:
         return tuple(
             KeyFigure(f"Error of {row.recipe}", error_text(row.error), f"{units.speedup(row.speedup)}" if row.speedup else "")
             for row in _low(result)[:4]
         )
-    speed = (
-        [KeyFigure(f"Speedup over {BASELINE}", f"{chosen.speedup.value:.2f}x", units.ends(chosen.speedup, 2))]
-        if chosen.speedup
-        else []
-    )
-    bound = result.mixed.bound if result.mixed is not None else None
+    speedup, bound = chosen.speedup, result.mixed.bound if result.mixed is not None else None
+    gain = [KeyFigure(f"Speedup over {BASELINE}", f"{speedup.value:.2f}x", units.ends(speedup, 2))] if speedup else []
     return (
         KeyFigure("Recipe", chosen.recipe),
         KeyFigure("Error", error_text(chosen.error), f"bound {error_text(bound)}" if bound is not None else ""),
-        *speed,
+        *gain,
         KeyFigure(f"Kept in {chosen.higher}", units.percent(chosen.kept_share), "of the linears' FLOPs"),
     )
 
@@ -309,20 +270,18 @@ def _figures(result: NumericsResult) -> tuple[KeyFigure, ...]:
 # --- everything -----------------------------------------------------------------------------------------------------------
 
 
-def _sections(result: NumericsResult, marked: str) -> Iterator[Section]:
+def _sections(result: NumericsResult, marked: str) -> tuple[Section, ...]:
     scatter, maps = _scatter(result, marked), list(heat_maps(result, _main_recipe(result), marked))
     by_recipe = recipe_map(result, marked, main=scatter is None and not maps)
-    groups: dict[str, list[Block | None]] = {
-        "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked)],
-        "Layers and linears": [*maps, worst_table(result, marked)],
-        "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
-        "Delayed scaling": [stale_table(result, marked)],
-        "Along depth": [*depth_charts(result, marked), loss_table(result, marked)],
-    }
-    for title, blocks in groups.items():
-        shown = tuple(block for block in blocks if block is not None)
-        if shown:
-            yield Section(title, shown)
+    return sections(
+        {
+            "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked)],
+            "Layers and linears": [*maps, worst_table(result, marked)],
+            "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
+            "Delayed scaling": [stale_table(result, marked)],
+            "Along depth": [*depth_charts(result, marked), loss_table(result, marked)],
+        }
+    )
 
 
 def _scatter(result: NumericsResult, marked: str) -> ScatterChart | None:
@@ -335,8 +294,7 @@ def _scatter(result: NumericsResult, marked: str) -> ScatterChart | None:
                                              ("worst linear", f"{row.worst} {error_text(row.worst_error)}")))
         for row, speedup in known
     )  # fmt: skip
-    mixed = result.mixed
-    chosen, short = mixed.chosen if mixed is not None else None, kept_names(result)
+    mixed, chosen, short = result.mixed, _chosen(result), kept_names(result)
     mixes, least = list[Dot](), inf
     for mix in mixed.frontier if mixed is not None else ():  # the fastest first; simpler ones that others beat are in the table
         dot = _dot(mix, short)
@@ -344,14 +302,14 @@ def _scatter(result: NumericsResult, marked: str) -> ScatterChart | None:
             mixes.append(dot)
             least = mix.error
     forecast = "FORECAST, " if result.speed_origin == "forecast" else ""
-    what = "the training step" if result.speed_of == "step" else "all linears"
+    what = phrase(f"numerics-of-{result.speed_of or 'linears'}")
     return ScatterChart(
         f"{marked}{forecast}speedup of {what} on {result.speed_gpu} against error",
         dots,
         tuple(mixes),
         _dot(chosen, short) if chosen is not None else None,
         bound=mixed.bound if mixed is not None else None,
-        note="Lower and further right is better.",
+        note=phrase("numerics-better"),
         main=True,
     )
 
@@ -369,27 +327,21 @@ def _dot(mix: Mix, short: Mapping[str, str]) -> Dot | None:
 
 
 def _next(result: NumericsResult) -> str:
-    if result.mixed is not None and result.mixed.bound is None and result.recipes:
-        return "find the fastest mix below an error bound: add --bound 5% to the same command"
+    mixed, chosen = result.mixed, _chosen(result)
+    if mixed is not None and mixed.bound is None and result.recipes:
+        return phrase("numerics-next-bound")
     if result.speed_of is None and result.recipes:
-        return "show speedups next to the errors: add --speed RUNFILE, a run file of bench, step or forecast"
-    if result.mixed is not None and result.mixed.chosen is not None and result.mixed.chosen.is_mixed:
-        return (
-            "measure or forecast the mix: write this result with --json, then run gemmscope step or forecast with --mix RUNFILE"
-        )
-    return ""
+        return phrase("numerics-next-speed")
+    return phrase("numerics-next-mix") if chosen is not None and chosen.is_mixed else ""
 
 
 def _method(result: NumericsResult) -> Facts:
-    lines = [
+    return facts(
         ("tensors", f"{KINDS[result.source]}: {result.origin}"),
-        ("error of a linear", "root mean square of the relative errors of its GEMMs (fprop, dgrad, wgrad), float32 accumulation"),
-        (
-            "error of a recipe",
-            "root mean square over all linears of all layers; the experts of a layer count once; the head does not",
-        ),
-        ("time of a mix", "the time in BF16 minus the time that each linear saves in its recipe" if result.speed_of else ""),
-        ("computed on", ", ".join([result.device, *(f"{name} {version}" for name, version in result.versions.items())])),
+        ("error of a linear", phrase("numerics-error-of-linear")),
+        ("error of a recipe", phrase("numerics-error-of-recipe")),
+        ("time of a mix", phrase("numerics-time-of-mix") if result.speed_of else ""),
+        ("computed on", ", ".join(filter(None, [result.device, versions_text(result.versions)]))),
         ("duration", f"{result.seconds:.0f} s" if result.seconds else ""),
-    ]
-    return (*((name, value) for name, value in lines if value), *command_facts(result))
+        *command_facts(result),
+    )

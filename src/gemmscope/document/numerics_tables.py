@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell, speedup_cell, without_empty
+from gemmscope.document.common import phrase
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, Value, table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.numerics import LinearError, Mix, NumericsResult, OperandError, decibels
+from gemmscope.results.numerics import (
+    DepthError,
+    LinearError,
+    Mix,
+    NumericsResult,
+    OperandError,
+    PassError,
+    RecipeError,
+    StaleScale,
+    decibels,
+)
 from gemmscope.workload.ops import PASSES
 
 MOST_WORST = 5  # linears of each recipe
@@ -26,15 +39,9 @@ def error_text(error: float) -> str:
     return "0%" if error == 0 else f"{100 * error:.1f}%" if error >= 0.00995 else f"{100 * error:.2g}%"
 
 
-def error_cell(error: float | None) -> Cell:
+def error_cell(error: float | None) -> Cell | None:
     """A relative error; its number is the share itself."""
-    return NOTHING if error is None else Cell(error_text(error), error)
-
-
-def decibel_cell(error: float | None) -> Cell:
-    """Signal to quantization noise."""
-    ratio_db = decibels(error) if error is not None else None
-    return NOTHING if ratio_db is None else Cell(f"{ratio_db:.1f}", ratio_db)
+    return None if error is None else Cell(error_text(error), error)
 
 
 def kept_names(result: NumericsResult) -> dict[str, str]:
@@ -84,74 +91,83 @@ def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:
     return kept
 
 
+def _speed(speedup: Interval | None, recipe: str) -> Value:
+    return BASELINE_CELL if recipe == BASELINE else speedup
+
+
+def _error_columns(result: NumericsResult, drop: int = 0) -> list[Column[RecipeError | Mix]]:
+    """The error, the signal to quantization noise, and the speedup if any is known."""
+    return [
+        Column("Error", lambda row: error_cell(row.error), "%"),
+        Column("SQNR dB", lambda row: decibels(row.error), ".1f", drop=drop),
+        Column("Speedup", lambda row: _speed(row.speedup, row.recipe), "x", when=result.speed_of is not None),
+    ]
+
+
 def summary(result: NumericsResult) -> Table:
     """The recipes, smallest error first, and the mix to use. A star marks recipes in which some linears have no errors."""
-    chosen = result.mixed.chosen if result.mixed is not None else None
-    partial = kept_in_baseline(result)
-    rows = []
-    for row in result.recipes:
-        name = Cell(f"{row.recipe} *", level="warning") if row.recipe in partial else Cell(row.recipe)
-        worst = (error_cell(row.worst_error), Cell(row.worst)) if row.error else (NOTHING, NOTHING)
-        speed = _speed_cells(result, row.speedup, row.recipe)
-        rows.append((name, error_cell(row.error), decibel_cell(row.error), *speed, *worst))
-    if chosen is not None and chosen.is_mixed:
-        speed = _speed_cells(result, chosen.speedup, chosen.recipe)
-        rows.append(
-            (Cell(f"{chosen.recipe} mixed"), error_cell(chosen.error), decibel_cell(chosen.error), *speed, NOTHING, NOTHING)
-        )
-    heads = columns(("Recipe",), ("Error", "SQNR dB", *(["Speedup"] if result.speed_of else []), "Worst"), {"SQNR dB": 2})
-    last = columns(("Worst linear",), (), {"Worst linear": 1})
+    chosen, partly = result.mixed.chosen if result.mixed is not None else None, kept_in_baseline(result)
+
+    def name(row: RecipeError | Mix) -> Value:
+        if isinstance(row, Mix):
+            return f"{row.recipe} mixed"
+        return Cell(f"{row.recipe} *", level="warning") if row.recipe in partly else row.recipe
+
+    def worst(row: RecipeError | Mix) -> RecipeError | None:
+        return row if isinstance(row, RecipeError) and row.error else None
+
+    columns: list[Column[RecipeError | Mix]] = [
+        Column("Recipe", name),
+        *_error_columns(result, drop=2),
+        Column("Worst", lambda row: error_cell(one.worst_error) if (one := worst(row)) else None, "%"),
+        Column("Worst linear", lambda row: one.worst if (one := worst(row)) else None, drop=1),
+    ]
+    rows: list[RecipeError | Mix] = [*result.recipes, *([chosen] if chosen is not None and chosen.is_mixed else [])]
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
-    note = (
-        f"* Some of its linears have no errors and count as {BASELINE}."
-        if partial.keys() & {row.recipe for row in result.recipes}
-        else ""
-    )
-    return Table(title, (*heads, *last), tuple(rows), note)
+    starred = partly.keys() & {row.recipe for row in result.recipes}
+    return table(title, columns, rows, phrase("numerics-star", baseline=BASELINE) if starred else "")
 
 
-def recipe_table(result: NumericsResult, marked: str) -> Table | None:
+def _in_pass(ones: Iterable[LinearError], pass_name: str) -> list[PassError]:
+    return [one for linear in ones for one in linear.passes if one.pass_name == pass_name]
+
+
+def _pass_error(pass_name: str, ones: Iterable[LinearError]) -> Cell | None:
+    """The error of one pass over several linears."""
+    errors = [one.relative.value for one in _in_pass(ones, pass_name)]
+    return error_cell(_rms(errors)) if errors else None
+
+
+def recipe_table(result: NumericsResult, marked: str) -> Table:
     """Every recipe in all linears, pass by pass."""
-    rows = []
-    for row in result.recipes:
-        own = [one for linear in result.counted if linear.recipe == row.recipe for one in linear.passes]
-        errors = [[one.relative.value for one in own if one.pass_name == name] for name in PASSES]
-        passes = [error_cell(_rms(values) if values else None) for values in errors]
-        speed = _speed_cells(result, row.speedup, row.recipe)
-        rows.append((Cell(row.recipe), error_cell(row.error), decibel_cell(row.error), *speed, *passes))
-    heads = columns(("Recipe",), ("Error", "SQNR dB", *(["Speedup"] if result.speed_of else []), *PASSES))
-    note = "Root mean square over all linears that count."
-    return without_empty(Table(f"{marked}Errors of every recipe", heads, tuple(rows), note)) if rows else None
 
+    def in_pass(pass_name: str) -> Column[RecipeError | Mix]:
+        def error(row: RecipeError | Mix) -> Cell | None:
+            return _pass_error(pass_name, (linear for linear in result.counted if linear.recipe == row.recipe))
 
-def _speed_cells(result: NumericsResult, speedup: Interval | None, recipe: str) -> list[Cell]:
-    if result.speed_of is None:
-        return []
-    return [Cell("1x", 1.0) if recipe == BASELINE else speedup_cell(speedup)]
+        return Column(pass_name, error, "%")
+
+    columns = [Column[RecipeError | Mix]("Recipe", lambda row: row.recipe), *_error_columns(result), *map(in_pass, PASSES)]
+    return table(f"{marked}Errors of every recipe", columns, result.recipes, phrase("numerics-mean-of-linears"), sparse=True)
 
 
 def mix_table(result: NumericsResult, marked: str) -> Table | None:
     """The frontier: no other mix has both a smaller error and a smaller cost."""
     mixed, short = result.mixed, kept_names(result)
-    if mixed is None or not mixed.frontier:
+    if mixed is None:
         return None
-    rows = tuple(
-        (
-            Cell(f"{mix.recipe} *" if mix == mixed.chosen else mix.recipe, level="note" if mix == mixed.chosen else ""),
-            Cell(mix.higher if mix.is_mixed else "-"),
-            Cell(", ".join(kept_parts(mix, short)) or "-"),
-            error_cell(mix.error),
-            *_speed_cells(result, mix.speedup, mix.recipe),
-            share_cell(mix.kept_share),
-        )
-        for mix in mixed.frontier
-    )
-    least = "time" if mixed.cost == "time" else "FLOPs times bits, because no speeds are known"
-    star = " The star marks the best mix below the bound." if mixed.chosen is not None else ""
-    numbers = ("Error", *(["Speedup"] if result.speed_of else []), "Kept FLOPs")
-    heads = columns(("Recipe", "Higher", "Kept higher"), numbers)
-    note = f"No other mix has both a smaller error and a smaller cost. Cost: {least}, plus 0.5% for each part to configure.{star}"
-    return Table(f"{marked}Mixes: what to keep in a higher precision", heads, rows, note)
+    chosen = mixed.chosen
+    columns: list[Column[Mix]] = [
+        Column("Recipe", lambda mix: Cell(f"{mix.recipe} *", level="note") if mix == chosen else mix.recipe),
+        Column("Higher", lambda mix: mix.higher if mix.is_mixed else None),
+        Column("Kept higher", lambda mix: ", ".join(kept_parts(mix, short)) or None),
+        Column("Error", lambda mix: error_cell(mix.error), "%"),
+        Column("Speedup", lambda mix: _speed(mix.speedup, mix.recipe), "x", when=result.speed_of is not None),
+        Column("Kept FLOPs", lambda mix: mix.kept_share, "%"),
+    ]
+    note = phrase("numerics-frontier", cost=phrase(f"numerics-cost-of-{mixed.cost}"))
+    note += f" {phrase('numerics-best-mix')}" if chosen is not None else ""
+    return table(f"{marked}Mixes: what to keep in a higher precision", columns, mixed.frontier, note)
 
 
 # --- layers and linears ---------------------------------------------------------------------------------------------------
@@ -238,117 +254,117 @@ def _rms(values: Iterable[float]) -> float:
     return float(sum(squares) / len(squares)) ** 0.5 if squares else 0.0
 
 
-def worst_table(result: NumericsResult, marked: str) -> Table | None:
+def worst_table(result: NumericsResult, marked: str) -> Table:
     """The linears with the largest errors of each recipe, with the pass and the operand that contribute the most."""
     rows = []
     for recipe in (row.recipe for row in result.recipes if row.recipe != BASELINE):
         own = [linear for linear in result.counted if linear.recipe == recipe and linear.error is not None]
-        largest = sorted(own, key=lambda linear: -(linear.error or 0.0))[:MOST_WORST]
-        rows += [(Cell(recipe), Cell(linear.name), error_cell(linear.error), *_worst_pass(linear)) for linear in largest]
-    heads = (
-        *columns(("Recipe", "Linear"), ("Error",)),
-        *columns(("Worst pass",), ("Its error",)),
-        *columns(("Mostly from",), ("Share",)),
-    )
-    return without_empty(Table(f"{marked}The linears with the largest errors", heads, tuple(rows))) if rows else None
+        rows += sorted(own, key=lambda linear: -(linear.error or 0.0))[:MOST_WORST]
+
+    def of_worst(value: Callable[[PassError], Value]) -> Callable[[LinearError], Value]:
+        return lambda row: value(max(row.passes, key=lambda one: one.relative.value)) if row.passes else None
+
+    def error(one: PassError) -> Cell:
+        return Cell(error_text(one.relative.value), one.relative.value, one.relative.low, one.relative.high)
+
+    columns: list[Column[LinearError]] = [
+        Column("Recipe", lambda linear: linear.recipe),
+        Column("Linear", lambda linear: linear.name),
+        Column("Error", lambda linear: error_cell(linear.error), "%"),
+        Column("Worst pass", of_worst(lambda one: one.pass_name)),
+        Column("Its error", of_worst(error), "%"),
+        Column("Mostly from", of_worst(lambda one: one.operands[0 if one.first_share >= 0.5 else 1].tensor)),
+        Column("Share", of_worst(lambda one: max(one.first_share, 1 - one.first_share)), "%"),
+    ]
+    return table(f"{marked}The linears with the largest errors", columns, rows, sparse=True)
 
 
-def _worst_pass(linear: LinearError) -> tuple[Cell, ...]:
-    if not linear.passes:
-        return (NOTHING,) * 4
-    worst = max(linear.passes, key=lambda one: one.relative.value)
-    first = worst.first_share >= 0.5
-    operand = worst.operands[0 if first else 1]
-    error = worst.relative
-    cell = Cell(error_text(error.value), error.value, error.low, error.high)
-    return Cell(worst.pass_name), cell, Cell(operand.tensor), share_cell(worst.first_share if first else 1 - worst.first_share)
-
-
-def linear_table(result: NumericsResult, marked: str) -> Table | None:
+def linear_table(result: NumericsResult, marked: str) -> Table:
     """Every linear over all layers, pass by pass, in every recipe."""
     groups: dict[tuple[str, str], list[LinearError]] = {}
     for linear in result.linears:
         if linear.error is not None and linear.recipe != BASELINE:
             groups.setdefault((linear.recipe, linear.linear), []).append(linear)
-    rows, counted = [], {linear.linear for linear in result.counted}
-    order = [row.recipe for row in result.recipes]
-    for (recipe, name), own in sorted(
-        groups.items(), key=lambda pair: order.index(pair[0][0]) if pair[0][0] in order else len(order)
-    ):
-        passes = {
-            pass_name: [one for linear in own for one in linear.passes if one.pass_name == pass_name] for pass_name in PASSES
-        }
-        cosines = [one.cosine for one in passes["wgrad"] if one.cosine is not None]
-        rows.append(
-            (
-                Cell(recipe),
-                Cell(name if name in counted else f"{name} (does not count)"),
-                error_cell(_rms(linear.error or 0.0 for linear in own)),
-                *(error_cell(_rms(one.relative.value for one in ones) if ones else None) for ones in passes.values()),
-                number(min(cosines), f"{min(cosines):.4f}") if cosines else NOTHING,
-            )
-        )
-    heads = columns(("Recipe", "Linear"), ("Error", *PASSES, "Lowest cosine of wgrad"))
-    cosine = " Cosine: between the weight gradient and the exact one, lowest of all layers."
-    note = f"Root mean square over all layers.{cosine if any(row[-1] is not NOTHING for row in rows) else ''}"
-    return without_empty(Table(f"{marked}Errors of every linear, pass by pass", heads, tuple(rows), note)) if rows else None
+    counted, order = {linear.linear for linear in result.counted}, [row.recipe for row in result.recipes]
+    rows = sorted(groups.values(), key=lambda own: order.index(own[0].recipe) if own[0].recipe in order else len(order))
+
+    def cosine(own: Sequence[LinearError]) -> float | None:
+        return min((one.cosine for one in _in_pass(own, "wgrad") if one.cosine is not None), default=None)
+
+    def name(own: Sequence[LinearError]) -> str:
+        return own[0].linear if own[0].linear in counted else f"{own[0].linear} (does not count)"
+
+    columns: list[Column[list[LinearError]]] = [
+        Column("Recipe", lambda own: own[0].recipe),
+        Column("Linear", name),
+        Column("Error", lambda own: error_cell(_rms(linear.error or 0.0 for linear in own)), "%"),
+        *(Column(one, partial(_pass_error, one), "%") for one in PASSES),
+        Column("Lowest cosine of wgrad", cosine, ".4f"),
+    ]
+    note = phrase("numerics-mean-of-layers")
+    note += f" {phrase('numerics-cosine')}" if any(cosine(own) is not None for own in rows) else ""
+    return table(f"{marked}Errors of every linear, pass by pass", columns, rows, note, sparse=True)
 
 
-def operand_table(result: NumericsResult, marked: str) -> Table | None:
+@dataclass(frozen=True)
+class _Operand:
+    """One tensor as one pass reads it, in all linears, and its shares of the GEMMs' errors."""
+
+    recipe: str
+    pass_name: str
+    tensor: str
+    errors: list[OperandError] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+
+def operand_table(result: NumericsResult, marked: str) -> Table:
     """X, W and dY as one pass reads them: error, underflow, saturation, range, and the share of the GEMM's error."""
-    groups: dict[tuple[str, str, str], list[tuple[OperandError, float | None]]] = {}
+    groups: dict[tuple[str, str, str], _Operand] = {}
+
+    def add(recipe: str, pass_name: str, operand: OperandError, *share: float) -> None:
+        key = recipe, pass_name, operand.tensor
+        own = groups.setdefault(key, _Operand(*key))
+        own.errors.append(operand)
+        own.shares.extend(share)
+
     for linear in result.counted:
         if linear.recipe == BASELINE:
             continue
         for one in linear.passes:
             for operand, share in zip(one.operands, (one.first_share, 1 - one.first_share), strict=True):
-                groups.setdefault((linear.recipe, one.pass_name, operand.tensor), []).append((operand, share))
+                add(linear.recipe, one.pass_name, operand, share)
         if linear.weight is not None:
-            groups.setdefault((linear.recipe, "", "W"), []).append((linear.weight, None))
-    rows = tuple(
-        (Cell(recipe), Cell(pass_name or "-"), Cell(tensor), *_operand_cells(own))
-        for (recipe, pass_name, tensor), own in groups.items()
-    )
-    heads = (*columns(("Recipe", "Pass", "Operand", "Format"), ("Error", "Share of error", "Underflow", "Saturated", "Octaves")),)
-    note = (
-        "Over all linears: root mean square of errors; mean share of the GEMM's squared error; the largest shares of values that "
-        "become zero, or are larger than the format can hold, in any linear; the widest range of any linear in powers of two."
-    )
-    return without_empty(Table(f"{marked}Operands of every pass", heads, rows, note)) if rows else None
+            add(linear.recipe, "", linear.weight)
 
-
-def _operand_cells(own: Sequence[tuple[OperandError, float | None]]) -> tuple[Cell, ...]:
-    operands, shares = [operand for operand, _ in own], [share for _, share in own if share is not None]
-    octaves = [operand.octaves for operand in operands if operand.octaves is not None]
-    return (
-        Cell(operands[0].format),
-        error_cell(_rms(operand.relative for operand in operands)),
-        share_cell(sum(shares) / len(shares) if shares else None),
-        share_cell(max(operand.underflow for operand in operands)),
-        share_cell(max(operand.saturated for operand in operands)),
-        number(max(octaves), f"{max(octaves):.0f}") if octaves else NOTHING,
-    )
+    columns: list[Column[_Operand]] = [
+        Column("Recipe", lambda own: own.recipe),
+        Column("Pass", lambda own: own.pass_name or None),
+        Column("Operand", lambda own: own.tensor),
+        Column("Format", lambda own: own.errors[0].format),
+        Column("Error", lambda own: error_cell(_rms(operand.relative for operand in own.errors)), "%"),
+        Column("Share of error", lambda own: sum(own.shares) / len(own.shares) if own.shares else None, "%"),
+        Column("Underflow", lambda own: max(operand.underflow for operand in own.errors), "%"),
+        Column("Saturated", lambda own: max(operand.saturated for operand in own.errors), "%"),
+        Column("Octaves", lambda own: max((x.octaves for x in own.errors if x.octaves is not None), default=None), ".0f"),
+    ]
+    return table(f"{marked}Operands of every pass", columns, groups.values(), phrase("numerics-operands"), sparse=True)
 
 
 # --- delayed scaling, depth -------------------------------------------------------------------------------------------------
 
 
-def stale_table(result: NumericsResult, marked: str) -> Table | None:
+def stale_table(result: NumericsResult, marked: str) -> Table:
     """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
-    rows = tuple(
-        (
-            Cell(stale.name),
-            Cell(stale.tensor),
-            number(stale.growth, f"{stale.growth:.2f}x"),
-            share_cell(stale.saturated),
-            error_cell(stale.relative),
-            error_cell(stale.fresh_relative),
-        )
-        for stale in sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
-    )
-    heads = columns(("Linear", "Tensor"), ("Maximum over history", "Saturated", "Error", "With its own scale"))
-    note = "Scales from the maxima of earlier steps: where a tensor grows above them, its largest values saturate."
-    return Table(f"{marked}Delayed scaling on recorded steps", heads, rows, note) if rows else None
+    columns: list[Column[StaleScale]] = [
+        Column("Linear", lambda stale: stale.name),
+        Column("Tensor", lambda stale: stale.tensor),
+        Column("Maximum over history", lambda stale: Cell(f"{stale.growth:.2f}x", stale.growth), "x"),
+        Column("Saturated", lambda stale: stale.saturated, "%"),
+        Column("Error", lambda stale: error_cell(stale.relative), "%"),
+        Column("With its own scale", lambda stale: error_cell(stale.fresh_relative), "%"),
+    ]
+    rows = sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
+    return table(f"{marked}Delayed scaling on recorded steps", columns, rows, phrase("numerics-delayed"))
 
 
 def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
@@ -368,13 +384,12 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
             yield CurveChart(f"{marked}Error of {title}", "layers passed", series, unit="% error", figure=True)
 
 
-def loss_table(result: NumericsResult, marked: str) -> Table | None:
+def loss_table(result: NumericsResult, marked: str) -> Table:
     """How much each recipe changes the loss of one batch."""
-    rows = tuple(
-        (Cell(row.recipe), error_cell(row.forward[-1] if row.forward else None), number(row.loss, f"{row.loss:+.2g}"))
-        for row in result.depth
-        if row.loss is not None
-    )
-    note = "For one batch, without updating the weights. It ranks recipes, but does not predict later steps."
-    heads = columns(("Recipe",), ("Error of the last layer", "Loss with the recipe minus without"))
-    return Table(f"{marked}At the end of the model", heads, rows, note) if rows else None
+    columns: list[Column[DepthError]] = [
+        Column("Recipe", lambda row: row.recipe),
+        Column("Error of the last layer", lambda row: error_cell(row.forward[-1] if row.forward else None), "%"),
+        Column("Loss with the recipe minus without", lambda row: row.loss, "+.2g"),
+    ]
+    rows = [row for row in result.depth if row.loss is not None]
+    return table(f"{marked}At the end of the model", columns, rows, phrase("numerics-one-batch"))

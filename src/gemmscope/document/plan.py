@@ -9,11 +9,12 @@ from math import ceil
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment
-from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, same_model, subject
+from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, phrase, same_model, subject
 from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section
 from gemmscope.document.palette import part_key
 from gemmscope.document.plan_tables import (
     all_layouts,
+    best_by_recipe,
     best_of_recipes,
     days,
     front_table,
@@ -25,8 +26,7 @@ from gemmscope.document.plan_tables import (
     summary,
     varied_table,
 )
-from gemmscope.document.sweep import STATES
-from gemmscope.document.sweep_summary import spread
+from gemmscope.document.sweep_tables import spread
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
@@ -53,9 +53,7 @@ def plan_document(result: PlanResult, name: str = "") -> Document:
         advice=Advice(f"{layout_name(best)}.", result.ready_to_paste) if best is not None and result.ready_to_paste else None,
         facts={"Method": _method(result)},
         forecast=True,
-        next_purpose="plan one of these models: run the same command without --vary, and with its size"
-        if result.varied
-        else "see where the time and the memory of the best layout go",
+        next_purpose=phrase("plan-next-model" if result.varied else "plan-next-layout"),
         next_command="" if result.varied else _next_command(result),
         name=name,
     )
@@ -63,21 +61,26 @@ def plan_document(result: PlanResult, name: str = "") -> Document:
 
 def _context(result: PlanResult) -> Iterator[str]:
     point = result.points[0]
-    tokens = point.global_batch * point.sequence_length
-    length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {units.tokens(tokens)}"
-    links = f"network {result.network_gbps * 8:g} Gb/s per GPU, NVLink domains of {result.nvlink_domain}"
-    yield f"global batch {point.global_batch:,} sequences{length}; {links}"
-    yield f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars"
+    tokens = units.tokens(point.global_batch * point.sequence_length)
+    length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {tokens}"
+    about = {"network": result.network_gbps * 8, "domain": result.nvlink_domain}
+    yield phrase("plan-batch", batch=point.global_batch, length=length, **about)
+    yield phrase(f"clocks-{result.state}")
 
 
 def _answer(result: PlanResult) -> tuple[str, list[str]]:
     """The best layout; how sure that is; what was excluded."""
     point, best = result.points[0], result.best
     if best is None:
-        return "FORECAST: no layout fits.", []
-    sentence = (
-        f"FORECAST: fastest is {layout_name(best)}: {rate_text(best.tokens_per_s)} tokens/s per GPU, MFU {best.mfu:.0%} of the "
-        f"BF16 peak, {best.memory_gb:.0f} of {result.memory_gb:.0f} GB per GPU{_cost_text(result, best)}."
+        return phrase("plan-nothing-fits"), []
+    sentence = phrase(
+        "plan-fastest",
+        layout=layout_name(best),
+        rate=rate_text(best.tokens_per_s),
+        mfu=best.mfu,
+        needed=best.memory_gb,
+        memory=result.memory_gb,
+        cost=_cost_text(result, best),
     )
     return sentence, [*_safe_text(point), _close_text(point), _pruned_text(point)]
 
@@ -88,72 +91,66 @@ def _safe_text(point: PlanPoint) -> list[str]:
         return []
     safe = next((layout for layout in point.layouts if not layout.tight), None)
     if safe is None:
-        return ["Its memory is tight, like that of all other layouts that fit: it may run out of memory."]
-    rate = f"{plain_rate(safe.tokens_per_s)} tokens/s per GPU, {safe.memory_gb:.0f} GB"
-    return [f"Its memory is tight. The fastest layout with memory to spare is {layout_name(safe)}: {rate}."]
+        return [phrase("plan-all-tight")]
+    return [phrase("plan-safe", layout=layout_name(safe), rate=plain_rate(safe.tokens_per_s), memory=safe.memory_gb)]
 
 
 def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
     parts = []
     if result.tokens is not None:
-        parts.append(f"{units.tokens(result.tokens)} take {units.amount(days(result, layout))} days")
+        parts.append(phrase("plan-days", tokens=units.tokens(result.tokens), days=units.amount(days(result, layout))))
     if result.price is not None:
-        what = "" if result.tokens is not None else "a billion tokens "
-        parts.append(f"{what}cost {units.amount(money(result, layout))}")
+        code = "plan-costs" if result.tokens is not None else "plan-costs-of-billion"
+        parts.append(phrase(code, cost=units.amount(money(result, layout))))
     return f"; {' and '.join(parts)}" if parts else ""
 
 
 def _close_text(point: PlanPoint) -> str:
     """The layouts that are too close to call against the best."""
-    close = [layout for layout in point.layouts if layout.close]
-    fitting = f"{units.counted(point.fitting, 'layout')} that {'fits' if point.fitting == 1 else 'fit'}"
+    close = [layout.recipe for layout in point.layouts if layout.close]
     if not close:
-        return f"It is faster than all others of the {fitting}, beyond the error bar of each ratio."
-    recipes = units.names(layout.recipe for layout in close)
-    which = "1 is" if len(close) == 1 else f"{len(close):,} are"
-    return f"Of the {fitting}, {which} too close to call against it (in {recipes})."
+        return phrase("plan-certain", fitting=point.fitting)
+    return phrase("plan-close", fitting=point.fitting, close=len(close), recipes=close)
 
 
 def _pruned_text(point: PlanPoint) -> str:
     """How many splits and layouts were excluded, and why."""
-    splits = sum(rule.count for rule in point.pruned if rule.unit == "splits")
     layouts = {rule.rule: rule.count for rule in point.pruned if rule.unit == "layouts"}
-    memory = layouts.pop("memory", 0)
-    parts = [f"{splits:,} splits that do not divide evenly or make no sense"] if splits else []
-    parts += [f"{memory:,} layouts that do not fit"] if memory else []
-    parts += [f"{others:,} layouts by other rules"] if (others := sum(layouts.values())) else []
-    return f"Excluded: {', '.join(parts)}." if parts else "Nothing was excluded."
+    counts = {
+        "plan-excluded-splits": sum(rule.count for rule in point.pruned if rule.unit == "splits"),
+        "plan-excluded-by-memory": layouts.pop("memory", 0),
+        "plan-excluded-layouts": sum(layouts.values()),
+    }
+    parts = [phrase(code, count=count) for code, count in counts.items() if count]
+    return phrase("plan-excluded", parts=", ".join(parts)) if parts else phrase("plan-excluded-nothing")
 
 
 def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     """How speed changes over the models."""
-    possible = [point for point in result.points if point.best is not None]
-    ordered = sorted(possible, key=lambda point: point.parameters)
-    first, last = ordered[0], ordered[-1]
-    if len(ordered) == 1:
-        sentence = f"FORECAST: only {_place(first)} fits: {rate_text(_best_of(first).tokens_per_s)} tokens/s per GPU"
-        return f"{sentence} in {layout_name(_best_of(first))}.", _why_not(result)
-    fastest = max(ordered, key=lambda point: _best_of(point).tokens_per_s.value)
-    efficient = max(ordered, key=lambda point: _best_of(point).mfu)
-    sentence = (
-        f"FORECAST: {units.counted(len(ordered), 'model')} with different {units.names(result.varied)}, each in its best layout: "
-        f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; "
-        f"{_place(efficient)} has the highest MFU, {_best_of(efficient).mfu:.0%}."
-    )
-    counts = [units.parameters(point.parameters) for point in (first, last)]
-    rates = [plain_rate(_best_of(point).tokens_per_s) for point in (first, last)]
-    change = f"From {' to '.join(counts)} parameters, tokens/s per GPU go from {' to '.join(rates)}."
-    return sentence, [change, *_why_not(result)]
-
-
-def _why_not(result: PlanResult) -> list[str]:
+    best = {_place(point): point.best for point in result.points if point.best is not None}
+    sizes = {_place(point): point.parameters for point in result.points if point.best is not None}
+    ordered = sorted(best, key=lambda place: sizes[place])
     missing = [f"{_place(point)}: {point.why_not}" for point in result.points if point.best is None]
-    return [f"Not possible: {units.names(missing, 3)}."] if missing else []
-
-
-def _best_of(point: PlanPoint) -> PlanLayout:
-    assert point.best is not None
-    return point.best
+    why_not = [phrase("plan-not-possible", models=units.names(missing, 3))] if missing else []
+    if len(ordered) == 1:
+        [(place, layout)] = best.items()
+        about = {"model": place, "rate": rate_text(layout.tokens_per_s), "layout": layout_name(layout)}
+        return phrase("plan-one-model", **about), why_not
+    fastest = max(ordered, key=lambda place: best[place].tokens_per_s.value)
+    efficient = max(ordered, key=lambda place: best[place].mfu)
+    sentence = phrase(
+        "plan-models",
+        models=len(ordered),
+        varied=result.varied,
+        fastest=fastest,
+        rate=rate_text(best[fastest].tokens_per_s),
+        efficient=efficient,
+        mfu=best[efficient].mfu,
+    )
+    ends = ordered[0], ordered[-1]
+    counts = " to ".join(units.parameters(sizes[place]) for place in ends)
+    rates = " to ".join(plain_rate(best[place].tokens_per_s) for place in ends)
+    return sentence, [phrase("plan-change", counts=counts, rates=rates), *why_not]
 
 
 def _place(point: PlanPoint) -> str:
@@ -226,11 +223,8 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
 
 def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | None:
     """Where the step of the best layout of each recipe spends its time."""
-    best: dict[str, PlanLayout] = {}
-    for layout in point.layouts:
-        best.setdefault(layout.recipe, layout)
     bars = []
-    for recipe, layout in best.items():
+    for recipe, layout in best_by_recipe(point).items():
         total_ms = sum(layout.parts_ms.values())
         segments = tuple(
             Segment(part, time_ms, part_key(part), facts=((part, units.percent(time_ms / total_ms)),))
@@ -247,9 +241,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
     """The best layout of each recipe over the size that varies."""
     series: dict[str, list[Point]] = {}
     for point in result.points:
-        best: dict[str, PlanLayout] = {}
-        for layout in point.layouts:
-            best.setdefault(layout.recipe, layout)
+        best = best_by_recipe(point)
         for recipe in result.recipes:
             if recipe in best:
                 tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))

@@ -1,44 +1,21 @@
 """The tables of a plan: the layouts on the front of speed and memory, those of each recipe, all of them, what was excluded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from gemmscope import units
-from gemmscope.document.table import (
-    NOTHING,
-    Cell,
-    Column,
-    Table,
-    amount_cell,
-    columns,
-    number,
-    range_cell,
-    share_cell,
-    without_empty,
-)
+from gemmscope.document.common import phrase, phrases
+from gemmscope.document.table import Cell, Column, Table, Value, share_cell, table
 from gemmscope.interval import Interval
-from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
+from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, Pruned
 
 SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 200
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
-RULES = {
-    "domain": "TP beyond one NVLink domain: its collectives would wait for the network",
-    "gpus": "TP x CP x PP does not divide the number of GPUs",
-    "heads": "a size of the model, such as its heads, does not divide evenly",
-    "layers": "more pipeline stages than layers to fill them",
-    "context": "CP leaves a rank fewer than 4,096 tokens of a sequence",
-    "experts": "EP x ETP does not divide the ranks of a pipeline stage",
-    "batch": "the global batch does not split into these micro-batches",
-    "virtual": "virtual stages need a multiple of PP micro-batches, and layers that divide evenly",
-    "fsdp pipeline": "FSDP with PP gathers the weights for every micro-batch; sharding the optimizer is used instead",
-    "fsdp experts": "FSDP gathers the weights of all experts for every micro-batch; expert parallelism is used instead",
-    "recipe": "the recipe does not support the sizes of a GEMM",
-    "memory": "it needs more memory than a GPU has",
-}
-NO_RESTARTS = "Assumes that every GPU computes or waits for others all the time. Restarts are not included."
+LayoutColumn = Column[PlanLayout]
 
 
 def layout_name(layout: PlanLayout) -> str:
@@ -94,51 +71,48 @@ def summary(result: PlanResult) -> Table | None:
         if not shown or layout.memory_gb < shown[-1].memory_gb * (1 - SAVING):
             shown.append(layout)
     shown = shown[:MOST_ROWS]
-    rows = tuple(_row(result, layout) for layout in shown)
-    notes = [f"{len(shown)} of the {len(front)} layouts on the front."] if len(shown) < len(front) else []
-    if any(layout.close for layout in shown) and not _has_cost(result):
-        notes.append("?: too close to call against the best.")
+    notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
+    notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
     title = "Pareto front: the fastest layouts for a given memory [90% error bar]"
-    return without_empty(Table(title, _heads(result), rows, " ".join([*notes, _cost_note(result)]).strip()))
+    columns = [*_names(1, 1), *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2})]
+    return table(title, columns, shown, " ".join([*notes, _cost_note(result)]).strip(), sparse=True)
 
 
 def _cost_note(result: PlanResult) -> str:
-    if result.price is not None and result.tokens is None:
-        return f"Cost of a billion tokens at {result.price:g} per GPU-hour."
-    return ""
-
-
-def _heads(result: PlanResult) -> tuple[Column, ...]:
-    drop = {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2, "Recompute": 1, "Sharding": 1}
-    heads = ["Micro-batch", "Tokens/s/GPU", *([] if _has_cost(result) else ["Speed"]), "MFU", "GB"]
-    heads += ["Days"] if result.tokens is not None else []
-    heads += ["Cost"] if result.price is not None else []
-    texts = columns(("Recipe", "Layout", "Recompute", "Sharding"), (), drop)
-    return (*texts, *columns((), heads, drop))
+    return phrase("plan-cost-of-billion", price=result.price) if result.price is not None and result.tokens is None else ""
 
 
 def _has_cost(result: PlanResult) -> bool:
     return result.tokens is not None or result.price is not None
 
 
-def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
-    rate = layout.tokens_per_s
-    cells = [
-        Cell(layout.recipe),
-        Cell(layout.splits),
-        Cell(layout.recompute if layout.recompute != "none" else "-"),
-        Cell(sharding(layout)),
-        number(layout.micro_batch_size),
-        Cell(rate_text(rate), rate.value, rate.low, rate.high),
-        *([] if _has_cost(result) else [_speed(layout)]),
-        share_cell(layout.mfu, rate.half_width),
-        number(layout.memory_gb, f"{layout.memory_gb:.0f}"),
+def _names(recompute: int, sharded: int) -> list[LayoutColumn]:
+    """Which layout it is, in few columns, with the drop order of two of them."""
+    return [
+        Column("Recipe", lambda layout: layout.recipe),
+        Column("Layout", lambda layout: layout.splits),
+        Column("Recompute", lambda layout: layout.recompute if layout.recompute != "none" else None, drop=recompute),
+        Column("Sharding", sharding, drop=sharded),
     ]
-    if result.tokens is not None:
-        cells.append(_short(days(result, layout)))
-    if result.price is not None:
-        cells.append(_money(money(result, layout)))
-    return tuple(cells)
+
+
+def _numbers(result: PlanResult, drop: dict[str, int], *, varied: bool = False) -> list[LayoutColumn]:
+    """The numbers of a layout in the short views. `varied`: the rows are the best layouts of models."""
+    return [
+        Column("Micro-batch", lambda layout: layout.micro_batch_size, "g"),
+        Column("Step ms", lambda layout: layout.step_ms, "ms, range", drop=5, when=varied),
+        Column("Tokens/s/GPU", _rate, ",.0f"),
+        Column("Speed", _speed, "x", drop=drop.get("Speed", 0), when=not varied and not _has_cost(result)),
+        Column("MFU", lambda layout: share_cell(layout.mfu, layout.tokens_per_s.half_width), "%", drop=drop["MFU"]),
+        Column("GB", lambda layout: layout.memory_gb, ".0f", drop=drop.get("GB", 0)),
+        Column("Days", lambda layout: _short(days(result, layout)), "amount", drop["Days"], when=result.tokens is not None),
+        Column("Cost", lambda layout: _money(money(result, layout)), "amount", drop["Cost"], when=result.price is not None),
+    ]
+
+
+def _rate(layout: PlanLayout) -> Cell:
+    rate = layout.tokens_per_s
+    return Cell(rate_text(rate), rate.value, rate.low, rate.high)
 
 
 def _money(amount: Interval) -> Cell:
@@ -146,10 +120,8 @@ def _money(amount: Interval) -> Cell:
 
 
 def _short(amount: Interval) -> Cell:
-    text = (
-        f"{amount.value:,.2f}" if amount.value < 10 else f"{amount.value:,.1f}" if amount.value < 100 else f"{amount.value:,.0f}"
-    )
-    return Cell(text, amount.value, amount.low, amount.high)
+    places = 2 if amount.value < 10 else 1 if amount.value < 100 else 0
+    return Cell(f"{amount.value:,.{places}f}", amount.value, amount.low, amount.high)
 
 
 def _speed(layout: PlanLayout) -> Cell:
@@ -168,97 +140,114 @@ def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     return _layouts(result, front, title)
 
 
-def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
+def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
     """The fastest layout of each recipe."""
     best: dict[str, PlanLayout] = {}
     for layout in point.layouts:
         best.setdefault(layout.recipe, layout)
-    return _layouts(result, best.values(), f"{prefix}FORECAST: the fastest layout of each recipe")
+    return best
+
+
+def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
+    """The fastest layout of each recipe."""
+    return _layouts(result, best_by_recipe(point).values(), f"{prefix}FORECAST: the fastest layout of each recipe")
 
 
 def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """The fastest layouts, each size in a column of its own."""
     shown = point.layouts[:MOST_LISTED]
-    more = (
-        f"The fastest {len(shown):,} of {point.fitting:,}; the run file (--json) has more. " if point.fitting > len(shown) else ""
-    )
+    more = phrase("plan-fastest-listed", shown=len(shown), fitting=point.fitting) if point.fitting > len(shown) else ""
     return _layouts(result, shown, f"{prefix}FORECAST: the layouts that fit, fastest first", more)
 
 
 def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note: str = "") -> Table:
-    heads = (
-        *columns(("Recipe",), ("TP", "PP", "VP", "CP", "EP", "ETP", "DP", "Micro-batch", "Micro-batches")),
-        *columns(("Recompute", "Sharding"), ("Step ms", "Tokens/s/GPU", "MFU", "GB", "Slowdown [90% error bar]")),
-        *columns((), ["Days"] if result.tokens is not None else []),
-        *columns((), ["Cost"] if result.price is not None else []),
-        *columns(("Remarks",), ()),
-    )
-    rows = tuple(_wide_row(result, layout) for layout in layouts)
-    costs = f"{_cost_note(result)} {NO_RESTARTS}" if _has_cost(result) else ""
-    return without_empty(Table(title, heads, rows, f"{note}{costs}".strip()))
+    sizes = ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
+    columns: list[LayoutColumn] = [
+        Column("Recipe", lambda layout: layout.recipe),
+        *(Column(size.upper(), partial(_size, size), "g") for size in sizes),
+        Column("Micro-batch", lambda layout: layout.micro_batch_size, "g"),
+        Column("Micro-batches", lambda layout: layout.micro_batches, "g"),
+        Column("Recompute", lambda layout: layout.recompute),
+        Column("Sharding", sharding),
+        Column("Step ms", lambda layout: layout.step_ms, "ms, range"),
+        Column("Tokens/s/GPU", _rate, ",.0f"),
+        Column("MFU", lambda layout: layout.mfu, "%"),
+        Column("GB", lambda layout: layout.memory_gb, ".1f"),
+        Column("Slowdown [90% error bar]", _slowdown, "x"),
+        Column("Days", lambda layout: days(result, layout), "amount", when=result.tokens is not None),
+        Column("Cost", lambda layout: money(result, layout), "amount", when=result.price is not None),
+        Column("Remarks", _remarks),
+    ]
+    costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
+    return table(title, columns, layouts, f"{note}{costs}".strip(), sparse=True)
 
 
-def _wide_row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
-    rate, ratio = layout.tokens_per_s, layout.slowdown
-    sizes = (layout.tp, layout.pp, layout.vp, layout.cp, layout.ep, layout.etp, layout.dp)
-    remarks = [name for name, applies in (("too close to call", layout.close), ("host-bound", layout.host_bound)) if applies]
-    remarks += ["memory is tight"] if layout.tight else []
-    remarks += [f"layers {','.join(map(str, layout.pp_layers))}"] if layout.pp_layers else []
-    costs = [amount_cell(days(result, layout))] if result.tokens is not None else []
-    costs += [amount_cell(money(result, layout))] if result.price is not None else []
-    return (
-        Cell(layout.recipe),
-        *(number(size) for size in sizes),
-        number(layout.micro_batch_size),
-        number(layout.micro_batches),
-        Cell(layout.recompute),
-        Cell(sharding(layout)),
-        range_cell(layout.step_ms),
-        Cell(rate_text(rate), rate.value, rate.low, rate.high),
-        share_cell(layout.mfu),
-        number(layout.memory_gb, f"{layout.memory_gb:.1f}"),
-        Cell(units.speedup(ratio), ratio.value, ratio.low, ratio.high) if ratio is not None else Cell("best"),
-        *costs,
-        Cell(", ".join(remarks) or "-"),
-    )
+def _size(name: str, layout: PlanLayout) -> int:
+    return int(getattr(layout, name))
+
+
+def _slowdown(layout: PlanLayout) -> Cell:
+    ratio = layout.slowdown
+    return Cell(units.speedup(ratio), ratio.value, ratio.low, ratio.high) if ratio is not None else Cell("best")
+
+
+def _remarks(layout: PlanLayout) -> str | None:
+    remarks = {
+        "too close to call": layout.close,
+        "host-bound": layout.host_bound,
+        "memory is tight": layout.tight,
+        f"layers {','.join(map(str, layout.pp_layers or ()))}": bool(layout.pp_layers),
+    }
+    return ", ".join(remark for remark, applies in remarks.items() if applies) or None
 
 
 def pruned_table(point: PlanPoint, prefix: str) -> Table:
     """What each rule excluded."""
-    rows = tuple(
-        (Cell(RULES.get(rule.rule, rule.rule)), number(rule.count, f"{rule.count:,}"), Cell(rule.unit), Cell(rule.example or "-"))
-        for rule in point.pruned
-    )
-    heads = (*columns(("Why",), ("Count",)), *columns(("Of", "For example"), ()))
-    note = "A split divides the model among the GPUs (TP, CP, PP, EP). Each split has many layouts."
-    return Table(f"{prefix}What the search excluded", heads, rows, note)
+    columns: list[Column[Pruned]] = [
+        Column("Why", _rule),
+        Column("Count", lambda rule: rule.count, ",d"),
+        Column("Of", lambda rule: rule.unit),
+        Column("For example", lambda rule: rule.example or None),
+    ]
+    return table(f"{prefix}What the search excluded", columns, point.pruned, phrase("plan-splits"))
+
+
+def _rule(pruned: Pruned) -> str:
+    code = f"plan-rule-{pruned.rule.replace(' ', '-')}"
+    return phrase(code) if code in phrases() else pruned.rule  # that of another version, in a run file
 
 
 def varied_table(result: PlanResult, *, every: bool = False) -> Table:
     """A row for each model: its best layout."""
-    points: Sequence[PlanPoint] = result.points if every else result.points[:MOST_VARIED]
-    drop = {"Sharding": 4, "Recompute": 3, "MFU": 1, "Days": 2, "Cost": 1, "Step ms": 5, "GB": 2}
-    heads = (
-        *columns((), (*result.varied, "Parameters")),
-        *columns(("Recipe", "Layout", "Recompute", "Sharding"), ("Micro-batch", "Step ms", "Tokens/s/GPU", "MFU", "GB"), drop),
-        *columns((), [*(["Days"] if result.tokens is not None else []), *(["Cost"] if result.price is not None else [])], drop),
+    points = result.points if every else result.points[:MOST_VARIED]
+
+    def why_not(point: PlanPoint) -> Cell:
+        return Cell(point.why_not, level="warning")
+
+    def of_best(column: LayoutColumn) -> Column[PlanPoint]:
+        def value(point: PlanPoint) -> Value:
+            if point.best is None:
+                return why_not(point) if column.head == "Recipe" else None
+            return column.cell(point.best)
+
+        return Column(column.head, value, column.unit, column.drop, column.when)
+
+    def size(name: str) -> Column[PlanPoint]:
+        return Column(name, lambda point: point.values[name], "d")
+
+    numbers = _numbers(result, {"MFU": 1, "GB": 2, "Days": 2, "Cost": 1}, varied=True)
+    columns: list[Column[PlanPoint]] = [
+        *map(size, result.varied),
+        Column("Parameters", lambda point: _parameters(point.parameters), "g"),
+        *map(of_best, [*_names(3, 4), *numbers]),
+    ]
+    left_out = (
+        phrase("plan-small-models", shown=len(points), models=len(result.points)) if len(points) < len(result.points) else ""
     )
-    rows = tuple(_varied_row(result, point, len(heads)) for point in points)
-    left_out = f"{len(points)} of {len(result.points)} models." if len(points) < len(result.points) else ""
-    title = (
-        "FORECAST: every model in its best layout [90% error bar]" if every else "The best layout of each model [90% error bar]"
-    )
-    return without_empty(Table(title, heads, rows, left_out))
+    title = "The best layout of each model [90% error bar]"
+    title = "FORECAST: every model in its best layout [90% error bar]" if every else title
+    return table(title, columns, points, left_out, sparse=True)
 
 
-def _varied_row(result: PlanResult, point: PlanPoint, width: int) -> tuple[Cell, ...]:
-    sizes = [number(value, str(value)) for value in point.values.values()]
-    known = number(point.parameters, units.parameters(point.parameters)) if point.parameters else NOTHING
-    if point.best is None:
-        rest = width - len(sizes) - 2
-        return (*sizes, known, Cell(point.why_not, level="warning"), *[NOTHING] * (rest))
-    cells = list(_row(result, point.best))
-    if not _has_cost(result):
-        del cells[6]  # its speed relative to itself
-    cells.insert(5, range_cell(point.best.step_ms))
-    return (*sizes, known, *cells)
+def _parameters(count: int) -> Cell | None:
+    return Cell(units.parameters(count), float(count)) if count else None

@@ -1,12 +1,21 @@
 """The Document of a `StepResult`."""
 
-from collections.abc import Sequence
-
 from gemmscope import units
 from gemmscope.document.charts import Point
-from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, quoted_of_fleet, subject
-from gemmscope.document.measured import clock_facts, sample_text
-from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
+from gemmscope.document.common import (
+    batch_lines,
+    clock_facts,
+    command_facts,
+    facts,
+    machine_facts,
+    model_facts,
+    phrase,
+    quoted_of_fleet,
+    sample_text,
+    sections,
+    subject,
+)
+from gemmscope.document.model import Advice, CurveChart, Document, Message, Section
 from gemmscope.document.step_parts import (
     cost_table,
     step_answer,
@@ -18,18 +27,16 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.table import Cell, Facts, Table, columns
+from gemmscope.document.table import Cell, Column, Facts, Table, table
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult
+from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult, Verified
 from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.waterfall import place
 
 MOST_KERNELS = 4  # of one part in a tooltip
 LEVELS = ("error", "warning", "note")
-COST_NOTE = "Assumes that every GPU computes all the time. Communication and restarts are not included."
-NEXT = "print the code that records a trace of your own run, to compare it with this prediction"
 AGREES = {True: "yes", False: "no", None: "?"}
 REQUESTED = (
     "observed-as-expected", "observed-more", "observed-unknown",
@@ -43,60 +50,52 @@ def step_document(result: StepResult, name: str = "") -> Document:
     """Build the Document of the result."""
     answer, because = step_answer(result.step, result.where, result.name)
     shown = sorted(result.findings, key=lambda finding: LEVELS.index(finding.level))
-    ended = [finding.text for finding in result.findings if finding.code in ENDED]
+    captured, ended = ([finding.text for finding in result.findings if finding.code in codes] for codes in (GRAPHS, ENDED))
     return Document(
         kind="step",
         title=f"Training step of {result.name} on {result.where}",
         subject=subject(result.model, result.run),
         where=result.where,
         answer=answer,
-        because=(*because, *_mixed(result.recommendation), *_requested(result), *_captured(result), *quoted_of_fleet(result)),
+        because=(*because, *_mixed(result.recommendation), *_requested(result), *captured, *quoted_of_fleet(result)),
         key_figures=step_figures(result.step),
         summary=step_summary({result.where: result.step}),
         context=(*batch_lines(result.run, result.stage), *_how_it_ran(result), *ended),
-        sections=tuple(_sections(result)),
+        sections=_sections(result),
         messages=tuple(map(Message.of, shown)),
         advice=_advice(result.recommendation) if result.recommendation is not None else None,
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=step_speedups(result.step, result.where),
         times=step_times(result.step, result.where),
-        next_purpose=NEXT if result.step.recipes else "",
+        next_purpose=phrase("step-next") if result.step.recipes else "",
         next_command="gemmscope trace-me" if result.step.recipes else "",
         name=name,
     )
 
 
-RAN = {
-    "stack": "layers built from the model's sizes",
-    "module": "the module itself",
-    "huggingface": "the Hugging Face model itself",
-}
-COMPILED = {"whole": "compiled as a whole", "layers": "compiled layer by layer", "none": "not compiled"}
-
-
 def _how_it_ran(result: StepResult) -> list[str]:
     """How the step was compiled, in one line: the attention kernels depend on it."""
-    compiled = COMPILED.get(result.settings.compile or "")
-    if compiled is None:
+    if result.settings.compile is None:
         return []
-    kernels = dict.fromkeys(name for time in result.step.recipes for name in time.attention_kernels)
-    attention = f"; attention: {units.names(kernels)}" if kernels else ""
-    return [f"Ran {RAN[result.ran]}, {compiled}{attention}."]
+    kernels = list(dict.fromkeys(name for time in result.step.recipes for name in time.attention_kernels))
+    attention = phrase("step-attention", kernels=kernels) if kernels else ""
+    ran, compiled = phrase(f"step-ran-{result.ran}"), phrase(f"step-compiled-{result.settings.compile}")
+    return [phrase("step-ran", ran=ran, compiled=compiled, attention=attention)]
 
 
-def _sections(result: StepResult) -> list[Section]:
-    """The sections that have content: the step, the waterfalls, the verification, the cost, the break-even."""
+def _sections(result: StepResult) -> tuple[Section, ...]:
+    """The step, the waterfalls, the verification, the cost, the break-even."""
     times = result.step
     chart = step_chart(times, layers_run=result.depth if result.depth < result.layers else None, hover=_hover(result))
-    blocks: dict[str, Sequence[Block | None]] = {
-        "The training step": (step_table(times) if times.recipes else None, chart),
-        "From the GEMMs to the step": waterfalls(times),
-        "Verification": (_verified(times.recipes),),
-        "Cost": (cost_table(times, COST_NOTE),),
-        "Break-even": (_break_even(result),),
-    }
-    sections = [Section(title, tuple(block for block in group if block is not None)) for title, group in blocks.items()]
-    return [section for section in sections if section.blocks]
+    return sections(
+        {
+            "The training step": [step_table(times), chart],
+            "From the GEMMs to the step": waterfalls(times),
+            "Verification": [_verified(times.recipes)],
+            "Cost": [cost_table({"": times}, phrase("step-cost"))],
+            "Break-even": [_break_even(result)],
+        }
+    )
 
 
 def _mixed(recommended: Recommendation | None) -> list[str]:
@@ -104,7 +103,7 @@ def _mixed(recommended: Recommendation | None) -> list[str]:
     if recommended is None or not recommended.left_out or recommended.speedup is None:
         return []
     left = " and ".join(recommended.left_out)
-    return [f"Faster still: {recommended.recipe} with {left} in {BASELINE}, {units.speedup(recommended.speedup)}."]
+    return [phrase("step-mixed", recipe=recommended.recipe, left=left, baseline=BASELINE, speedup=recommended.speedup)]
 
 
 def _requested(result: StepResult) -> list[str]:
@@ -114,23 +113,18 @@ def _requested(result: StepResult) -> list[str]:
     return [finding.text for finding in notes if best is not None and finding.facts["recipe"] == best.recipe]
 
 
-def _captured(result: StepResult) -> list[str]:
-    """The findings on CUDA graphs."""
-    return [finding.text for finding in result.findings if finding.code in GRAPHS]
-
-
 def _advice(recommended: Recommendation) -> Advice:
-    rivals = f"; too close to call against {units.names(recommended.rivals)}" if recommended.rivals else ""
+    rivals = phrase("against-rivals", rivals=recommended.rivals) if recommended.rivals else ""
     if recommended.recipe == BASELINE:
-        return Advice(f"stay with {BASELINE}: no recipe that was measured is faster{rivals}")
+        return Advice(phrase("step-advice-stay", baseline=BASELINE, rivals=rivals))
     gain = f" ({units.speedup(recommended.speedup)})" if recommended.speedup is not None else ""
     plan = PartialRecipe(recommended.recipe, recommended.left_out)
-    return Advice(f"use {plan.name}{gain}{rivals}", recommended.ready_to_paste)
+    return Advice(phrase("step-advice-use", plan=plan.name, gain=gain, rivals=rivals), recommended.ready_to_paste)
 
 
 def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     """(recipe, part) → kernels, samples, clocks."""
-    facts: dict[tuple[str, str], Facts] = {}
+    hover: dict[tuple[str, str], Facts] = {}
     predicting = [variant for variant in result.variants if _predicts(variant.variant)]
     for name in (time.recipe for time in result.step.recipes):
         variants = [variant for variant in predicting if variant.variant.recipe == name]
@@ -138,8 +132,8 @@ def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
         samples = sample_text([variant.rounds_ms for variant in variants])
         kernels = _kernels(variants[0]) if variants else {}
         for part in STEP_PARTS:
-            facts[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
-    return facts
+            hover[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
+    return hover
 
 
 def _predicts(variant: Variant) -> bool:
@@ -160,21 +154,21 @@ def _kernels(result: VariantResult) -> dict[str, Facts]:
     }
 
 
-def _verified(recipes: Sequence[StepTime]) -> Table | None:
-    rows = []
-    for name, verified in ((time.recipe, time.verified) for time in recipes if time.verified is not None):
-        unit = " ms" if name == BASELINE else "x"
-        both = [_with_interval(value, unit) for value in (verified.predicted, verified.actual)]
-        error = Cell(f"{verified.error:+.2%}", verified.error)
-        rows.append((Cell(name), Cell(f"{verified.depth}"), *both, error, Cell(AGREES[verified.agrees])))
-    heads = columns(("Recipe",), ("Layers", "Predicted [95%]", "Real [95%]", "Error", "Within intervals"))
-    note = f"{BASELINE}: milliseconds of the step. Other recipes: speedup over {BASELINE}."
-    return Table("Prediction compared with the real model", heads, tuple(rows), note) if rows else None
+def _verified(recipes: tuple[StepTime, ...]) -> Table:
+    def estimate(name: str, value: Interval) -> Cell:
+        text = units.time_range(value) if name == BASELINE else units.speedup(value)
+        return Cell(text, value.value, value.low, value.high)
 
-
-def _with_interval(value: Interval, unit: str) -> Cell:
-    text = units.speedup(value) if unit == "x" else units.time_range(value)
-    return Cell(text, value.value, value.low, value.high)
+    columns: list[Column[tuple[str, Verified]]] = [
+        Column("Recipe", lambda row: row[0]),
+        Column("Layers", lambda row: row[1].depth, "d"),
+        Column("Predicted [95%]", lambda row: estimate(row[0], row[1].predicted), "x"),
+        Column("Real [95%]", lambda row: estimate(row[0], row[1].actual), "x"),
+        Column("Error", lambda row: row[1].error, "+.2%"),
+        Column("Within intervals", lambda row: Cell(AGREES[row[1].agrees]), "d"),
+    ]
+    rows = [(time.recipe, time.verified) for time in recipes if time.verified is not None]
+    return table("Prediction compared with the real model", columns, rows, phrase("step-verification", baseline=BASELINE))
 
 
 def _break_even(result: StepResult) -> CurveChart | None:
@@ -183,29 +177,34 @@ def _break_even(result: StepResult) -> CurveChart | None:
         for name, speedup in batch.speedups.items():
             point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
             points[name] = (*points.get(name, ()), point)
-    title, axis = "Speedup of the step on smaller batches", "micro-batch x sequence"
-    return CurveChart(title, axis, points) if points else None
+    return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points) if points else None
+
+
+def _what_was_run(result: StepResult) -> str:
+    """The stack of layers, how it was extrapolated, or the model itself."""
+    if 0 < result.depth < result.layers:
+        depths = sorted({variant.variant.depth for variant in result.variants if not variant.variant.real}, reverse=True)
+        return phrase("step-extrapolated", layers=result.layers, depths=[*map(str, depths)])
+    if result.ran == "stack":
+        return phrase("step-stack", layers=result.layers) if result.depth else ""
+    if not result.depth and result.ran != "module":
+        return ""
+    layers = phrase("step-all-layers", layers=result.layers) if result.layers else ""
+    return phrase("step-model", ran=phrase(f"step-ran-{result.ran}"), layers=layers)
 
 
 def _method(result: StepResult) -> Facts:
     settings = result.settings
-    depths = sorted({variant.variant.depth for variant in result.variants if not variant.variant.real}, reverse=True)
-    stack = f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few layers"
-    if result.ran != "stack":
-        stack = f"{RAN[result.ran]}{f', all {result.layers} layers' if result.layers else ''}, forward, backward and optimizer"
-    if 0 < result.depth < result.layers:
-        stack = f"{result.layers} layers extrapolated from {units.names(map(str, depths))}"
     count = sum(len(burst) for variant in result.variants for burst in variant.rounds_ms)
-    lines = [
+    return facts(
         *model_facts(result.model, result.run, result.stage),
-        ("what was run", stack if result.depth or result.ran == "module" else ""),
+        ("what was run", _what_was_run(result)),
         ("backend", settings.backend),
-        ("torch.compile", settings.compile or ""),
+        ("torch.compile", settings.compile),
         ("optimizer", settings.optimizer if result.ran != "stack" else ""),
-        ("bursts", f"{settings.keep_ms:g} ms each, after discarding {settings.drop_ms:g} ms; recipes take turns"),
-        ("samples", f"{count:,} steps of {units.counted(len(result.variants), 'variant')}"),
+        ("bursts", phrase("step-bursts", keep=settings.keep_ms, drop=settings.drop_ms)),
+        ("samples", phrase("step-samples", count=count, variants=len(result.variants))),
         ("duration", ", ".join(f"{purpose} {seconds:g} s" for purpose, seconds in result.seconds.items())),
-        ("intervals", "95%, bootstrap of both sides of each ratio"),
+        ("intervals", phrase("step-intervals")),
         *command_facts(result),
-    ]
-    return tuple((name, value) for name, value in lines if value)
+    )

@@ -1,41 +1,37 @@
-"""The parts of the Document of a sweep, forecast or measured: the best recipe over one size (curves) or two (a heat map), and
-every point. `sweep_document` builds that of a forecast, `measured_sweep.py` that of a measured sweep."""
+"""The Documents of sweeps, forecast or measured: the best recipe over one size (curves) or two (a heat map), and every point."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
-from gemmscope.document.common import command_facts
+from gemmscope.document.common import SPLIT, command_facts, described, facts, gpu_messages, phrase, sections, versions_text
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.sweep_summary import speedup_of, sweep_summary
-from gemmscope.document.sweep_words import point_name, time_name, wording
-from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell, without_empty
-from gemmscope.findings import Finding
+from gemmscope.document.sweep_tables import Titles, break_even_table, points_table, speedup_of, sweep_summary, titles
+from gemmscope.document.table import Column, Table, table
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
+from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepGpu, SweepPoint, SweepResult
 
-SUSTAINED, BURST = "limited by power, as in training", "before the GPU reaches its power limit; training is slower"
-STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
-MOST_ACROSS = 10  # values of the second size that are columns
+BATCH = ("micro_batch_size", "sequence_length")
 
 
 def sweep_document(result: ForecastResult, name: str) -> Document:
-    """Build the Document of the result."""
+    """Build the Document of a forecast sweep."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
     answers = [sweep_answer(sweep) for sweep in result.sweeps]
     answer, because = answers[0]
-    if len(answers) > 1:
-        answer = f"FORECAST: {count:,} configurations on {len(answers)} GPUs."
-        because = [sentence.removeprefix("FORECAST: ") for sentence, _ in answers]
-    replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
+    several = len(answers) > 1
+    if several:
+        answer = phrase("sweep-of-gpus", points=count, gpus=len(answers))
+        because = [sentence.removeprefix(phrase("forecast")) for sentence, _ in answers]
+    replicas = phrase("sweep-replicas", dp=result.dp) if result.dp > 1 else ""
     return Document(
         kind="forecast",
         title=f"FORECAST, not measured: {sizes}{model} varied on {gpus}",
@@ -43,65 +39,135 @@ def sweep_document(result: ForecastResult, name: str) -> Document:
         where=f"{gpus}, FORECAST",
         answer=answer,
         because=tuple(because),
-        key_figures=sweep_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
+        key_figures=() if several else sweep_figures(result.sweeps[0]),
         summary=sweep_summary(result.sweeps),
         context=(
-            *([result.model.description] if result.model is not None and result.model.description else []),
-            f"{count:,} configurations, the training step{replicas}",
-            f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars",
+            *described(result.model),
+            phrase("sweep-configurations", points=count, replicas=replicas),
+            phrase(f"clocks-{result.state}"),
         ),
-        sections=tuple(sweep_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
+        sections=tuple(_section(sweep, several=several) for sweep in result.sweeps),
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
-        next_purpose="see one of these points in detail: run the same command without --sweep, and with its sizes",
+        next_purpose=phrase("next-point"),
         name=name,
     )
 
 
-def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Finding]]) -> tuple[Message, ...]:
-    """Findings of several GPUs: those that all GPUs share once, the others after the name of their GPU."""
-    first, *others = by_gpu.values()
-    common_texts = [{finding.text for finding in findings} for findings in others]
-    shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
-    said = {finding.text for finding in shared}
-    own = [Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said]
-    return (*map(Message.of, common), *map(Message.of, shared), *own)
+def measured_sweep_document(result: SweepResult, name: str = "") -> Document:
+    """Build the Document of a measured sweep."""
+    sizes = " and ".join(result.sweeps[0].sizes)
+    model = f" of {result.name}" if result.model is not None else " of a GEMM"
+    answers = [sweep_answer(sweep) for sweep in result.sweeps]
+    fixed, until = _fixed(result), _until(result)
+    of_one = until if result.sample_count != 1 else until.removeprefix("each ")
+    return Document(
+        kind="sweep",
+        title=f"Measured sweep over {sizes}{model} on {result.where}",
+        subject=Subject(f"A measured sweep over {sizes}{model}"),
+        where=result.where,
+        answer=answers[0][0],
+        because=tuple(reason for _, because in answers for reason in because),
+        key_figures=sweep_figures(result.sweeps[0]),
+        summary=sweep_summary(result.sweeps),
+        context=(
+            *described(result.model),
+            *([fixed] if fixed else []),
+            phrase("sweep-measured", points=result.sample_count, command=result.of, until=of_one),
+            phrase("sweep-backend", backend=result.backend),
+        ),
+        sections=(*map(_section, result.sweeps), *sections({"GPUs": [_gpus(result.gpus)]})),
+        messages=tuple(map(Message.of, result.findings)),
+        facts={
+            "Method": facts(
+                ("model", result.model.name if result.model is not None else ""),
+                ("varied", sizes),
+                ("not varied", fixed),
+                ("measured", phrase("sweep-same-gpu", until=until)),
+                ("backend", result.backend),
+                ("GPUs", str(len(result.gpus))),
+                *command_facts(result),
+            )
+        },
+        next_purpose=phrase("next-point"),
+        name=name,
+    )
+
+
+def _fixed(result: SweepResult) -> str:
+    """The sizes that do not vary."""
+    varied = result.sweeps[0].sizes
+    if result.shape is not None:
+        return ", ".join(f"{name} {size}" for name, size in zip("mkn", result.shape, strict=True) if name not in varied)
+    if result.run is None:  # a module, whose inputs say it
+        return ""
+    sizes = [f"{name} {getattr(result.run, name)}" for name in BATCH if name not in varied]
+    split = [f"{name} {value}" for name in SPLIT if name not in varied and (value := getattr(result.run, name)) > 1]
+    recompute = [f"recompute {result.run.recompute}"] if result.run.recompute != "none" else []
+    return ", ".join([*sizes, *split, *recompute])
+
+
+def _until(result: SweepResult) -> str:
+    if result.precision is None:
+        return phrase("sweep-until-counts")
+    return phrase("sweep-until-precision", precision=result.precision, seconds=result.time_limit_s)
+
+
+def _gpus(gpus: Sequence[SweepGpu]) -> Table:
+    """Which GPUs measured the points."""
+    columns: list[Column[SweepGpu]] = [
+        Column("GPU", lambda gpu: gpu.place),
+        Column("Type", lambda gpu: gpu.name or None),
+        Column("Points", lambda gpu: gpu.points, "d"),
+        Column("Versions", lambda gpu: versions_text(gpu.versions) or None),
+        Column("UUID", lambda gpu: gpu.uuid or None, drop=1),
+    ]
+    return table("GPUs that measured the points", columns, gpus)
 
 
 def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
-    phrases, measured = wording(sweep), isinstance(sweep, MeasuredSweep)
+    phrases, measured = titles(sweep), isinstance(sweep, MeasuredSweep)
     possible = [point for point in sweep.points if point.winner is not None]
+    about = {"gpu": sweep.gpu, "baseline": BASELINE, "beyond": phrases.beyond}
     if not possible:
-        if measured:
-            return f"No point of the sweep could be measured on {sweep.gpu}.", []
-        unfit = [point for point in sweep.points if point.unfit]
-        least = f": at least {min(point.memory_gb or 0.0 for point in unfit):.0f} GB are needed" if unfit else ""
-        return f"FORECAST: on {sweep.gpu}, {'nothing fits in memory' if unfit else 'no point is possible'}{least}.", []
+        return _nothing_possible(sweep), []
+    start = "" if measured else phrase("forecast")
     gaining = [point for point in possible if point.gains]
+    close = sum(bool(point.winner and point.winner.rivals) for point in gaining)
+    at_some = phrase("sweep-close", points=close) if close else ""
     count = f"{len(gaining):,} of {units.counted(len(possible), phrases.possible)}"
-    line = f"{phrases.line} {count}, the best recipe is faster than {BASELINE} beyond its {phrases.beyond}"
-    close = [point for point in gaining if point.winner and point.winner.rivals]
-    because = [f"{line}; at {len(close):,} of these it is too close to call against another recipe." if close else f"{line}."]
+    because = [phrase("sweep-gaining", line=phrases.line, count=count, close=at_some, **about)]
     if len(sweep.sizes) == 1 and sweep.break_even:
-        because.append(f"{phrases.faster}: {_begins(sweep)}.")
+        because.append(phrase("sweep-begins", faster=phrases.faster, begins=_begins(sweep)))
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
-        none = f"no recipe is faster than {BASELINE} beyond its {phrases.beyond}"
-        return (f"On {sweep.gpu}, {none}." if measured else f"FORECAST: on {sweep.gpu}, {none}."), because
-    gain = units.speedup(best.winner.speedup)
-    where = f"{best.winner.best} at {point_name(best)}"
-    if measured:
-        return f"On {sweep.gpu}, the largest speedup of {phrases.of} over {BASELINE} is {gain}, in {where}.", because
-    return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}, in {where}.", because
+        return phrase("sweep-without-gain", on="On" if measured else f"{start}on", **about), because
+    at = f"{best.winner.best} at {_point_name(best)}"
+    of = f" of {phrases.of}" if measured else ""
+    on = "On" if measured else f"{start}on"
+    return phrase("sweep-largest", on=on, of=of, speedup=best.winner.speedup, point=at, **about), because
+
+
+def _nothing_possible(sweep: GpuSweep) -> str:
+    if isinstance(sweep, MeasuredSweep):
+        return phrase("sweep-not-measured", gpu=sweep.gpu)
+    if unfit := [point.memory_gb or 0.0 for point in sweep.points if point.unfit]:
+        return phrase("sweep-unfit", gpu=sweep.gpu, least=min(unfit))
+    return phrase("sweep-not-possible", gpu=sweep.gpu)
+
+
+def _point_name(point: SweepPoint) -> str:
+    """The sizes of a point, for a sentence."""
+    return units.names(f"{name} {value}" for name, value in point.values.items())
 
 
 def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     """The point with the largest speedup, and how many points have one."""
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
-    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{wording(sweep).possible}s")
+    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{titles(sweep).possible}s")
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return (count,)
@@ -135,53 +201,47 @@ def _faster_at(sweep: GpuSweep, edge: BreakEven) -> str:
     return f"only at {size} {units.names(single)}" if single else "at no size"
 
 
-def sweep_section(sweep: GpuSweep, *, several: bool = False) -> Section:
+def _section(sweep: GpuSweep, *, several: bool = False) -> Section:
     """The section of a sweep: its chart, the break-even, and every point."""
-    one = len(sweep.sizes) == 1
-    chart = _curve(sweep) if one else _heat_map(sweep)
-    begins = [_break_even(sweep, one=one)] if sweep.break_even else []
-    blocks = (chart, *begins, _points(sweep, one=one))
-    return Section(wording(sweep).section, blocks, gpu=sweep.gpu if several else "")
+    phrases = titles(sweep)
+    chart = _curve(sweep, phrases) if len(sweep.sizes) == 1 else _heat_map(sweep, phrases)
+    begins = [break_even_table(sweep)] if sweep.break_even else []
+    return Section(phrases.section, (chart, *begins, points_table(sweep)), gpu=sweep.gpu if several else "")
 
 
-def _low(sweep: GpuSweep) -> tuple[str, ...]:
-    return tuple(name for name in sweep.recipes if name != BASELINE)
-
-
-def _curve(sweep: GpuSweep) -> CurveChart:
+def _curve(sweep: GpuSweep, phrases: Titles) -> CurveChart:
     series: dict[str, list[Point]] = {}
-    for name in _low(sweep):
-        for point in sweep.points:
+    for name in sweep.recipes:
+        for point in sweep.points if name != BASELINE else ():
             if (gain := point.speedups.get(name)) is not None:
                 tooltip = ((sweep.sizes[0], point.place), ("speedup", units.speedup(gain)))
                 mark = HOST_BOUND if name in point.host_bound else ""
                 series.setdefault(name, []).append(Point(point.place, gain, tooltip, mark))
-    note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
+    note = phrase("sweep-host-bound", mark=HOST_BOUND) if any(point.host_bound for point in sweep.points) else ""
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(wording(sweep).curve, sweep.sizes[0], curves, note=note, main=True)
+    return CurveChart(phrases.curve, sweep.sizes[0], curves, note=note, main=True)
 
 
-def _heat_map(sweep: GpuSweep) -> HeatMap:
+def _heat_map(sweep: GpuSweep, phrases: Titles) -> HeatMap:
     """The best recipe over the plane."""
     rows, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
     by_values = {tuple(point.values.values()): point for point in sweep.points}
-    used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
+    winners = [(point.winner, point.host_bound) for point in sweep.points if point.winner is not None]
     short = dict(zip(sweep.recipes, cycle(LETTERS), strict=False)) if len(across) > WIDEST_WITH_NAMES else {}
-    legend = [("?", "too close to call")] if any(point.winner and point.winner.rivals for point in sweep.points) else []
-    host = any(point.winner and point.winner.best in point.host_bound for point in sweep.points)
-    legend += [("host", "host-bound")] if host else []
-    legend += [(short[name], name) for name in used if name in short]
+    legend = [("?", "too close to call")] if any(winner.rivals for winner, _ in winners) else []
+    legend += [("host", "host-bound")] if any(winner.best in bound for winner, bound in winners) else []
+    legend += [(short[name], name) for name in dict.fromkeys(winner.best for winner, _ in winners) if name in short]
     return HeatMap(
-        wording(sweep).heat,
+        phrases.heat,
         row_name=sweep.sizes[0],
         column_name=sweep.sizes[1],
         rows=tuple(map(str, rows)),
         columns=tuple(map(str, across)),
         cells=tuple(tuple(_heat_cell(by_values.get((first, second)), short) for second in across) for first in rows),
-        note=f"? = too close to call against {BASELINE} or another recipe; {HOST_BOUND} = launching takes longer than running",
+        note=phrase("sweep-marks", baseline=BASELINE, mark=HOST_BOUND),
         main=True,
         legend=tuple(legend),
-        blank=wording(sweep).blank,
+        blank=phrases.blank,
     )
 
 
@@ -200,77 +260,3 @@ def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
         certain=point.gains,
         text=best + ("" if best == BASELINE else f" {gain:.2f}x") + mark + (f" {HOST_BOUND}" if host else ""),
     )
-
-
-def _points(sweep: GpuSweep, *, one: bool) -> Table:
-    """A row for each point: the best recipe, its rivals, its limits. For one size, the curves have the speedups."""
-    low, phrases = () if one else _low(sweep), wording(sweep)
-    rows = []
-    for point in sweep.points:
-        sizes = [number(value, str(value)) for value in point.values.values()]
-        speedups = [speedup_cell(point.speedups.get(name)) for name in low]
-        rate, needed = point.tokens_per_s, point.memory_gb
-        figures = [number(rate, f"{rate:,.0f}" if rate else None), number(needed, f"{needed:.0f}" if needed else None)]
-        rows.append((*sizes, time_cell(point.baseline_ms), *speedups, *figures, *_verdict(point), *_measured_on(point)))
-    numbers = (*sweep.sizes, time_name(sweep), *low, "Tokens/s/GPU, best", "Memory GB, best", "Largest speedup")
-    heads = (*columns((), numbers), *columns((*VERDICT, phrases.not_ranked), ()))
-    if not isinstance(sweep, MeasuredSweep):
-        return Table(phrases.points, heads, tuple(rows))
-    rates = columns((), ("TFLOP/s, best",))
-    return without_empty(Table(phrases.points, (*heads, *rates, *columns(("GPU", "GPU UUID"), ())), tuple(rows)))
-
-
-VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Does not fit")
-
-
-def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
-    if point.winner is None:
-        unfit = Cell("all recipes", level="warning") if point.unfit else NOTHING
-        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, unfit, Cell(point.reason))
-    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
-    who = "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or "-"
-    return (
-        speedup_cell(point.winner.speedup),
-        Cell(point.winner.best),
-        Cell("yes" if point.gains else "no"),
-        Cell(", ".join(point.winner.rivals) or "-"),
-        Cell(who),
-        Cell(", ".join(point.unfit) or "-", level="warning" if point.unfit else ""),
-        Cell(", ".join(point.not_possible) or "-"),
-    )
-
-
-def _measured_on(point: SweepPoint) -> tuple[Cell, ...]:
-    """The rate of a GEMM, and the GPU that measured the point."""
-    if not isinstance(point, MeasuredPoint):
-        return ()
-    rate = number(point.tflops, units.tflops(point.tflops) if point.tflops is not None else None)
-    return (rate, Cell(point.gpu or "-"), Cell(point.uuid or "-"))
-
-
-def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
-    """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one, if there is room."""
-    title = wording(sweep).break_even
-    begins: dict[str, dict[int | None, int | None]] = {}
-    for edge in sweep.break_even:
-        begins.setdefault(edge.recipe, {})[edge.at] = edge.since
-    places = list(dict.fromkeys(edge.at for edge in sweep.break_even))
-    if one or len(places) > MOST_ACROSS:
-        return Table(title, *_break_even_lines(sweep, one=one))
-    rows = tuple((Cell(name), *(_since(by_place.get(at)) for at in places)) for name, by_place in begins.items())
-    heads = columns(("Recipe",), [str(at) for at in places])
-    return Table(title, heads, rows, f"Smallest {sweep.sizes[0]} at which the recipe is faster; columns: {sweep.sizes[1]}.")
-
-
-def _since(value: int | None) -> Cell:
-    return Cell("nowhere") if value is None else number(value, str(value))
-
-
-def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
-    """A row for each recipe; for two sizes, values of the second one with the same answer share a row."""
-    groups: dict[tuple[str, int | None], list[str]] = {}
-    for edge in sweep.break_even:
-        groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))
-    rows = [(Cell(name), _since(since), *([] if one else [Cell(", ".join(at))])) for (name, since), at in groups.items()]
-    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *columns(() if one else (f"At {sweep.sizes[1]}",), ()))
-    return heads, tuple(rows)

@@ -1,8 +1,8 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from gemmscope import units
 from gemmscope.findings import Level
@@ -23,9 +23,13 @@ class Cell:
     level: Level | Literal[""] = ""
 
 
+Value = Cell | Interval | float | str | None
+Row = TypeVar("Row")
+
+
 @dataclass(frozen=True)
-class Column:
-    """A column's name; numbers are aligned right. Where a table is too wide, columns of the highest `drop` go first; 0 stays."""
+class Head:
+    """The head of a column; numbers are aligned right. Where there is no room, those of the highest `drop` go first; 0 stays."""
 
     name: str
     numeric: bool = True
@@ -37,7 +41,7 @@ class Table:
     """`note` is a sentence below the title."""
 
     title: str
-    columns: tuple[Column, ...]
+    columns: tuple[Head, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
 
@@ -45,32 +49,13 @@ class Table:
         if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
             raise ValueError("a row has more or fewer cells than the table has columns")
 
+    def only(self, places: Sequence[int]) -> "Table":
+        """The table with only the columns at these places."""
+        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[place] for place in places), rows=rows)
+
 
 NOTHING = Cell("-")
-
-
-def first_rows(table: Table, most: int) -> Table:
-    """The table with at most `most` rows; if it has more, its note says so."""
-    more = len(table.rows) - most
-    if more <= 0:
-        return table
-    note = f"The first {most:,} of {len(table.rows):,} rows: --csv and --json write them all."
-    return replace(table, rows=table.rows[:most], note=f"{table.note} {note}".strip())
-
-
-def without_empty(table: Table) -> Table:
-    """The table without columns that have no text in any row; as it is, if it has no rows."""
-    if not table.rows:
-        return table
-    kept = [place for place in range(len(table.columns)) if any(row[place].text.strip("-") for row in table.rows)]
-    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
-    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
-
-
-def columns(text: Sequence[str], numeric: Sequence[str], drop: Mapping[str, int] = {}) -> tuple[Column, ...]:
-    """Text columns first, then numbers. `drop`: which columns are left out if there is no room, the highest number first."""
-    texts = (Column(name, numeric=False, drop=drop.get(name, 0)) for name in text)
-    return (*texts, *(Column(name, drop=drop.get(name, 0)) for name in numeric))
 
 
 def number(value: float | None, text: str | None = None) -> Cell:
@@ -134,6 +119,79 @@ def amount_cell(estimate: Interval | None) -> Cell:
     if estimate is None:
         return NOTHING
     return Cell(units.amount(estimate), estimate.value, estimate.low, estimate.high)
+
+
+def runs_cell(count: float) -> Cell:
+    """Runs per step: whole, unless they are few and differ between steps."""
+    few = f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
+    return Cell("<0.1" if 0 < count < 0.05 else few, float(count))
+
+
+UNITS: dict[str, Callable[[Any], Cell]] = {
+    "ms": time_cell,
+    "ms, range": range_cell,
+    "x": speedup_cell,
+    "x, called": called_cell,
+    "of 1": difference_cell,
+    "%": share_cell,
+    "%, whole": lambda value: share_cell(value, 1.0),
+    "runs": runs_cell,
+    "runs, decimal": lambda value: Cell(f"{value:,.0f}" if value >= 10 else f"{value:.1f}", float(value)),
+    "B": bytes_cell,
+    "FLOP": lambda value: Cell(units.si(value, "FLOP"), float(value)),
+    "TFLOP/s": lambda value: Cell(units.tflops(value), float(value)),
+    "amount": amount_cell,
+}
+"""How the value of a cell is written, by the unit of its column."""
+
+
+def write(value: Value, unit: str = "") -> Cell:
+    """A value as a cell: text as it is, a number in its unit or format, None as a dash."""
+    if value is None or isinstance(value, Cell):
+        return NOTHING if value is None else value
+    if isinstance(value, str) or not unit:
+        return Cell(str(value))
+    return UNITS[unit](value) if unit in UNITS else Cell(format(value, unit), float(value))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """One column of the rows of one type: its head, the value in a row, and the unit that says how a value is written.
+
+    Without a unit it holds text. A unit is one of `UNITS`, or the format of a number, such as ",.0f". A value that is a `Cell`
+    is taken as it is; None is a dash. `drop`: see `Head`. `when`: whether the table has this column at all.
+    """
+
+    head: str
+    cell: Callable[[Row], Value]
+    unit: str = ""
+    drop: int = 0
+    when: bool = True
+
+
+def table(
+    title: str,
+    columns: Sequence[Column[Row]],
+    rows: Iterable[Row],
+    note: str = "",
+    *,
+    more: Iterable[Mapping[str, Value]] = (),
+    sparse: bool = False,
+) -> Table:
+    """A table with a row for each of `rows`. `more`: rows below them, with values for some columns, by their heads.
+
+    `sparse`: leave out the columns without text in any row.
+
+    >>> table("Squares", [Column("n", str), Column("n²", lambda n: n * n, "d")], [1, 2], more=[{"n": "sum", "n²": 5}]).rows[-1]
+    (Cell(text='sum', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
+    """
+    shown = [column for column in columns if column.when]
+    lines = [tuple(write(column.cell(row), column.unit) for column in shown) for row in rows]
+    lines += [tuple(write(row.get(column.head), column.unit) for column in shown) for row in more]
+    whole = Table(title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note)
+    if not sparse or not lines:
+        return whole
+    return whole.only([place for place in range(len(shown)) if any(line[place].text.strip("-") for line in lines)])
 
 
 BASELINE_CELL = Cell("1x", 1.0)

@@ -14,8 +14,7 @@ from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.recipe.precisions import precisions
-from gemmscope.results.explain import Cause
-from gemmscope.results.explain_tables import AttentionTotal
+from gemmscope.results.explain import AttentionTotal, Cause
 from gemmscope.toml import load_data
 
 MATH_OPERATOR = "_scaled_dot_product_attention_math"

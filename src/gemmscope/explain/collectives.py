@@ -22,7 +22,7 @@ from gemmscope.explain.recorded_trace import (
     message_of_mark,
 )
 from gemmscope.explain.trace_view import TraceView
-from gemmscope.results.explain_tables import CollectiveTotal
+from gemmscope.results.explain import CollectiveTotal
 
 SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
 SAME_END = 0.25  # or by less than this share of its longest time

@@ -10,8 +10,7 @@ from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kern
 from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.recipe.precisions import precision_in_traces
-from gemmscope.results.explain import Cause
-from gemmscope.results.explain_tables import GemmShapeTotal
+from gemmscope.results.explain import Cause, GemmShapeTotal
 
 SLOW_CLOCK = 0.55  # of the highest clock
 SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU

@@ -16,7 +16,7 @@ from gemmscope.explain.recorded_trace import Call, Operator, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
 from gemmscope.explain.trace_view import TraceView, largest_sums
-from gemmscope.results.explain_tables import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
 MOST_FRAMES = 15

@@ -12,7 +12,7 @@ from gemmscope.forecast.gemm import LAYOUT_OF, Layout, Times, model
 from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import GpuSpec, spec_of
 from gemmscope.recipe.precisions import precision_in_traces, precisions, timed_precisions
-from gemmscope.results.explain_tables import GemmShapeTotal
+from gemmscope.results.explain import GemmShapeTotal
 
 MULTIPLE = 16  # sizes in low precision must be multiples of this
 WORTH = 0.95  # a better recipe is named only if it takes at most this share of the current time

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gemmscope.bench.choose import BACKEND_OF, Choices
+from gemmscope.bench.choose import Choices
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gemm import STATES, State, model
@@ -11,6 +11,7 @@ from gemmscope.forecast.training import only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
+from gemmscope.recipe.frameworks import backends, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
 
@@ -46,7 +47,8 @@ def choose_recipes(
     Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
     with, which is Transformer Engine unless the framework has another.
     """
-    backend = BACKEND_OF.get(framework, "transformer_engine")
+    other = other_backend(framework)
+    backend = other or backends()[0]
     usual = [name for name, known in recipes().items() if backend in known.backends]
     named = requested.named_recipes()
     wanted = [name for name in named or usual if name not in requested.left_out]
@@ -56,7 +58,7 @@ def choose_recipes(
         chosen = [name for name in wanted if not reasons[name]]
         notes = {name: support(name, chip.capability).note for name in chosen}
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
-        if named is None and framework in BACKEND_OF:
+        if named is None and other:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
             if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
                 findings.append(finding("torchao-not-measured", recipes=borrowed))

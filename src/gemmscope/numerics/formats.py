@@ -15,6 +15,8 @@ from math import frexp
 import torch
 from torch import Tensor
 
+from gemmscope.recipe.precisions import number_format, precision_facts
+
 EXPONENT_BITS = 0x7F800000  # of a float32
 
 
@@ -40,11 +42,14 @@ class NumberFormat:
         return self.max + float(2.0 ** (self.max_exponent - self.mantissa - 1))
 
 
-E4M3 = NumberFormat("e4m3", 3, -6, 448.0, torch.float8_e4m3fn)
-E5M2 = NumberFormat("e5m2", 2, -14, 57344.0, torch.float8_e5m2)
-E2M1 = NumberFormat("e2m1", 1, 0, 6.0, None)
-FORMATS = {one.name: one for one in (E4M3, E5M2, E2M1)}
-OVERFLOW = {one.name: one.overflow for one in FORMATS.values()}
+def _format(name: str) -> NumberFormat:
+    facts = number_format(name)
+    dtype = getattr(torch, facts["torch"]) if "torch" in facts else None
+    return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]), dtype)
+
+
+FORMATS = {name: _format(name) for name, facts in precision_facts()["format"].items() if "largest" in facts}
+E4M3, E5M2, E2M1 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["e2m1"]
 
 
 def _step(magnitude: Tensor, target: NumberFormat) -> Tensor:
@@ -89,14 +94,6 @@ def encode(rounded: Tensor, target: NumberFormat) -> Tensor:
     magnitude = rounded.abs().nan_to_num(nan=0.0)
     code = torch.where(magnitude <= 2, 2 * magnitude, torch.where(magnitude <= 4, magnitude + 2, 7)).to(torch.uint8)
     return code | ((rounded.signbit() & ~rounded.isnan()).to(torch.uint8) << 3)
-
-
-def decode(codes: Tensor, target: NumberFormat) -> Tensor:
-    """The float32 values of stored bits."""
-    if target.dtype is not None:
-        return codes.to(torch.float32)
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    return torch.cat([magnitudes, -magnitudes])[codes.to(torch.int32)]
 
 
 def floor_to_power_of_two(values: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, Quantizer, operands, rotate
-from gemmscope.numerics.recording import COLUMNWISE, OPERANDS, StepFacts, scale_maxima
+from gemmscope.numerics.recording import StepFacts, scale_maxima
 from gemmscope.numerics.sample import Random, draw, sample_linear
 from gemmscope.recipe.recipes import recipes
-from gemmscope.results.numerics import Pass, TensorName
+from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
 ROWS = 512  # a multiple of the rows that share a scale
 DRAWS = 16  # of stochastic rounding, spread evenly: one alone varies by several percent where few values dominate

@@ -1,22 +1,23 @@
 """Quantizes one operand of a GEMM as Transformer Engine or torchao does it, in plain PyTorch, on any device.
 
 The reduced dimension is the last one: what a library calls the columnwise copy is the quantized transpose. Python never looks at
-a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `operands.toml`.
+a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `recipe/quantizers.toml`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gemmscope.errors import UserError, shown
-from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, OVERFLOW, RULES, encode, round_nearest, round_stochastic
+from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, encode, round_nearest, round_stochastic
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.toml import load_data
+from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
 HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -112,7 +113,7 @@ class Quantizer:
         scaled = blocks * encode_scales
         rounded = round_stochastic(scaled, target, generator, turn) if self.stochastic else round_nearest(scaled, target)
         decoded = rounded * decode_scales * scales.tensor
-        saturated = (scaled.abs() > OVERFLOW[self.format]) & (decode_scales != 0)  # with a scale of 0 it is underflow
+        saturated = (scaled.abs() > target.overflow) & (decode_scales != 0)  # with a scale of 0 it is underflow
         decoded, saturated, rounded = (part.reshape(rows, -1)[:, :columns] for part in (decoded, saturated, rounded))
         if self.signs:
             decoded = rotate_back(decoded, self.signs)
@@ -177,11 +178,6 @@ def rotate_back(values: Tensor, signs: tuple[int, ...]) -> Tensor:
     return (values.double().reshape(-1, HADAMARD_SIZE) @ _rotation(signs, values.device).T).float().reshape(values.shape)
 
 
-TensorName = Literal["X", "W", "dY"]
-TENSORS: dict[str, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
-COLUMNWISE = {("dgrad", "W"), ("wgrad", "X"), ("wgrad", "dY")}
-
-
 @dataclass(frozen=True)
 class GemmOperand:
     """One operand of a GEMM. `columnwise`: the reduced dimension is the tensor's first one, so its transpose is quantized."""
@@ -193,22 +189,22 @@ class GemmOperand:
 
 @cache
 def _table() -> dict[str, Any]:
-    return load_data("gemmscope.numerics", "operands.toml")
+    return load_data("gemmscope.recipe", "quantizers.toml")
 
 
 QUANTIZERS = tuple(_table()["quantizers"])  # their names
 
 
 @cache
-def quantizer_named(name: str) -> Quantizer:
-    """A quantizer of operands.toml.
+def quantizer_named(name: str, number_format: str) -> Quantizer:
+    """A quantizer of quantizers.toml, for values of this format.
 
-    >>> quantizer_named("te_1x128")
+    >>> quantizer_named("te_1x128", "e4m3")
     Quantizer(format='e4m3', rule='te_power_of_two', block=128, block_rows=1, delayed=False, stochastic=False, signs=())
     """
     facts = dict(_table()["quantizers"][name])
     signs = tuple(_table()["hadamard"]["signs"]) if facts.pop("hadamard", False) else ()
-    return Quantizer(**facts, signs=signs)
+    return Quantizer(number_format, **facts, signs=signs)
 
 
 def library_of(recipe: Recipe, backend: str = "") -> str:
@@ -217,24 +213,27 @@ def library_of(recipe: Recipe, backend: str = "") -> str:
     >>> library_of(recipe_named("MXFP8")), library_of(recipe_named("FP8Rowwise"), "torch")
     ('transformer_engine', 'torchao')
     """
-    libraries = _table()["recipes"][recipe.name]
+    libraries = _table()["recipes"][recipe.name] if recipe.quantizes else recipe.backends
     if backend and backend not in recipe.backends:
         raise UserError(f"{recipe.name} does not run with the backend {shown(backend)}", f"one of: {', '.join(recipe.backends)}")
     return backend if backend in libraries else next(iter(libraries))
 
 
-def operands(recipe: str, pass_name: str, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
+def operands(recipe: str, pass_name: Pass, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
     """The operands of a pass: W, X in fprop; W, dY in dgrad; X, dY in wgrad.
 
     >>> [(one.tensor, one.columnwise, one.quantizer.format) for one in operands("FP8Current", "dgrad")]
     [('W', True, 'e4m3'), ('dY', False, 'e5m2')]
     """
-    if pass_name not in TENSORS:
-        raise UserError(f"unknown pass {shown(pass_name)}", f"one of: {', '.join(TENSORS)}")
     known = recipe_named(recipe)
-    names = _table()["recipes"][known.name][library_of(known, backend)][pass_name]
+    library, formats = library_of(known, backend), known.operands[pass_name]
+    if set(formats) <= set(HIGH_PRECISION):
+        quantizers = [Quantizer(number_format) for number_format in formats]
+    else:
+        names = _table()["recipes"][known.name][library][pass_name]
+        quantizers = [replace(quantizer_named(*pair), delayed=known.delayed) for pair in zip(names, formats, strict=True)]
     first, second = (
-        GemmOperand(tensor, (pass_name, tensor) in COLUMNWISE, quantizer_named(name))
-        for tensor, name in zip(TENSORS[pass_name], names, strict=True)
+        GemmOperand(tensor, (tensor, pass_name) in COLUMNWISE, quantizer)
+        for tensor, quantizer in zip(OPERANDS[pass_name], quantizers, strict=True)
     )
     return first, second

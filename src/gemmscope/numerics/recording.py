@@ -31,7 +31,8 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
 from gemmscope.reading import called, parse_json
 from gemmscope.results.base import Part
-from gemmscope.results.numerics import Pass, Source, TensorName
+from gemmscope.results.numerics import Source
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +43,6 @@ BLOCK = 128  # values of the reduced dimension: a multiple of the blocks of ever
 WEIGHT_BLOCKS = (128, 16)  # square blocks of W that recipes scale together
 HISTORY = 1024  # steps: Transformer Engine's default
 EXPONENTS = 256  # biased exponents of float32: 0 holds zeros and subnormals, 255 Inf and NaN
-OPERANDS: dict[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
-COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}  # stored transposed: columns of the tensor are rows of the operand
 ZERO_OUTPUT = "the exact output is zero"
 PLACES = ("first", "second")  # of an operand in its GEMM
 HINT = f"give a file that gemmscope.record_tensors wrote, or a checkpoint with {option('checkpoint')}"

@@ -1,27 +1,20 @@
 """A recommendation ready to paste: code for Transformer Engine and torchao, options for torchtitan, Megatron-LM and its Bridge.
 
-How each framework names a recipe is data (`recipe/recipes.toml`: `class`, `float8`, `megatron`), and so are the texts (`texts/`).
+How each framework names a recipe is data (`recipe/recipes.toml`, `recipe/frameworks.toml`), and so are the texts (`texts/`).
 What stays in BF16 is named as its models name the modules (`modules.toml`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gemmscope.recipe.recipes import BASELINE
+from gemmscope.recipe.frameworks import Framework, frameworks
+from gemmscope.recipe.recipes import BASELINE, Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.plan import PlanLayout
 from gemmscope.toml import load_data
-
-# Framework → its template, and where a recipe's settings have its name for the recipe.
-FRAMEWORKS = {
-    "Transformer Engine": ("transformer_engine.j2", "transformer_engine", "class"),
-    "torchao": ("torchao.j2", "torchao", "float8"),
-    "torchtitan": ("torchtitan.j2", "torchao", "float8"),
-    "Megatron-LM": ("megatron.j2", "megatron", "flags"),
-}
 
 
 def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
@@ -31,21 +24,29 @@ def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
     --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise
     """
     requested, texts = recipe_named(recipe), {}
-    for framework, (template, backend, setting) in FRAMEWORKS.items():
-        name = requested.settings.get(backend, {}).get(setting)
-        if requested.quantizes and name is not None:
+    for framework, name in with_texts("recipe", requested):
+        if requested.quantizes:
             blocks = [modules()["blocks"][block] for block in left_out]
-            if framework == "Megatron-LM":
+            if framework.name == "megatron":
                 patterns = [f"*.{pattern}" for block in blocks for pattern in block["megatron"]]
-                texts[framework] = megatron_text(recipe, BASELINE, patterns=patterns)
+                texts[framework.title] = megatron_text(recipe, BASELINE, patterns=patterns)
                 continue
             names = {
                 "torchtitan": [pattern for block in blocks for pattern in block["torchtitan"]],
                 "torchao": [pattern for block in blocks for pattern in block["torchtitan"] + block["hugging_face"]],
-            }.get(framework, left_out)
+            }.get(framework.name, left_out)
             plain: dict[str, Any] = {"converter": "float8", "nearest": False, "notes": (), "mix": None, "higher": ""}
-            texts[framework] = templates().get_template(template).render(name=name, left_out=names, **plain).rstrip()
+            text = templates().get_template(framework.paste["recipe"])
+            texts[framework.title] = text.render(name=name, left_out=names, **plain).rstrip()
     return texts
+
+
+def with_texts(kind: str, chosen: Recipe) -> Iterator[tuple[Framework, str]]:
+    """The frameworks that have such a text and this recipe, with their name of the recipe."""
+    for known in frameworks().values():
+        name = chosen.settings.get(known.paste["named_in"], {}).get(known.paste["named"]) if kind in known.paste else None
+        if name is not None:
+            yield known, name
 
 
 def megatron_text(
@@ -55,17 +56,19 @@ def megatron_text(
 
     Delayed scaling supports neither: then a comment says so.
     """
-    flags, known = recipe_named(recipe).settings["megatron"]["flags"], modules()["megatron_recipes"]
-    mixed = bool(first or last or patterns)
-    if mixed and (missing := next((given for given in (recipe, higher) if given not in known), None)) is not None:
+    flags, settings = recipe_named(recipe).settings["megatron"]["flags"], _precision_config(higher)
+    unnamed = next((given for given in (recipe, higher) if _precision_config(given) is None), None)
+    if (first or last or patterns) and unnamed is not None:
         first, last, patterns = 0, 0, ()
-        notes = [f"Megatron-LM cannot mix {missing} with another precision, and rejects other layers and modules next to it"]
-    values = {"first": first, "last": last, "patterns": patterns, "notes": notes, "settings": known.get(higher, {})}
+        notes = [f"Megatron-LM cannot mix {unnamed} with another precision, and rejects other layers and modules next to it"]
+    values = {"first": first, "last": last, "patterns": patterns, "notes": notes, "settings": settings or {}}
     return templates().get_template("megatron.j2").render(name=flags, **values).rstrip()
 
 
-LAYOUTS = {"Megatron-LM": "layout_megatron.j2", "Megatron-Bridge": "layout_bridge.j2", "torchtitan": "layout_torchtitan.j2"}
-JOINED = ("Megatron-LM", "Megatron-Bridge")  # options of one command, a few on each line
+def _precision_config(recipe: str) -> Mapping[str, str] | None:
+    """A recipe in Megatron-LM's file of precisions; None if it cannot be named there."""
+    settings: Mapping[str, str] | None = recipe_named(recipe).settings.get("megatron", {}).get("precision_config")
+    return settings
 
 
 def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int, layers: int, *, experts: bool) -> dict[str, str]:
@@ -75,10 +78,11 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
     """
     settings, texts = recipe_named(layout.recipe).settings, {}
     stages = layout.pp_layers or ()
-    for framework, template in LAYOUTS.items():
+    pasted = [known for known in frameworks().values() if "layout" in known.paste]
+    for framework in sorted(pasted, key=lambda known: not known.one_command):
         text = (
             templates()
-            .get_template(template)
+            .get_template(framework.paste["layout"])
             .render(
                 layout=layout,
                 global_batch=global_batch,
@@ -92,8 +96,8 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
                 titan=settings.get("torchtitan"),
             )
         )
-        lines = [line.rstrip() for line in text.strip().splitlines() if line.strip() or framework not in JOINED]
-        texts[framework] = (" \\\n" if framework in JOINED else "\n").join(lines)
+        lines = [line.rstrip() for line in text.strip().splitlines() if line.strip() or not framework.one_command]
+        texts[framework.title] = (" \\\n" if framework.one_command else "\n").join(lines)
     return texts
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gemmscope.paste.emit import megatron_text, modules, ready_to_paste, templates
+from gemmscope.paste.emit import megatron_text, modules, ready_to_paste, templates, with_texts
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.numerics import Mix
 from gemmscope.roles import key_of
@@ -28,7 +28,7 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
         return ready_to_paste(mix.recipe)
     if any(_op(name) in modules()["ops"] for name in linears):  # without recorded modules, use their usual names
         mix, linears, in_layers = mix.model_copy(update={"linears": tuple(_of_ops(mix.linears))}), _of_ops(linears), True
-    settings, higher = recipe(mix.recipe).settings, recipe(mix.higher).settings
+    settings = recipe(mix.recipe).settings
     kept = tuple(f".{_as_recorded(name)}" for name in mix.linears)
     others = tuple(f".{_as_recorded(name)}" for name in linears if name not in mix.linears)
     common = {
@@ -42,13 +42,11 @@ def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bo
         "left_out": (),
     }
     texts = {}
-    for framework, template, backend, name in (
-        ("Transformer Engine", "mix_transformer_engine.j2", "transformer_engine", "class"),
-        ("torchao", "torchao.j2", "torchao", "float8"),
-    ):
-        own, other = settings.get(backend, {}).get(name), higher.get(backend, {}).get(name, "")
-        if own is not None and (other or mix.higher == BASELINE):
-            texts[framework] = _rendered(template, {**common, "name": own, "higher": other})
+    higher = {framework.name: name for framework, name in with_texts("mix", recipe(mix.higher))}
+    for framework, own in with_texts("mix", recipe(mix.recipe)):
+        other = higher.get(framework.name, "")
+        if other or mix.higher == BASELINE:
+            texts[framework.title] = _rendered(framework.paste["mix"], {**common, "name": own, "higher": other})
     if (titan := settings.get("torchtitan")) is not None:
         texts["torchtitan"] = _torchtitan(mix, layers, titan)
     if "megatron" in settings:

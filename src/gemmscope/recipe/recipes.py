@@ -10,9 +10,10 @@ from pydantic import TypeAdapter
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.recipe.kept import KeptHigher, mixed_name, split_name
 from gemmscope.recipe.precisions import Precision, precision_with
-from gemmscope.toml import load_data
+from gemmscope.toml import FactTable, complete, load_data
 
 BASELINE = "BF16"
+OF_QUANTIZATION = ("multiple_of", "bytes_read", "bytes_written", "weight_copy_bytes", "kept_bytes")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Recipe:
     weight_copy_bytes: float = 0  # per weight element: the quantized copies, both directions together
     kept_bytes: float = 2  # per element of X, from forward to backward
     same_kernels_as: str | None = None  # the recipe with the same GEMM kernels and another quantization
+    letter: str = ""  # in the maps of a sweep
     seen: str = ""  # the GPU on which these facts were observed
     settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
     kept: KeptHigher | None = None  # what a mix leaves in a higher precision; the rest is as in its `base`
@@ -88,10 +90,14 @@ class Recipe:
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, the baseline first."""
-    adapter, known, result = TypeAdapter(Recipe), {item.name for item in fields(Recipe)}, {}
+    adapter, known, result = TypeAdapter(Recipe), {item.name for item in fields(Recipe)}, dict[str, Recipe]()
     for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
-        settings = {key: value for key, value in facts.items() if key not in known}
-        result[name] = adapter.validate_python({**facts, "name": name, "settings": settings})
+        values = complete(Recipe, facts, name=name)
+        if facts["scales"] != "none":
+            values |= {key: facts[key] for key in OF_QUANTIZATION}
+        own = {key: value for key, value in facts.items() if key not in known and isinstance(value, dict)}
+        read = adapter.validate_python(values)
+        result[name] = replace(read, settings=FactTable(own, "recipe/recipes.toml", name))
     return result
 
 

@@ -8,10 +8,9 @@ from pydantic import Field
 
 from gemmscope.interval import Interval
 from gemmscope.results.base import Origin, Part, Result
+from gemmscope.workload.ops import Pass, TensorName
 
 Source = Literal["recording", "checkpoint", "synthetic"]
-TensorName = Literal["X", "W", "dY"]
-Pass = Literal["fprop", "dgrad", "wgrad"]
 
 
 def decibels(relative: float) -> float | None:

@@ -13,13 +13,9 @@ from gemmscope.step.marks import mark
 from gemmscope.step.stack_plan import StackPlan, projected_widths
 
 
-def attention_of(kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> nn.Module:
-    """The attention of a layer. `norm`: before its projections; None: its input is normed already."""
-    return SelfAttention(kit, spec, plan, norm)
-
-
 class SelfAttention(nn.Module):
-    """The attention block: from the hidden state to what is added to it."""
+    """The attention block: from the hidden state to what is added to it. `norm`: before its projections; None: its input is
+    normed already."""
 
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> None:
         super().__init__()
@@ -32,8 +28,10 @@ class SelfAttention(nn.Module):
             self.projections: nn.Module = LatentAttention(kit, norm, plan, spec, rotary)
         else:
             self.core = Core(kit, spec, plan, rotary)
-            separate = plan.separate_projections and not spec.stored_fused
-            self.projections = (SeparateProjections if separate else projections)(kit, spec, hidden, norm)
+            if plan.separate_projections and not spec.stored_fused:
+                self.projections = SeparateProjections(kit, spec, hidden, norm)
+            else:  # by one GEMM
+                self.projections = kit.norm_linear(norm, hidden, sum(projected_widths(spec)), bias=spec.qkv_bias)
         self.out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
         self.selective = plan.recompute == "selective"
 
@@ -47,16 +45,6 @@ class SelfAttention(nn.Module):
         inner = mark(inner, "attn out")
         with self.kit.high_precision("attn out"):
             return self.out(inner, **how)
-
-
-def projections(kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> nn.Module:
-    """Queries, keys and values by one GEMM."""
-    width = sum(projected_widths(spec))
-    return (
-        kit.linear(hidden, width, bias=spec.qkv_bias)
-        if norm is None
-        else kit.norm_linear(norm, hidden, width, bias=spec.qkv_bias)
-    )
 
 
 class SeparateProjections(nn.Module):
@@ -126,11 +114,12 @@ def _kept(kit: Kit, spec: AttentionSpec, plan: StackPlan) -> tuple[torch.Tensor,
     shape = (plan.micro_batch_size, plan.sequence_length)
     kept = tuple(torch.randn(*shape, width, **make) for width in (spec.k_width, spec.v_width))
     for tensor in kept:
-        tensor.register_post_accumulate_grad_hook(_drop)
+        tensor.register_post_accumulate_grad_hook(drop_gradient)
     return kept
 
 
-def _drop(tensor: torch.Tensor) -> None:
+def drop_gradient(tensor: torch.Tensor) -> None:
+    """A hook for a gradient that is complete, and that nothing uses."""
     tensor.grad = None
 
 
@@ -145,7 +134,8 @@ class QkNorms(nn.Module):
         self.weights: nn.ParameterList | None = None
         if not spec.qk_norm_weight:
             self.q, self.k = (
-                _PlainNorm(spec.head_dim if self.kind != "full" else width) for width in (spec.q_width, spec.k_width)
+                nn.RMSNorm(spec.head_dim if self.kind != "full" else width, eps=EPS, elementwise_affine=False)
+                for width in (spec.q_width, spec.k_width)
             )
         elif self.kind == "each_head":
             make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision}
@@ -167,17 +157,6 @@ class QkNorms(nn.Module):
                 normed(tensor, (self.head_dim,), eps=EPS) * weight for tensor, weight in zip((q, k), self.weights, strict=True)
             )
         return q.flatten(-2), k.flatten(-2)
-
-
-class _PlainNorm(nn.Module):
-    """An RMS norm without a weight."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, (self.width,), eps=EPS)
 
 
 class FullAttention(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gemmscope.model.layer_spec import LayerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import NormSpec
-from gemmscope.step.attention_modules import attention_of
+from gemmscope.step.attention_modules import SelfAttention
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
 from gemmscope.step.mixer_modules import mixer_of
@@ -156,7 +156,7 @@ class Block(nn.Module):
         both = layer.attention is not None and layer.mixer is not None
         self.parallel = places.shared
         own = None if self.parallel or both or sharded or not places.before else norm
-        self.attention = attention_of(kit, layer.attention, plan, own) if layer.attention is not None else None
+        self.attention = SelfAttention(kit, layer.attention, plan, own) if layer.attention is not None else None
         self.mixer = mixer_of(kit, hidden, layer.mixer, plan.sequence_length, own) if layer.mixer is not None else None
         self.routes = isinstance(layer.mlp, MoeSpec)  # experts take this rank's tokens, and norm them
         alone = sharded and not self.routes

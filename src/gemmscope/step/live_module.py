@@ -349,10 +349,12 @@ def mixers(model: nn.Module, *, compiled: bool = False) -> ModelKernels:
     files = {type(part).__module__ for part in model.modules()}
     functions: dict[str, Any] = {}
     for file in sorted(name for name in files if name.startswith("transformers.models.")):
-        functions |= {_name(name, value): value for name, value in vars(sys.modules[file]).items() if inspect.isfunction(value)}
+        own = {name: value for name, value in vars(sys.modules[file]).items() if inspect.isfunction(value)}
+        functions |= {str(_inside(value).get("func_name", name)).removeprefix("torch_"): value for name, value in own.items()}
     for part in model.modules():
         functions |= {name: value for name, value in vars(part).items() if inspect.isfunction(value)}
-    sources = {name: _package(function) for name, function in sorted(functions.items()) if _is_mixer(name)}
+    names = [name for name in sorted(functions) if name.startswith(MIXERS) and not any(word in name for word in DECODING)]
+    sources = {name: _package(functions[name]) for name in names}
     hidden = sys.modules.get("fla", sys) is None
     refused = {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS}
     unused = [name for name, package in sources.items() if compiled and package != TRANSFORMERS and _is_wrapped(functions[name])]
@@ -364,35 +366,27 @@ def mixers(model: nn.Module, *, compiled: bool = False) -> ModelKernels:
 
 def _is_wrapped(function: Any) -> bool:
     """Whether transformers decides at every call which implementation runs."""
-    while inspect.isfunction(function):
-        inside = _inside(function)
-        if NOT_WHEN_EXPORTED in inside:
-            return True
-        function = next((value for name, value in inside.items() if name in WRAPPED and value is not function), None)
-    return False
+    return any(NOT_WHEN_EXPORTED in _inside(one) for one in _unwrapped(function))
 
 
-def _is_mixer(name: str) -> bool:
-    return name.startswith(MIXERS) and not any(word in name for word in DECODING)
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """A function and, if it is a wrapper, what is inside of it, down to the implementation."""
+    while callable(function):
+        yield function
+        inside = (value for name, value in _inside(function).items() if name in WRAPPED and value is not function)
+        function = next(inside, None)
 
 
 def _inside(function: Any) -> dict[str, Any]:
     """What a wrapper holds."""
+    if not inspect.isfunction(function):
+        return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def _name(name: str, function: Any) -> str:
-    """What a package would call it."""
-    return str(_inside(function).get("func_name", name)).removeprefix("torch_")
-
-
 def _package(function: Any) -> str:
     """Where a function comes from; of a wrapper of transformers, the implementation inside it."""
-    while inspect.isfunction(function):
-        inside = next((value for name, value in _inside(function).items() if name in WRAPPED), None)
-        if inside is None or inside is function or not callable(inside):
-            break
-        function = inside
-    package = str(getattr(function, "__module__", None)).partition(".")[0]
+    *_, implementation = _unwrapped(function)
+    package = str(getattr(implementation, "__module__", None)).partition(".")[0]
     return PACKAGES.get(package, package)

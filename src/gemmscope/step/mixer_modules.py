@@ -37,12 +37,7 @@ class Mixer(nn.Module):
         self.columns = self.input_columns()
         width = sum(self.columns.values())
         self.prepare(hidden, norm)
-        norm = None if self.normed_apart else norm
-        self.projection = (
-            kit.linear(hidden, width, bias=spec.in_bias)
-            if norm is None
-            else kit.norm_linear(norm, hidden, width, bias=spec.in_bias)
-        )
+        self.projection = kit.norm_linear(None if self.normed_apart else norm, hidden, width, bias=spec.in_bias)
         channels = sum(self.columns[name] for name in self.convolved)
         self.conv_weight, self.conv_bias = None, None
         if spec.conv_kernel:
@@ -184,7 +179,7 @@ class GatedDelta(Mixer):
         return self.kit.kernels.delta_rule(q, k, v, parts["a"], parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
 
 
-class Kda(Mixer):
+class Kda(GatedDelta):
     """Kimi delta attention: the decay of every channel and the output gate go through a bottleneck each."""
 
     gate = "sigmoid"
@@ -207,17 +202,10 @@ class Kda(Mixer):
         gates = [up(down(x, **how), **how) for down, up in zip(self.downs, self.ups, strict=True)]
         projected = mark(self.projection(x, **how), "linear attention")
         parts = self.split(projected.unflatten(0, (-1, self.sequence)))
-        parts["a"], z = (gate.unflatten(0, (-1, self.sequence)) for gate in gates)
+        decay, z = (gate.unflatten(0, (-1, self.sequence)) for gate in gates)
+        parts["a"] = decay.unflatten(-1, (self.spec.heads, self.spec.key_dim))
         inner = self.gated(mark(self.recurrence(parts), "mixer out"), z)
         return self.out(inner.flatten(0, 1), **how)
-
-    def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        spec = self.spec
-        q, k = (parts[name].unflatten(-1, (spec.groups, spec.key_dim)) for name in ("q", "k"))
-        v = parts["v"].unflatten(-1, (spec.heads, spec.value_dim))
-        decay = parts["a"].unflatten(-1, (spec.heads, spec.key_dim))
-        a_log, dt_bias = self.a_log, self.dt_bias
-        return self.kit.kernels.delta_rule(q, k, v, decay, parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
 
 
 class Lightning(Mixer):

@@ -14,7 +14,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.model import hf
@@ -60,11 +59,6 @@ class ModulePlan:
             return {self.depth: 1.0}
         config = self.config
         return extrapolation(lambda depth: kinds_of(config, depth), self.depth, most)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ModulePlan:
-        """The inverse of `dataclasses.asdict`."""
-        return TypeAdapter(ModulePlan).validate_python(data)
 
 
 def depth_of(config: Mapping[str, Any]) -> int:
@@ -142,8 +136,13 @@ def extrapolation(kinds: Callable[[int], Kinds | None], layers: int, most: int) 
     """
     whole = kinds(layers) or Counter({"layer": layers})
     known = {depth: counts for depth in range(min(LEAST_DEPTH, most), most + 1) if (counts := kinds(depth)) is not None}
-    target = _row(whole, whole)
-    rows = {depth: _row(counts, whole) for depth, counts in known.items() if counts.keys() <= whole.keys()}
+
+    def row(counts: Kinds) -> Any:
+        """A step is so many layers of each kind, and everything outside of the layers once."""
+        return np.array([1.0, *(counts[kind] for kind in whole)])
+
+    target = row(whole)
+    rows = {depth: row(counts) for depth, counts in known.items() if counts.keys() <= whole.keys()}
     enough = len(rows) > 1 and _weights(list(rows), rows, target) is not None
     for size in range(2, MOST_DEPTHS + 1) if enough else ():
         candidates = list(rows) if size == 2 else _spread(list(rows), MOST_CANDIDATES)
@@ -155,11 +154,6 @@ def extrapolation(kinds: Callable[[int], Kinds | None], layers: int, most: int) 
         f"the model does not fit in memory, and {most} of its {layers} layers are too few to tell its kinds of layers apart",
         "use a smaller batch, or a GPU with more memory",
     )
-
-
-def _row(counts: Kinds, whole: Kinds) -> Any:
-    """A step is so many layers of each kind, and everything outside of the layers once."""
-    return np.array([1.0, *(counts[kind] for kind in whole)])
 
 
 def _spread(depths: list[int], most: int) -> list[int]:

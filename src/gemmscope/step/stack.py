@@ -12,18 +12,18 @@ thousands of kernels. All captured steps use the same memory: one runs at a time
 import gc
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from gemmscope.step.attention_modules import drop_gradient
 from gemmscope.step.blocks import Block, Prediction, Shards
-from gemmscope.step.kept import kept_layers
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
-from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan, kept_layers
 
 WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 
@@ -136,12 +136,12 @@ class Step:
         self._every = updated = [*self.stack.inner, *self.stack.ends]
         if not real:
             for parameter in self._every:
-                parameter.register_post_accumulate_grad_hook(_drop)
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
             updated = [_with_gradient(parameter, weights) for parameter in self._every]
         self.optimizer = _optimizer(updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
-            self._x.register_post_accumulate_grad_hook(_drop)
+            self._x.register_post_accumulate_grad_hook(drop_gradient)
 
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
@@ -170,10 +170,6 @@ class Step:
         return loss
 
 
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
 def _with_gradient(parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
     """Another parameter on the same memory that always has a gradient, for the optimizer."""
     updated = nn.Parameter(parameter.data)
@@ -199,19 +195,6 @@ def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.
     return torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True), labels
 
 
-class Capturable(Protocol):
-    """A step that can be captured. Its optimizer must be set to capturable."""
-
-    optimizer: torch.optim.Optimizer
-
-    @property
-    def mixer_kernels(self) -> MixerKernels: ...
-
-    def run(self) -> None: ...
-
-    def loss(self) -> float: ...
-
-
 class GraphMemory:
     """Memory that captured steps share. It must never be without a graph, so it has one of its own."""
 
@@ -228,7 +211,7 @@ class CapturedStep:
     After a failed capture, the process cannot be used any more: PyTorch's allocator and random generator still expect its end.
     """
 
-    def __init__(self, step: Capturable, memory: GraphMemory) -> None:
+    def __init__(self, step: Step, memory: GraphMemory) -> None:
         for group in step.optimizer.param_groups:
             group["capturable"] = True
         side = torch.cuda.Stream()

@@ -2,30 +2,34 @@
 
 Layers of a kind are alike, so a step of the real depth needs the weights of a few only: `slots` says which weights each layer
 uses. Layers that share a slot share its memory, not its gradients: every layer runs the kernels it would run in the whole model.
+
+A mix keeps whole layers of it in a higher precision, and parts of every layer: what a kit can run in a precision of its own.
+An op of `gemmscope shapes` belongs to one part; the projections of attention belong together.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from math import gcd
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
-from gemmscope.roles import name_of
+from gemmscope.recipe.kept import KeptHigher
+from gemmscope.recipe.recipes import recipe
+from gemmscope.roles import kit_part, name_of
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 from gemmscope.workload.mixers import input_widths
 
 MOST_WEIGHTS = 4  # layers that have their own weights, over all kinds, unless there are more kinds
 MOST_KINDS = 12
+WHOLE_MLP = "mlp"  # all of the feed-forward block
 
 
 @dataclass(frozen=True)
@@ -139,11 +143,6 @@ class StackPlan:
         """Every layer with weights of its own: the real model."""
         return replace(self, slots=tuple(range(self.depth)))
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> StackPlan:
-        """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
-        return TypeAdapter(StackPlan).validate_python(data)
-
 
 def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     """The places of `depth` of the layers, in order: of each kind in proportion to its share, the rest of the kinds furthest
@@ -169,7 +168,9 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
-    _check_layers(model)
+    if special := not_run(model):
+        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
+        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -314,18 +315,11 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
 
 def not_run(model: ModelSpec) -> str:
     """What the layers of a model have that the stack cannot run; empty if it can run them."""
-    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
-    if any(attention.compressed is not None for attention in model.attentions):
-        special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
-        special = "shared weights"
-    return special
-
-
-def _check_layers(model: ModelSpec) -> None:
-    if special := not_run(model):
-        hugging_face = f"for a preset or a Hugging Face config, add {option('hugging_face')} to run the model's own class"
-        raise UserError(f"step does not support layers with {special} yet", f"{hugging_face}; or use gemmscope forecast")
+        return "shared weights"
+    if any(attention.compressed is not None for attention in model.attentions):
+        return "compressed attention"
+    return next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
@@ -341,3 +335,76 @@ def activation_kind(name: str) -> str | None:
     if name.startswith("gelu"):
         return "gelu" if name in EXACT_GELUS else "tanh gelu"
     return ACTIVATION_KINDS.get(name)
+
+
+def kept_parts(kept: KeptHigher | None) -> frozenset[str]:
+    """The parts of every layer that a mix keeps.
+
+    >>> sorted(kept_parts(KeptHigher("BF16", ops=("mlp-gate-up", "mlp-down", "attention-out")))), kept_parts(None)
+    (['attn out', 'mlp down', 'mlp up'], frozenset())
+    """
+    return frozenset(filter(None, map(kit_part, kept.ops if kept is not None else ())))
+
+
+def check_kept(name: str, ops: Sequence[str]) -> None:
+    """A `UserError` if a stack cannot keep what a mix of a model with these quantized ops keeps."""
+    kept = recipe(name).kept
+    if kept is None:
+        return
+    if strange := [op for op in kept.ops if not kit_part(op)]:
+        possible = [name_of(op) for op in ops if kit_part(op)]
+        raise UserError(
+            f"a step cannot keep {name_of(strange[0])} in a different precision",
+            f"it can keep {', '.join(possible)}; gemmscope forecast supports all",
+        )
+    for part in dict.fromkeys(map(kit_part, kept.ops)):
+        present = [op for op in ops if kit_part(op) == part]
+        if missing := [name_of(op) for op in present if op not in kept.ops]:
+            raise UserError(
+                f"a step keeps {', '.join(map(name_of, present))} in a higher precision only together, but the mix does not keep "
+                f"{missing[0]}",
+                f"add {missing[0]} to {option('keep_higher')}, or use gemmscope forecast, which supports each",
+            )
+
+
+def keeps_half_an_mlp(name: str) -> bool:
+    """Whether a mix keeps one linear of an MLP and not the other.
+
+    >>> keeps_half_an_mlp("FP8Current (in BF16: MLP Down)"), keeps_half_an_mlp("FP8Current (in BF16: MLP Gate+Up, MLP Down)")
+    (True, False)
+    """
+    return len(kept_parts(recipe(name).kept) & {"mlp up", "mlp down"}) == 1
+
+
+def too_shallow(plan: StackPlan | ModulePlan, depth: int, kept: KeptHigher | None) -> str:
+    """Why a stack of this depth says nothing about the whole mix; empty if it does."""
+    if kept is None or isinstance(plan, ModulePlan) or depth == plan.depth:
+        return ""
+    count = kept.first_layers + kept.last_layers
+    return f"it keeps {count} layers in {kept.recipe}, but only {depth} fit in memory" if count >= depth else ""
+
+
+def kept_layers(plan: StackPlan, kept: KeptHigher | None) -> list[bool]:
+    """Which layers of a stack a mix keeps: the first and last ones of the model, as far as they are on this rank.
+
+    A shallower stack keeps as many: so the whole depth is on the line through two shallower ones.
+    """
+    if kept is None:
+        return [False] * plan.depth
+    first, last = max(kept.first_layers - plan.layers_before, 0), max(kept.last_layers - plan.layers_after, 0)
+    return [place < first or place >= plan.depth - last for place in range(plan.depth)]
+
+
+def parts_of(path: str) -> frozenset[str]:
+    """The parts that a linear of a layer of the stack belongs to, by its path in the layer.
+
+    >>> sorted(parts_of("feed_forward.second.down")), sorted(parts_of("attention.projections.second"))
+    (['mlp', 'mlp down'], ['qkv'])
+    """
+    names = path.split(".")
+    if names[0] == "attention":
+        return frozenset({"qkv"} if "projections" in names else {"attn out"})
+    if names[0] != "feed_forward":
+        return frozenset()
+    block = "experts" if "experts" in names else "shared expert" if "shared" in names else WHOLE_MLP
+    return frozenset({WHOLE_MLP, f"{block} {'down' if 'down' in names else 'up'}"})

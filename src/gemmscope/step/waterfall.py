@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from gemmscope.bench.evidence import evidence
+from gemmscope.bench.linears import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
@@ -339,14 +339,11 @@ def smaller_batches(micro_batch_size: int, sequence_length: int) -> list[tuple[i
     >>> smaller_batches(8, 4096), smaller_batches(1, 1024), smaller_batches(3, 512)
     ([(1, 4096), (2, 4096), (4, 4096)], [(1, 256), (1, 512)], [(1, 512)])
     """
+    halved = micro_batch_size if micro_batch_size > 1 else sequence_length
+    halves = [halved >> shift for shift in range(halved.bit_length() - 1, 0, -1)]  # a half, a quarter and so on down to 1
     if micro_batch_size > 1:
-        return [(size, sequence_length) for size in _halves(micro_batch_size)]
-    return [(1, length) for length in _halves(sequence_length) if length >= LEAST_SEQUENCE]
-
-
-def _halves(number: int) -> list[int]:
-    """A half, a quarter and so on down to 1, the smallest first."""
-    return [number >> shift for shift in range(number.bit_length() - 1, 0, -1)]
+        return [(size, sequence_length) for size in halves]
+    return [(1, length) for length in halves if length >= LEAST_SEQUENCE]
 
 
 def break_even_finding(measured: Sequence[AtBatch], recipe: str) -> Finding:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 from torch._dynamo.exc import TorchDynamoException
 
 from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
@@ -22,7 +23,6 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.kept import too_shallow
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes
@@ -30,7 +30,7 @@ from gemmscope.step.marks import recording
 from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights
-from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan, too_shallow
 from gemmscope.workload.failures import TraceError
 
 PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
@@ -46,8 +46,9 @@ class StepWorker(MeasuringProcess):
 
     def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         super().__init__(request, out)
-        live = request["live"]
-        self.plan: StackPlan | ModulePlan = (ModulePlan if live else StackPlan).from_json(request["plan"])
+        self.plan: StackPlan | ModulePlan = TypeAdapter(ModulePlan if request["live"] else StackPlan).validate_python(
+            request["plan"]
+        )
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
         self.modules: dict[tuple[int, torch.dtype], LiveModule] = {}  # by depth and precision

@@ -22,6 +22,11 @@ from pydantic import Field, PlainSerializer, PlainValidator
 from gemmscope import roles
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
+TensorName = Literal["X", "W", "dY"]
+OPERANDS: Mapping[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
+"""The two tensors that each pass multiplies, in the order of a recipe's `operands`."""
+COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}
+"""Where the dimension that a pass reduces is the tensor's first one: columns of the tensor are rows of the operand."""
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
 Direction = Literal["forward", "backward"]

@@ -19,9 +19,10 @@ from markupsafe import Markup, escape
 
 from gemmscope import __version__
 from gemmscope.document.combine import common_baselines, label, side_by_side_table, sources, speedup_rows
+from gemmscope.document.common import first_rows
 from gemmscope.document.model import Block, Document, Message
 from gemmscope.document.palette import css
-from gemmscope.document.table import Facts, Table, first_rows
+from gemmscope.document.table import Facts, Table
 from gemmscope.units import slug
 from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded, side_by_side_data
 from gemmscope.writers.page_view import View, is_small, rates_data, views, without

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from gemmscope.document.combine import common_baselines, label, side_by_side_table
+from gemmscope.document.common import first_rows
 from gemmscope.document.model import Document, Message
-from gemmscope.document.table import Facts, Table, first_rows
+from gemmscope.document.table import Facts, Table
 
 MOST_ROWS = 1000  # of a table: nobody reads more in Markdown
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#&~$"})

@@ -34,7 +34,8 @@ from gemmscope.interval import Interval
 from gemmscope.numerics.probes import Probes, pair_key, probe_key, recorded_key, reference_quantizers
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, GemmOperand, Quantizer
 from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample, PassSample
-from gemmscope.results.numerics import OperandError, TensorName
+from gemmscope.results.numerics import OperandError
+from gemmscope.workload.ops import TensorName
 
 UNKNOWN = 0.3
 """Without a probe: the standard deviation of ‖EA‖², relative to the estimate for uncorrelated errors."""

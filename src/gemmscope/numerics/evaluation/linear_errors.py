@@ -16,18 +16,11 @@ from gemmscope.numerics.evaluation.gemm_errors import (
     sampled_error,
 )
 from gemmscope.numerics.quantizers import GemmOperand, operands
-from gemmscope.numerics.recording import (
-    OPERANDS,
-    ZERO_OUTPUT,
-    LinearStep,
-    RecordedLinear,
-    earlier_maxima,
-    nonfinite_values,
-    scale_maxima,
-)
+from gemmscope.numerics.recording import ZERO_OUTPUT, LinearStep, RecordedLinear, earlier_maxima, nonfinite_values, scale_maxima
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, Pass, PassError, StaleScale, TensorName
+from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, PassError, StaleScale
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 
 class LinearErrors:

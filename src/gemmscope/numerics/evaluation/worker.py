@@ -27,9 +27,10 @@ from gemmscope.numerics.evaluation.requests import (
 )
 from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.quantizers import operands
-from gemmscope.numerics.recording import OPERANDS, RecordedLinear, TensorRecording, read_recording
+from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
 from gemmscope.process import messages_to_parent
 from gemmscope.results.numerics import LinearError
+from gemmscope.workload.ops import OPERANDS
 
 
 def main() -> None:

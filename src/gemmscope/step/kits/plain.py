@@ -15,10 +15,9 @@ from torch.utils import checkpoint
 from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kept import kept_parts
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.stack_plan import StackPlan, activation_kind
+from gemmscope.step.stack_plan import StackPlan, activation_kind, kept_parts
 
 EPS = 1e-5
 MOST_GRAPHS = 256  # that may be compiled of one function: layers of several kinds, in several recipes, at several depths
@@ -75,8 +74,10 @@ class Kit:
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return PlainLinear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
 
-    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
+    def norm_linear(self, norm: NormSpec | None, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """A linear, and the norm before it; None: its input is normed already."""
+        linear = self.linear(inputs, outputs, bias=bias)
+        return Chain(self.norm(norm, inputs), linear) if norm is not None else linear
 
     def mlp(self, norm: NormSpec | None, hidden: int, spec: MlpSpec, *, separate: bool = False) -> nn.Module:
         """A feed-forward block; `norm`: before it. `separate`: gate and up are a GEMM each."""
@@ -95,12 +96,7 @@ class Kit:
 
     def _feed_forward(self, hidden: int, spec: MlpSpec, name: str = "mlp", norm: NormSpec | None = None) -> nn.Module:
         """A feed-forward block of two linears, each in its own precision; `norm`: before the first."""
-        wide = spec.intermediate_size * (1 + spec.gated)
-        up = (
-            self.linear(hidden, wide, bias=spec.up_bias)
-            if norm is None
-            else self.norm_linear(norm, hidden, wide, bias=spec.up_bias)
-        )
+        up = self.norm_linear(norm, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
         down = self.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
         return FeedForward(spec, self.part(f"{name} up", up), self.part(f"{name} down", down))
 

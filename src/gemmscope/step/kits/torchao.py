@@ -10,10 +10,9 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.step.kept import parts_of
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.stack_plan import StackPlan
+from gemmscope.step.stack_plan import StackPlan, parts_of
 
 
 class TorchaoKit(Kit):

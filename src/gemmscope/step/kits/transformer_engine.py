@@ -76,7 +76,9 @@ class TransformerEngineKit(Kit):
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return te.Linear(inputs, outputs, bias=bias, **self._make)
 
-    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+    def norm_linear(self, norm: NormSpec | None, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        if norm is None:
+            return self.linear(inputs, outputs, bias=bias)
         return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:

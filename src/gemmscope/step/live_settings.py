@@ -1,4 +1,4 @@
-"""The step of a live module: what it needs, how it is compiled, how many of its layers fit into memory."""
+"""The settings of the step of a live module: what it needs, how it is compiled, how many of its layers fit into memory."""
 
 from dataclasses import replace
 

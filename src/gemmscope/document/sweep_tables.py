@@ -1,0 +1,288 @@
+"""The tables of a sweep, forecast or measured, and how it is named in titles: FORECAST everywhere, or never."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from gemmscope import units
+from gemmscope.document.common import phrase
+from gemmscope.document.table import Cell, Column, Table, Value, table
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE, recipes
+from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
+
+MOST_ROWS = 14  # of the short view
+MOST_ACROSS = 10  # values of the second size that are columns
+OF: dict[Swept, str] = {"training step": "the training step", "linears": "the linears", "GEMM": "the GEMM"}
+
+
+@dataclass(frozen=True)
+class Titles:
+    """Titles of one sweep, and words of its sentences."""
+
+    name: str  # beside other sweeps
+    of: str  # what was measured or forecast
+    section: str
+    curve: str
+    heat: str
+    points: str
+    break_even: str
+    summary: str
+    plane: str
+    line: str  # how the line with the number of points begins
+    faster: str  # how the line with the break-even begins
+    beyond: str
+    possible: str  # what points are called that can be ranked
+    not_ranked: str  # the column that says why others cannot
+    blank: str  # what cells of a heat map without a speedup mean
+
+
+def titles(sweep: GpuSweep) -> Titles:
+    """The titles and words of a sweep, by where its numbers come from."""
+    return _of_measurement(sweep) if isinstance(sweep, MeasuredSweep) else _of_forecast(sweep)
+
+
+def _of_forecast(sweep: GpuSweep) -> Titles:
+    gpu = f"{sweep.gpu}: FORECAST"
+    return Titles(
+        name=sweep.gpu,
+        of="the training step",
+        section=f"{gpu} of the training step",
+        curve=f"{gpu} speedup of the training step over {BASELINE}",
+        heat=f"{gpu} of the best recipe and its speedup of the training step over {BASELINE}",
+        points=f"{gpu}, every point of the sweep",
+        break_even=f"{gpu} break-even: faster than {BASELINE} beyond the error bar, from here to the end of the sweep",
+        summary="Best recipe for the training step [90% error bar]",
+        plane=f"Best recipe and its speedup over {BASELINE}",
+        line=f"{sweep.gpu}: at",
+        faster=f"{sweep.gpu}: faster than {BASELINE}",
+        beyond="error bar",
+        possible="possible point",
+        not_ranked="Not possible",
+        blank="not possible, or does not fit",
+    )
+
+
+def _of_measurement(sweep: MeasuredSweep) -> Titles:
+    mode, of = f", {sweep.mode}" if sweep.mode else "", OF[sweep.what]
+    return Titles(
+        name=sweep.mode or sweep.gpu,
+        of=f"{of} in {sweep.mode} mode" if sweep.mode else of,
+        section=f"{sweep.what[0].upper()}{sweep.what[1:]}{mode}",
+        curve=f"Speedup of {of} over {BASELINE}{mode}",
+        heat=f"Best recipe and its speedup of {of} over {BASELINE}{mode}",
+        points=f"Every point of the sweep{mode}",
+        break_even=f"Break-even{mode}: faster than {BASELINE} beyond the interval, from here to the end of the sweep",
+        summary=f"Best recipe for {of} [95% interval]",
+        plane=f"Best recipe and its speedup over {BASELINE}{mode}",
+        line=f"{sweep.mode.capitalize()}: at" if sweep.mode else "At",
+        faster=f"{sweep.mode.capitalize()}: faster than {BASELINE}" if sweep.mode else f"Faster than {BASELINE}",
+        beyond="interval",
+        possible="measured point",
+        not_ranked="Not measured",
+        blank="not possible, or not measured",
+    )
+
+
+def speedup_of(point: SweepPoint) -> float:
+    """The speedup of the best recipe; 1 where that is BF16."""
+    return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
+
+
+def spread(length: int, most: int, also: int | None = None) -> list[int]:
+    """Places spread over a list, both ends among them, and one more.
+
+    >>> spread(4, 10), spread(100, 4), spread(100, 4, 50)
+    ([0, 1, 2, 3], [0, 33, 66, 99], [0, 33, 50, 66, 99])
+    """
+    if length <= most:
+        return list(range(length))
+    places = {round(place * (length - 1) / (most - 1)) for place in range(most)}
+    return sorted(places | ({also} if also is not None else set()))
+
+
+def _size_columns(sweep: GpuSweep) -> list[Column[SweepPoint]]:
+    return [Column(size, partial(lambda size, point: point.values[size], size), "d") for size in sweep.sizes]
+
+
+def _time_head(sweep: GpuSweep) -> str:
+    """The column of the baseline's time."""
+    return f"{BASELINE} step ms" if sweep.subject == "training step" else f"{BASELINE} ms"
+
+
+def _rate(point: SweepPoint) -> float | None:
+    """TFLOP/s of a measured GEMM."""
+    return point.tflops if isinstance(point, MeasuredPoint) else None
+
+
+# --- the short view -------------------------------------------------------------------------------------------------------
+
+
+def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
+    """One size: a row for each point, or as many as fit a screen. Two sizes: the plane of one GPU, or the best point of each."""
+    if not any(sweep.points for sweep in sweeps):
+        return None
+    first, measured = sweeps[0], isinstance(sweeps[0], MeasuredSweep)
+    if len(first.sizes) == 2 and (len(sweeps) == 1 or measured):
+        return _plane(first)
+    one = len(first.sizes) == 1
+    if one:
+        rows = [(sweep, point) for sweep in sweeps for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))]
+    else:
+        rows = [(sweep, max(sweep.points, key=speedup_of)) for sweep in sweeps if sweep.points]
+    of_point: list[Column[SweepPoint]] = [
+        *_size_columns(first),
+        Column("Best recipe", lambda point: point.winner.best if point.winner else Cell(_why_not(point), level="warning")),
+        Column(f"Speedup over {BASELINE}", lambda point: point.winner.speedup if point.winner else None, "x"),
+        Column(
+            "Too close to call",
+            lambda point: ", ".join(point.winner.rivals) or None if point.winner else None,
+            drop=3 if one else 0,
+        ),
+        Column("Host-bound", lambda point: _host_bound(point) if point.winner else None, drop=1),
+        Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2 if one else 0),
+        Column("Tokens/s/GPU", lambda point: point.tokens_per_s if point.winner else None, ",.0f", drop=5),
+        Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
+        Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
+    ]
+    columns = [
+        Column[tuple[GpuSweep, SweepPoint]]("Mode" if measured else "GPU", lambda row: titles(row[0]).name, when=len(sweeps) > 1),
+        *(Column(own.head, partial(_of_point, own), own.unit, own.drop, own.when) for own in of_point),
+    ]
+    total = sum(len(sweep.points) for sweep in sweeps)
+    shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
+    title = titles(first).summary if one else "The largest speedup of every GPU [90% error bar]"
+    return table(title, columns, rows, shown if one and len(rows) < total else "", sparse=one)
+
+
+def _of_point(column: Column[SweepPoint], row: tuple[GpuSweep, SweepPoint]) -> Value:
+    return column.cell(row[1])
+
+
+def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
+    best = max(range(len(points)), key=lambda place: speedup_of(points[place]), default=0)
+    return [points[place] for place in spread(len(points), most, best)]
+
+
+def _why_not(point: SweepPoint) -> str:
+    """The reason in a few words; the table of all points and the findings have all of it."""
+    if point.unfit and point.memory_gb:
+        return f"does not fit: {point.memory_gb:.0f} GB"
+    if isinstance(point, MeasuredPoint):
+        return "does not fit in memory" if point.unfit else "not measured" if point.failure else "not possible"
+    return point.why_not
+
+
+def _host_bound(point: SweepPoint) -> str | None:
+    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
+    if bound and bound in (every, every[1:]):
+        return "all" if bound == every else f"all but {BASELINE}"
+    return ", ".join(bound) or None if len(bound) < 3 else units.counted(len(bound), "recipe")
+
+
+def _plane(sweep: GpuSweep) -> Table:
+    """The best recipe as a letter with its speedup, for the values of both sizes."""
+    down, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
+    by_values = {tuple(point.values[size] for size in sweep.sizes): point for point in sweep.points}
+    rows = [down[place] for place in spread(len(down), MOST_ROWS)]
+    shown = [across[place] for place in spread(len(across), MOST_ACROSS)]
+    numbers = count(1)
+    of_recipes = {name: known.letter for name, known in recipes().items()}
+    letters = {name: of_recipes.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
+
+    def across_column(value: int) -> Column[int]:
+        return Column(str(value), lambda row: _field(by_values.get((row, value)), letters), "x")
+
+    winners = [point.winner for point in sweep.points if point.winner is not None]
+    legend = [f"{letters[name]} = {name}" for name in dict.fromkeys(winner.best for winner in winners)]
+    legend += ["? = too close to call"] if any(winner.rivals for winner in winners) else []
+    legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
+    left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(sweep.points) else ""
+    columns = [Column[int](sweep.sizes[0], lambda row: row, "d"), *map(across_column, shown)]
+    return table(f"{titles(sweep).plane}; columns: {sweep.sizes[1]}", columns, rows, f"{', '.join(legend)}.{left_out}")
+
+
+def _bound(point: SweepPoint) -> bool:
+    return point.winner is not None and point.winner.best in point.host_bound
+
+
+def _field(point: SweepPoint | None, letters: Mapping[str, str]) -> Cell | None:
+    if point is None or point.winner is None:
+        failed = isinstance(point, MeasuredPoint) and point.failure
+        text = "no fit" if point is not None and point.unfit else "failed" if failed else ""
+        return Cell(text, level="warning") if text else None
+    gain = speedup_of(point)
+    mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")
+    return Cell(f"{letters[point.winner.best]} {gain:.2f}{mark}", gain, level="" if point.gains else "warning")
+
+
+# --- everything -----------------------------------------------------------------------------------------------------------
+
+
+def points_table(sweep: GpuSweep) -> Table:
+    """A row for each point: the best recipe, its rivals, its limits. For one size, the curves have the speedups."""
+    measured = isinstance(sweep, MeasuredSweep)
+    low = [name for name in sweep.recipes if name != BASELINE and len(sweep.sizes) > 1]
+
+    def listed(names: Iterable[str]) -> str | None:
+        return ", ".join(names) or None
+
+    columns: list[Column[SweepPoint]] = [
+        *_size_columns(sweep),
+        Column(_time_head(sweep), lambda point: point.baseline_ms, "ms"),
+        *(Column(name, partial(_speedup, name), "x") for name in low),
+        Column("Tokens/s/GPU, best", lambda point: point.tokens_per_s, ",.0f"),
+        Column("Memory GB, best", lambda point: point.memory_gb, ".0f"),
+        Column("Largest speedup", lambda point: point.winner.speedup if point.winner else None, "x"),
+        Column("Best", lambda point: point.winner.best if point.winner else None),
+        Column(f"Faster than {BASELINE}", lambda point: ("yes" if point.gains else "no") if point.winner else None),
+        Column("Too close to call against", lambda point: listed(point.winner.rivals) if point.winner else None),
+        Column("Host-bound", lambda point: _all_host_bound(point) if point.winner else None),
+        Column("Does not fit", lambda point: _unfit(point) if point.unfit else None),
+        Column(titles(sweep).not_ranked, lambda point: listed(point.not_possible) if point.winner else point.reason),
+        Column("TFLOP/s, best", _rate, "TFLOP/s", when=measured),
+        Column("GPU", lambda point: (isinstance(point, MeasuredPoint) and point.gpu) or None, when=measured),
+        Column("GPU UUID", lambda point: (isinstance(point, MeasuredPoint) and point.uuid) or None, when=measured),
+    ]
+    return table(titles(sweep).points, columns, sweep.points, sparse=measured)
+
+
+def _unfit(point: SweepPoint) -> Cell:
+    return Cell("all recipes" if point.winner is None else ", ".join(point.unfit), level="warning")
+
+
+def _speedup(name: str, point: SweepPoint) -> Interval | None:
+    return point.speedups.get(name)
+
+
+def _all_host_bound(point: SweepPoint) -> str | None:
+    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
+    return (
+        "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or None
+    )
+
+
+def break_even_table(sweep: GpuSweep) -> Table:
+    """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
+    a row for all values with the same answer."""
+    title, one = titles(sweep).break_even, len(sweep.sizes) == 1
+    groups: dict[tuple[str, int | None], list[str]] = {}
+    begins: dict[str, dict[str, Value]] = {}
+    for edge in sweep.break_even:
+        groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))
+        begins.setdefault(edge.recipe, {})[str(edge.at)] = edge.since if edge.since is not None else Cell("nowhere")
+    places = list(dict.fromkeys(str(edge.at) for edge in sweep.break_even))
+    if one or len(places) > MOST_ACROSS:
+        lines: list[Column[tuple[tuple[str, int | None], list[str]]]] = [
+            Column("Recipe", lambda group: group[0][0]),
+            Column(f"From {sweep.sizes[0]}", lambda group: Cell("nowhere") if group[0][1] is None else group[0][1], "d"),
+            Column(f"At {sweep.sizes[-1]}", lambda group: ", ".join(group[1]), when=not one),
+        ]
+        return table(title, lines, groups.items())
+
+    def place_column(at: str) -> Column[str]:
+        return Column(at, lambda name: begins[name].get(at), "d")
+
+    columns = [Column[str]("Recipe", str), *map(place_column, places)]
+    return table(title, columns, begins, phrase("sweep-break-even", down=sweep.sizes[0], across=sweep.sizes[1]))
