@@ -22,9 +22,9 @@ from gemmscope.fleet.summaries import RunSummary
 from gemmscope.options.declare import options_of
 from gemmscope.options.measuring import BenchOptions, FleetOptions
 from gemmscope.options.values import percentage
-from gemmscope.pool.launched import Launched
+from gemmscope.pool.gpus import Launched
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.results.fleet import FleetResult
 from gemmscope.run_context import RunContext
 from support.commands import run_fleet

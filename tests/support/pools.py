@@ -14,7 +14,7 @@ from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.gpu.environment import Environment
 from gemmscope.options.measuring import BenchOptions
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Unit
+from gemmscope.pool.pool import Unit
 from gemmscope.progress import Reporter
 from gemmscope.results.bench import BenchResult
 

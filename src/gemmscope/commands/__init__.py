@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     # isort: split
     from gemmscope.job.load import ModelRun, load_model, model_run
-    from gemmscope.pool.launched import Launched, launched
-    from gemmscope.pool.open import one_gpu
+    from gemmscope.pool.gpus import Launched, launched, one_gpu
     from gemmscope.progress import Console
     from gemmscope.run_context import RunContext
 
@@ -29,10 +28,9 @@ __all__ = [
 
 _ELSEWHERE = {
     **dict.fromkeys(("ModelRun", "load_model", "model_run"), "job.load"),
-    **dict.fromkeys(("Launched", "launched"), "pool.launched"),
+    **dict.fromkeys(("Launched", "launched", "one_gpu"), "pool.gpus"),
     "Console": "progress",
     "RunContext": "run_context",
-    "one_gpu": "pool.open",
     "supported": "bench.choose",
 }
 

@@ -10,8 +10,8 @@ from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import LADDER, bench_settings, check_shape, check_te_benchmark, check_timing, limits, stopping_rule
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import not_resumed
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.quote import read_fleet, with_spread

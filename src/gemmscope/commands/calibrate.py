@@ -8,8 +8,8 @@ from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import bench_settings, check_timing, stopping_rule
 from gemmscope.document.table import Column, Table, table
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, fingerprint
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gemmscope.bench.choose import Choice, check_for_step, choose, supported
 from gemmscope.bench.findings import state_findings
 from gemmscope.bench.timing import limits
-from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.rule import check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
