@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.numerics.evaluation.emulate import compiled_factors, emulate, quantized_factors
+from gemmscope.numerics.evaluation.emulate import Emulation, compiled_factors, quantized_factors
 from gemmscope.numerics.quantizers import operands
 from gemmscope.recipe.recipes import recipe
 from train_recipes import REAL
@@ -71,7 +71,7 @@ def real(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear) -> Run
 
 def emulated(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear, *, compiled: bool) -> Run:
     """Run the emulated linear."""
-    emulation = emulate(Holder(linear), name, compiled=compiled)
+    emulation = Emulation(Holder(linear), name, compiled=compiled)
     return run(linear, x, dy, lambda: emulation, 2)
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     print("\nms, forward and backward: BF16", round(milliseconds(linear, x, dy, torch.enable_grad), 3), flush=True)
     for name in COMPILED:
         for compiled in (False, True):
-            emulation = emulate(Holder(linear), name, compiled=compiled)
+            emulation = Emulation(Holder(linear), name, compiled=compiled)
             took = milliseconds(linear, x, dy, lambda emulation=emulation: emulation)
             print(f"{name}, {'compiled' if compiled else 'not compiled'}: {took:.3f}", flush=True)
 

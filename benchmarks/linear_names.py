@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from gemmscope.numerics.in_training.model_recorder import linear_sizes_of
+from gemmscope.numerics.in_training.model_recorder import find_modules
 from gemmscope.numerics.names import name_linears
 
 MASKED = ["bert", "roberta", "modernbert"]
@@ -54,7 +54,8 @@ def main() -> None:
         config = AutoConfig.for_model(family)
         with torch.device("meta"):
             model = (AutoModelForMaskedLM if family in MASKED else AutoModelForCausalLM).from_config(config)
-        names = name_linears(linear_sizes_of(model, seed=0)).values()
+        places = [place for *_, own in find_modules(model, seed=0) for place in own]
+        names = name_linears({place.key: (place.inputs, place.outputs) for place in places}).values()
         unknown = sorted({name.linear for name in names if not name.op})
         print(f"{family:12} {len(names):5} linears, ops: {', '.join(sorted({name.op for name in names if name.op}))}")
         if unknown:

@@ -85,11 +85,11 @@ Precision = Callable[[], AbstractContextManager[Any]]
 def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Precision:
     """Convert the model to the recipe. Returns what makes the context of a forward pass."""
     if recipe.startswith(EMULATED):
-        from gemmscope.numerics.evaluation.emulate import emulate
+        from gemmscope.numerics.evaluation.emulate import Emulation
 
         name, on_gpu = recipe.removeprefix(EMULATED), settings.device != "cpu"
         how = _without_randomness("NVFP4") if name == PLAIN_NVFP4 else name
-        emulation = emulate(model, how, keep=["lm_head"], seed=seed, compiled=on_gpu)
+        emulation = Emulation(model, how, keep=["lm_head"], seed=seed, compiled=on_gpu)
         return lambda: emulation
     if recipe in REAL:
         from gemmscope.recipe.recipes import recipe as find_recipe

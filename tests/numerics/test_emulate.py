@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="linears need torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from gemmscope.numerics.evaluation.emulate import emulate, quantized_factors  # noqa: E402
+from gemmscope.numerics.evaluation.emulate import Emulation, quantized_factors  # noqa: E402
 
 RECIPES = [name for name in recipes() if name != "FP32"]
 
@@ -59,7 +59,7 @@ def test_three_gemms_are_those_of_quantized_operands(name: str) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 160), inputs()
     dy = torch.randn(2, 48, 160, generator=torch.Generator().manual_seed(2))
-    emulation = emulate(linear, name, seed=7)
+    emulation = Emulation(linear, name, seed=7)
     if emulation.delayed:  # the first call fills the history, so that the second one has scales of this very tensor
         with emulation:
             linear(x).backward(dy)
@@ -96,7 +96,7 @@ def test_operands_without_the_scale_of_the_tensor_are_exact_in_bf16(name: str) -
 def test_bf16_is_nn_linear_bit_by_bit() -> None:
     module, x = model(torch.bfloat16), inputs(torch.bfloat16)
     plain = gradients(module, x)
-    with emulate(module, "BF16") as emulation:
+    with Emulation(module, "BF16") as emulation:
         assert len(emulation.linears) == 5
         emulated = gradients(module, x)
     assert all(torch.equal(*pair) for pair in zip(emulated, plain, strict=True))
@@ -106,9 +106,9 @@ def test_autocast_quantizes_what_autocast_casts() -> None:
     module, x = model(), inputs()
     with torch.autocast("cpu", torch.bfloat16):
         plain = gradients(module, x)
-        with emulate(module, "BF16"):
+        with Emulation(module, "BF16"):
             emulated = gradients(module, x)
-        with emulate(module, "MXFP8"):
+        with Emulation(module, "MXFP8"):
             assert module.head(x).dtype == torch.bfloat16
             assert relative(gradients(module, x)[0], plain[0]) > 0.01
     assert all(torch.equal(*pair) for pair in zip(emulated, plain, strict=True))
@@ -118,7 +118,7 @@ def test_the_module_is_left_as_it_was() -> None:
     module, x = model(), inputs()
     before, state = gradients(module, x), {name: value.clone() for name, value in module.state_dict().items()}
     copy, random = x.detach().clone(), torch.get_rng_state()
-    with emulate(module, "NVFP4"):
+    with Emulation(module, "NVFP4"):
         changed = gradients(module, x)
     assert not torch.equal(changed[0], before[0])
     assert all(torch.equal(*pair) for pair in zip(gradients(module, x), before, strict=True))
@@ -131,7 +131,7 @@ def test_stochastic_rounding_is_seeded_and_goes_on() -> None:
     module, x = model(), inputs()
 
     def weight_gradients(seed: int, times: int) -> list[torch.Tensor]:
-        with emulate(module, "NVFP4", seed=seed):
+        with Emulation(module, "NVFP4", seed=seed):
             return [gradients(module, x)[2] for _ in range(times)]
 
     first, again, other = weight_gradients(1, 2), weight_gradients(1, 2), weight_gradients(2, 1)
@@ -142,13 +142,13 @@ def test_stochastic_rounding_is_seeded_and_goes_on() -> None:
 
 def test_delayed_scaling_uses_the_maxima_of_earlier_steps() -> None:
     linear, x = nn.Linear(64, 64, bias=False), inputs().detach()
-    with emulate(linear, "FP8Delayed"):
+    with Emulation(linear, "FP8Delayed"):
         linear(x)
         fresh = linear(x)
         stale = linear(10 * x)  # saturates at the scale of the history
         recovered = linear(10 * x)
         shrunk = linear(x / 1e4)  # the history still has the largest
-    with emulate(linear, "FP8Current"):
+    with Emulation(linear, "FP8Current"):
         assert torch.equal(linear(x), fresh)
         assert torch.equal(linear(10 * x), recovered)
     assert relative(stale, linear(10 * x)) > 0.3
@@ -157,7 +157,7 @@ def test_delayed_scaling_uses_the_maxima_of_earlier_steps() -> None:
 
 def test_the_first_step_of_delayed_scaling_does_not_scale() -> None:
     linear, x = nn.Linear(64, 64, bias=False), inputs().detach()
-    with emulate(linear, "FP8Delayed"):
+    with Emulation(linear, "FP8Delayed"):
         first = linear(x)
     weight = linear.weight.to(torch.float8_e4m3fn).float()
     assert relative(first, x.to(torch.float8_e4m3fn).float() @ weight.t()) < 1e-6
@@ -168,7 +168,7 @@ def test_rows_that_fill_no_block() -> None:
     module, x = model(), inputs()[:1, :37].detach().requires_grad_()
     plain = gradients(module, x)
     for name, most in (("MXFP8", 0.1), ("FP8Block", 0.1), ("NVFP4", 0.4)):
-        with emulate(module, name):
+        with Emulation(module, name):
             assert all(relative(*pair) < most for pair in zip(gradients(module, x), plain, strict=True))
 
 
@@ -186,7 +186,7 @@ def test_rows_that_fill_no_block() -> None:
 )
 def test_keep(keep: object, emulated: int) -> None:
     module, x = model(), inputs()
-    with emulate(module, "MXFP8", keep=keep) as emulation:
+    with Emulation(module, "MXFP8", keep=keep) as emulation:
         assert len(emulation.linears) == emulated
         assert len(emulation.kept) == 5 - emulated
         hidden = torch.randn(4, 64)
@@ -200,7 +200,7 @@ def test_linears_that_cannot_be_emulated_stay() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    emulation = emulate(nn.Sequential(nn.Linear(64, 72), Own(64, 64), nn.Linear(64, 64)), "MXFP8")
+    emulation = Emulation(nn.Sequential(nn.Linear(64, 72), Own(64, 64), nn.Linear(64, 64)), "MXFP8")
     assert emulation.linears == ("2",)
     assert emulation.kept == {"0": "output features = 72 is not a multiple of 32", "1": "a forward pass of its own"}
 
@@ -217,17 +217,17 @@ def test_linears_that_cannot_be_emulated_stay() -> None:
 )
 def test_invalid_arguments(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        emulate(*arguments[:2], **dict(zip(("backend", "keep"), arguments[2:], strict=False)))
+        Emulation(*arguments[:2], **dict(zip(("backend", "keep"), arguments[2:], strict=False)))
 
 
 def test_entered_twice() -> None:
     module = model()
-    with emulate(module, "MXFP8"), pytest.raises(UserError, match="emulated already"), emulate(module, "NVFP4"):
+    with Emulation(module, "MXFP8"), pytest.raises(UserError, match="emulated already"), Emulation(module, "NVFP4"):
         pass
     assert not any("forward" in vars(part) for part in module.modules())
 
 
 def test_other_dtypes_fail_as_in_pytorch() -> None:
     module = model(torch.bfloat16)
-    with emulate(module, "MXFP8"), pytest.raises(RuntimeError, match="dtype"):
+    with Emulation(module, "MXFP8"), pytest.raises(RuntimeError, match="dtype"):
         module(inputs())

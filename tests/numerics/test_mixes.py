@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation import mixes
-from gemmscope.numerics.evaluation.error_table import Cells, cells_of, recipe_errors
+from gemmscope.numerics.evaluation.error_table import ErrorTable, error_table, recipe_errors
 from gemmscope.numerics.evaluation.mixes import PART_COST, recipes_and_mix, recommend_mix
 from gemmscope.numerics.evaluation.speeds import Savings, Speeds, nominal_speeds, speeds_of
 from gemmscope.results.numerics import DroppedPass, LinearError, Mix, OperandError, PassError
@@ -31,7 +31,7 @@ def weight_only(linear: str, layer: int | None, recipe: str, error: float, exper
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[Cells, Speeds]:
+def tables(draw: st.DrawFn) -> tuple[ErrorTable, Speeds]:
     """Random errors and times. A higher precision may be worse or faster somewhere, and cells may be missing."""
     layers, linears = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shape = (layers, linears)
@@ -51,12 +51,12 @@ def tables(draw: st.DrawFn) -> tuple[Cells, Speeds]:
         total = saved.sum() if abs(saved.sum()) > 1e-6 else 1e-6
         speeds[name] = Savings(total, total - 0.05, total + 0.05, saved / total * runs)
     linears_named = tuple(f"linear{number}" for number in range(linears))
-    cells = Cells(tuple(range(layers)), linears_named, squares, flops / flops.sum(), ("",) * linears, {})
+    cells = ErrorTable(tuple(range(layers)), linears_named, squares, flops / flops.sum(), ("",) * linears)
     gains = {name: Interval(1 / (1 - saved.total)) for name, saved in speeds.items() if name != "BF16"}
     return cells, Speeds(speeds, gains, "measured", "step", "H200")
 
 
-def every_mix(cells: Cells, speeds: Speeds) -> list[tuple[float, float]]:
+def every_mix(cells: ErrorTable, speeds: Speeds) -> list[tuple[float, float]]:
     """Error and cost of all mixes, cell by cell, without sums over rows or columns."""
     layers, linears = len(cells.layers), len(cells.linears)
     points = []
@@ -87,7 +87,7 @@ def cost_of(mix: Mix) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(tables(), st.floats(0.01, 1.0), st.booleans())
-def test_no_mix_is_better(table: tuple[Cells, Speeds], bound: float, built: bool) -> None:
+def test_no_mix_is_better(table: tuple[ErrorTable, Speeds], bound: float, built: bool) -> None:
     """With all sets of linears listed, and with sets built up linear by linear."""
     cells, speeds = table
     before, mixes.MOST_LISTED = mixes.MOST_LISTED, 0 if built else mixes.MOST_LISTED
@@ -112,7 +112,7 @@ def test_no_mix_is_better(table: tuple[Cells, Speeds], bound: float, built: bool
 def test_keeps_what_costs_least() -> None:
     """Of two linears with the same error, the one that saves less; of equal mixes, the one with less to configure."""
     both = [weight_only(name, layer, "NVFP4", 0.1) for name in ("small", "large") for layer in range(4)]
-    cells = cells_of(both)
+    cells = error_table(both)
     assert cells is not None
     shares = np.array([[0.05, 0.2]] * 4)
     savings = {"BF16": Savings(0.0, 0.0, 0.0, shares), "NVFP4": Savings(0.5, 0.4, 0.6, shares)}
@@ -143,12 +143,12 @@ def test_every_cell_counts_once() -> None:
     head = [weight_only("lm_head", None, "MXFP8", 9.0)]
     low = [weight_only("qkv", 0, "NVFP4", 0.4)]
     linears = [*experts, *others, *head, *low]
-    cells = cells_of(linears)
+    cells = error_table(linears)
     assert cells is not None
     assert cells.linears == ("experts.up", "qkv")
     assert cells.error("MXFP8") == pytest.approx(sqrt(((0.01 + 0.09) / 2 + 0.04) / 2))
     assert cells.error("NVFP4") == pytest.approx(sqrt(0.16 / 4))
-    assert cells.missing == {"NVFP4": ("experts.up", "qkv")}
+    assert cells.missing("NVFP4") == ("experts.up", "qkv")
     saved = nominal_speeds(cells).savings["NVFP4"].shares
     assert saved[0, 1] == cells.flops[0, 1]
     assert saved.sum() == saved[0, 1]  # what stays in BF16 saves nothing
@@ -165,7 +165,7 @@ def test_experts_count_with_the_tokens_that_they_get() -> None:
         for number, tokens in ((3, 96.0), (40, 160.0))
     ]
     plain = weight_only("qkv", 0, "MXFP8", 0.1).model_copy(update={**own, "tokens": 1024.0})
-    cells = cells_of([*experts, plain])
+    cells = error_table([*experts, plain])
     assert cells is not None
     assert cells.flops[0].tolist() == pytest.approx([8 / 9, 1 / 9])
 
@@ -180,7 +180,7 @@ def test_passes_that_could_not_be_computed_count_as_the_mean_of_the_others() -> 
     dropped = tuple(DroppedPass.model_validate({"pass": name, "steps": (7,), "reason": "NaN"}) for name in ("dgrad", "wgrad"))
     whole = whole.model_copy(update={"passes": tuple(passes)})
     part = part.model_copy(update={"passes": (passes[0],), "dropped": dropped})
-    cells, alone = cells_of([whole, part]), cells_of([part])
+    cells, alone = error_table([whole, part]), error_table([part])
     assert cells is not None
     assert alone is not None
     assert cells.error("FP8Current") == pytest.approx(whole.error)
@@ -188,12 +188,12 @@ def test_passes_that_could_not_be_computed_count_as_the_mean_of_the_others() -> 
 
 
 def test_a_model_without_layers_and_layers_that_were_skipped() -> None:
-    plain = cells_of([weight_only(name, None, "NVFP4", error) for name, error in (("one", 0.1), ("two", 0.3))])
+    plain = error_table([weight_only(name, None, "NVFP4", error) for name, error in (("one", 0.1), ("two", 0.3))])
     assert plain is not None
     chosen = recommend_mix(plain, nominal_speeds(plain), 0.1).chosen
     assert chosen is not None
     assert (chosen.linears, chosen.first_layers) == (("two",), 0)
-    some = cells_of([weight_only("one", layer, "NVFP4", 0.1) for layer in (0, 8, 16)])
+    some = error_table([weight_only("one", layer, "NVFP4", 0.1) for layer in (0, 8, 16)])
     assert some is not None
     assert all(not mix.first_layers for mix in recommend_mix(some, nominal_speeds(some), 0.05).frontier)
 
@@ -211,7 +211,7 @@ def test_without_speeds_bits_decide() -> None:
 
 def test_speeds_of_a_forecast() -> None:
     """What all linears save together is what the step saves; each linear's share follows its own op."""
-    cells = cells_of(linear_errors(8))
+    cells = error_table(linear_errors(8))
     assert cells is not None
     speeds = speeds_of(several_gpus(), cells, "b300")
     everywhere = np.ones(cells.flops.shape)
@@ -236,7 +236,7 @@ def test_speeds_of_a_forecast() -> None:
 
 def test_speeds_of_bench_and_step() -> None:
     """A measured step has no times of single linears. Recipes that were not measured are named."""
-    cells = cells_of(linear_errors(4))
+    cells = error_table(linear_errors(4))
     assert cells is not None
     step = speeds_of(recorded_step("llama8b"), cells)
     assert (step.of, step.origin) == ("step", "measured")
@@ -255,7 +255,7 @@ def test_many_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(3)
     errors = random.uniform(0.02, 0.3, (6, 10))
     linears = [weight_only(f"linear{place}", layer, "NVFP4", errors[layer, place]) for layer in range(6) for place in range(10)]
-    cells = cells_of(linears)
+    cells = error_table(linears)
     assert cells is not None
     shares = random.uniform(0.1, 1.0, (6, 10))
     savings = {"BF16": Savings(0.0, 0.0, 0.0, cells.flops), "NVFP4": Savings(0.4, 0.4, 0.4, shares / shares.sum())}
@@ -275,7 +275,7 @@ def test_without_speeds_a_mix_has_recipes_that_one_gpu_runs() -> None:
     """FP8Block is emulated on the GPUs that run NVFP4, so MXFP8 is kept higher, even with a slightly larger error."""
     squares = {"BF16": 0.0, "FP8Block": 4.0e-4, "MXFP8": 4.1e-4, "NVFP4": 1.0e-2}
     table = {name: np.full((2, 2), square / 4) for name, square in squares.items()}
-    cells = Cells((0, 1), ("a", "b"), table, np.full((2, 2), 0.25), ("", ""))
+    cells = ErrorTable((0, 1), ("a", "b"), table, np.full((2, 2), 0.25), ("", ""))
     chosen = recommend_mix(cells, nominal_speeds(cells), 0.08).chosen
     assert chosen is not None
     assert (chosen.recipe, chosen.higher) == ("NVFP4", "MXFP8")

@@ -18,6 +18,7 @@ from gemmscope.results.numerics import (
     Source,
     StaleScale,
 )
+from gemmscope.workload.ops import OPERANDS
 from support.forecast_files import several_gpus
 
 SIZES = {
@@ -31,7 +32,6 @@ SIZES = {
 }
 ROUNDING = {"bf16": 0.0, "e4m3": 0.0262, "e5m2": 0.0525, "e2m1": 0.095}
 SPREAD = {"FP8Current": 1.10, "FP8Delayed": 1.14, "FP8Block": 1.03, "MXFP8": 1.06, "NVFP4": 1.0, "BF16": 1.0}
-TENSORS = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
 RECIPES = ("BF16", "FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4")
 
 
@@ -50,7 +50,7 @@ def linear_error(name: str, layer: int, layers: int, recipe_name: str) -> Linear
             OperandError(
                 tensor=tensor, format=format_name, relative=size, underflow=0.02 * size, saturated=0.0, octaves=18.0 + layer % 5
             )
-            for tensor, format_name, size in zip(TENSORS[pass_name], formats, sizes, strict=True)
+            for tensor, format_name, size in zip(OPERANDS[pass_name], formats, sizes, strict=True)
         ]
         total = hypot(*sizes)
         passes.append(

@@ -8,14 +8,15 @@ format, and the maximum of the whole tensor, which rules of two levels use. Ever
 order, so that results are equal bit by bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import frexp
 
 import torch
 from torch import Tensor
 
-from gemmscope.recipe.precisions import number_format, precision_facts
+from gemmscope.recipe.precisions import FILE, number_format, precision_facts
+from gemmscope.toml import FactTable
 
 EXPONENT_BITS = 0x7F800000  # of a float32
 
@@ -48,9 +49,10 @@ def _format(name: str) -> NumberFormat:
     return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]), dtype)
 
 
-FORMATS = {name: _format(name) for name, facts in precision_facts()["format"].items() if "largest" in facts}
+FORMATS: Mapping[str, NumberFormat] = FactTable(
+    {name: _format(name) for name, facts in precision_facts()["format"].items() if "largest" in facts}, FILE, "format"
+)
 E4M3, E5M2, E2M1 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["e2m1"]
-OVERFLOW = {one.name: one.overflow for one in FORMATS.values()}
 
 
 def _step(magnitude: Tensor, target: NumberFormat) -> Tensor:
@@ -95,14 +97,6 @@ def encode(rounded: Tensor, target: NumberFormat) -> Tensor:
     magnitude = rounded.abs().nan_to_num(nan=0.0)
     code = torch.where(magnitude <= 2, 2 * magnitude, torch.where(magnitude <= 4, magnitude + 2, 7)).to(torch.uint8)
     return code | ((rounded.signbit() & ~rounded.isnan()).to(torch.uint8) << 3)
-
-
-def decode(codes: Tensor, target: NumberFormat) -> Tensor:
-    """The float32 values of stored bits."""
-    if target.dtype is not None:
-        return codes.to(torch.float32)
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    return torch.cat([magnitudes, -magnitudes])[codes.to(torch.int32)]
 
 
 def floor_to_power_of_two(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gemmscope.numerics.names import LinearName
-from gemmscope.numerics.recording import BLOCK, EXPONENTS, WEIGHT_BLOCKS, PassFacts, StepFacts, TensorFacts
+from gemmscope.numerics.recording import BLOCK, EXPONENTS, PLACES, WEIGHT_BLOCKS, PassFacts, StepFacts, TensorFacts
 from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
 CHUNK, CPU_CHUNK = 1 << 23, 1 << 18  # values that are converted to float32 at a time: 32 MiB; on a CPU what its cache holds
@@ -253,7 +253,7 @@ def _sample_pass(
     kept = torch.cat([torch.arange(start * BLOCK, min((start + 1) * BLOCK, reduced)) for start in blocks.tolist()])
     kept = kept.to(joint.device)
     tensors: dict[str, Tensor] = {}
-    for place, name in zip(("first", "second"), OPERANDS[pass_name], strict=True):
+    for place, name in zip(PLACES, OPERANDS[pass_name], strict=True):
         if name not in whole:
             continue
         other = next((energies[one] for one in names if one != name), None)

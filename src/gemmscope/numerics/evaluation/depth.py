@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemmscope.errors import UserError, in_a_line, option
-from gemmscope.numerics.evaluation.emulate import Emulation, Keep, emulate
+from gemmscope.numerics.evaluation.emulate import Emulation, Keep
 from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest
 from gemmscope.process import free_memory_bytes
 from gemmscope.results.numerics import DepthError
@@ -28,7 +28,7 @@ from gemmscope.units import parameters as parameters_text
 from gemmscope.workload.factory import Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError
 from gemmscope.workload.huggingface import build_huggingface, huggingface_model, training_inputs
-from gemmscope.workload.layers import expert_weights, find_layers
+from gemmscope.workload.module_parts import expert_weights, find_layers
 from gemmscope.workload.ops import why_high_precision
 
 MOST_CPU_FLOPS = 2e13  # about ten minutes on a few cores
@@ -49,7 +49,7 @@ def depth_errors(
 
     `batch`: a tensor, a tuple of arguments, or a dict of arguments by name. `loss(output)` gives a scalar; by default the
     output's own `.loss`, and where there is none, gradients start from random values, the same for all recipes. `keep`: linears
-    that stay as they are (see `emulate`); by default those outside of the layers (the head), routers and tiny ones.
+    that stay as they are (see `Emulation`); by default those outside of the layers (the head), routers and tiny ones.
     """
     if not isinstance(module, nn.Module):
         raise UserError(f"depth_errors() takes an nn.Module, got {type(module).__name__}", "depth_errors(model, batch, recipes)")
@@ -150,8 +150,9 @@ def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | N
         for name, emulation in emulations.items():
             with emulation:
                 if emulation.delayed:  # the scales come from an earlier step: here from the same batch
-                    with emulation.observed():
-                        _run(built, layers)
+                    emulation.observing = True
+                    _run(built, layers)
+                    emulation.observing = False
                     notes.append(f"{name}: its scales come from the same batch, so they are never stale")
                 run = _run(built, layers)
             error = _error(name, run, reference)
@@ -174,7 +175,7 @@ def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, 
         outside = not any(path == layer or path.startswith(f"{layer}.") for layer in layers)
         return outside or bool(why_high_precision(path, linear.in_features, linear.out_features))
 
-    emulation = emulate(module, recipe, backend=backend, keep=high if keep is None else keep, seed=seed)
+    emulation = Emulation(module, recipe, backend=backend, keep=high if keep is None else keep, seed=seed)
     if not emulation.linears:
         path, reason = next(iter(emulation.kept.items()))
         linear = module.get_submodule(path)

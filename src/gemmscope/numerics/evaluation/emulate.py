@@ -1,6 +1,6 @@
 """Linears of a live module that compute as a recipe does, on any device: it emulates formats that the device lacks.
 
-    with emulate(model, "NVFP4", keep=["lm_head"]):
+    with Emulation(model, "NVFP4", keep=["lm_head"]):
         loss = model(batch)
         loss.backward()
 
@@ -18,8 +18,7 @@ CPU the same values are multiplied in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from types import TracebackType
 from typing import Any
@@ -33,7 +32,7 @@ from gemmscope.errors import UserError, closest, shown
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import PASSES
+from gemmscope.workload.ops import OPERANDS
 
 MOST_SHAPES = 512  # of operands and quantizers that are compiled
 
@@ -41,23 +40,18 @@ Keep = Iterable[str] | Callable[[str], bool]
 Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
 
 
-def emulate(
-    module: nn.Module, recipe: str | Passes, *, backend: str = "", keep: Keep = (), seed: int = 0, compiled: bool = False
-) -> Emulation:
-    """A context manager in which the linears of `module` compute as the recipe does.
+class Emulation:
+    """A context manager in which the linears of `module` compute as the recipe does. `linears`: the paths of those that are
+    emulated; `kept`: why the others are not.
 
     `backend`: whose variant of the recipe; by default the recipe's first. `keep`: linears that stay as they are, by path
     (`model.layers.0.mlp.down_proj`), by the end of it (`down_proj`), by the path of a parent (`model.layers.0`), or a function of
     the path. `seed`: of stochastic rounding. `recipe` may also give the operands of every pass. It can be entered many times;
     the history of delayed scaling and the random numbers go on. `compiled`: quantizers run through `torch.compile`, several times
     faster on a GPU; their random numbers then come from PyTorch's default generator, and `seed` is not used. The module itself
-    may be compiled too, except with delayed scaling.
+    may be compiled too, except with delayed scaling. `observing`: while it is set, nothing is quantized and the histories of
+    delayed scaling are filled.
     """
-    return Emulation(module, recipe, backend=backend, keep=keep, seed=seed, compiled=compiled)
-
-
-class Emulation:
-    """The linears of a module in one recipe. `linears`: the paths of those that are emulated; `kept`: why the others are not."""
 
     def __init__(
         self,
@@ -70,12 +64,16 @@ class Emulation:
         compiled: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
-            raise UserError(f"emulate() takes an nn.Module, got {type(module).__name__}", 'emulate(model, "MXFP8")')
-        passes, multiple = _passes(recipe, backend)
-        self._passes = passes
-        self.recipe = recipe if isinstance(recipe, str) else "operands"
+            raise UserError(f"Emulation() takes an nn.Module, got {type(module).__name__}", 'Emulation(model, "MXFP8")')
+        multiple = 1  # that features must be a multiple of
+        if isinstance(recipe, str):
+            known = find_recipe(recipe)
+            recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
+        self.passes: Passes = recipe
+        self.quantize = compiled_factors() if compiled else quantized_factors
+        self.observing = False
+        self._seed, self._generators = None if compiled else seed, dict[torch.device, torch.Generator]()
         self.kept: dict[str, str] = {}
-        generators, quantize = (None, compiled_factors()) if compiled else (_Generators(seed), quantized_factors)
         self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
         linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
         if not linears:
@@ -87,7 +85,7 @@ class Emulation:
             if reason:
                 self.kept[path] = reason
             else:
-                self._linears[path] = (linear, EmulatedLinear(passes, quantize, generators))
+                self._linears[path] = (linear, EmulatedLinear(self))
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -96,18 +94,15 @@ class Emulation:
     @property
     def delayed(self) -> bool:
         """Whether scales come from earlier calls."""
-        return any(operand.quantizer.delayed for pair in self._passes.values() for operand in pair)
+        return any(operand.quantizer.delayed for pair in self.passes.values() for operand in pair)
 
-    @contextmanager
-    def observed(self) -> Iterator[None]:
-        """A context in which nothing is quantized and the histories of delayed scaling are filled."""
-        for _, emulated in self._linears.values():
-            emulated.observing = True
-        try:
-            yield
-        finally:
-            for _, emulated in self._linears.values():
-                emulated.observing = False
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
+        if self._seed is None or torch.compiler.is_compiling():
+            return None  # the compiler knows the default generator only
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
 
     def __enter__(self) -> Emulation:
         taken = [path for path, (linear, _) in self._linears.items() if _is_emulated(linear)]
@@ -120,14 +115,6 @@ class Emulation:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         for linear, _ in self._linears.values():
             vars(linear).pop("forward", None)
-
-
-def _passes(recipe: str | Passes, backend: str) -> tuple[Passes, int]:
-    """The operands of every pass, and the number that features must be a multiple of."""
-    if not isinstance(recipe, str):
-        return recipe, 1
-    known = find_recipe(recipe)
-    return {name: operands(known.name, name, backend) for name in PASSES}, known.multiple_of
 
 
 def _why_not(linear: nn.Linear, multiple: int) -> str:
@@ -167,27 +154,12 @@ def _matches(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}") or path.startswith(f"{name}.")
 
 
-class _Generators:
-    """Random numbers for stochastic rounding, one generator per device, apart from those of the user's training."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed, self._by_device = seed, dict[torch.device, torch.Generator]()
-
-    def __call__(self, device: torch.device) -> torch.Generator | None:
-        if torch.compiler.is_compiling():
-            return None  # the compiler knows the default generator only
-        if device not in self._by_device:
-            self._by_device[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._by_device[device]
-
-
 class EmulatedLinear:
     """The operands of one linear in one recipe, and the maxima that delayed scaling remembers of its tensors."""
 
-    def __init__(self, passes: Passes, quantize: Callable[..., Factors], generators: _Generators | None) -> None:
-        self._passes, self._quantize, self._generators = passes, quantize, generators
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
         self._histories: dict[str, AmaxHistory] = {}
-        self.observing = False
 
     def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """`nn.Linear.forward` with quantized operands."""
@@ -209,25 +181,25 @@ class EmulatedLinear:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The GEMM of a pass: its second operand times its first one transposed, both as [rows, reduced dimension]."""
-        first, second = (self._factors(one, tensors[one.tensor], maxima.get(one.tensor)) for one in self._passes[pass_name])
+        first, second = (
+            self._factors(one, tensors[one.tensor], maxima.get(one.tensor)) for one in self._emulation.passes[pass_name]
+        )
         with torch.autocast(first[0].device.type, enabled=False):
             return _product(first, second, dtype, bias)
 
     def _factors(self, operand: GemmOperand, tensor: torch.Tensor, amax: torch.Tensor | None) -> Factors:
         rows = tensor.t() if operand.columnwise else tensor
-        if self.observing:
+        if self._emulation.observing:
             return rows, None
-        generator = None
-        if operand.quantizer.stochastic and self._generators is not None:
-            generator = self._generators(tensor.device)
-        return self._quantize(operand.quantizer, rows, amax, generator)
+        generator = self._emulation.generator(tensor.device) if operand.quantizer.stochastic else None
+        return self._emulation.quantize(operand.quantizer, rows, amax, generator)
 
     def maximum(self, tensor: str, value: torch.Tensor) -> torch.Tensor | None:
         """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
 
         Every call counts as a step: with several micro-batches, the history gets an entry for each.
         """
-        used = [operand for pair in self._passes.values() for operand in pair if operand.tensor == tensor]
+        used = [operand for pair in self._emulation.passes.values() for operand in pair if operand.tensor == tensor]
         formats = {operand.quantizer.format for operand in used if operand.quantizer.delayed}
         if not formats:
             return None

@@ -8,6 +8,7 @@ dY, counts as the mean of that pass over the other linears: without it, the erro
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -22,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Cells:
+class ErrorTable:
     """`squares[recipe]`: the squared relative error of every layer (rows) and linear (columns), as its share of the mean over all
     cells: they add up to the square of the recipe's error. Zero where a layer does not have a linear."""
 
@@ -33,10 +34,8 @@ class Cells:
     """Each cell's share of the FLOPs; they add up to 1."""
     ops: tuple[str, ...]
     """Of every linear, as `shapes` calls it; empty where that is not known."""
-    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Recipe → linears that it has no numbers for, somewhere."""
     skipped: Mapping[str, Values] = field(default_factory=dict)
-    """Recipe → 1 for the cells that stay in BF16 because of that, else 0; those with none are not here."""
+    """Recipe → 1 for the cells that stay in BF16, because it has no numbers for them, else 0; recipes with none are not here."""
 
     @property
     def recipes(self) -> list[str]:
@@ -48,45 +47,43 @@ class Cells:
         """Whether all layers are there from the first one on, so that first and last layers can be named."""
         return self.layers == tuple(range(len(self.layers)))
 
+    def missing(self, recipe: str) -> tuple[str, ...]:
+        """The linears that a recipe has no numbers for, somewhere."""
+        places = np.argwhere(self.skipped[recipe]) if recipe in self.skipped else ()
+        return tuple(dict.fromkeys(self.linears[column] for _, column in places))
+
     def error(self, recipe: str) -> float:
         """Root mean square of the cells' errors, with this recipe in all of them."""
         return sqrt(self.squares[recipe].sum())
 
 
-def cells_of(linears: Sequence[LinearError]) -> Cells | None:
+def error_table(linears: Sequence[LinearError]) -> ErrorTable | None:
     """The table of all linears; None if it would have no numbers."""
-    known: dict[tuple[int, str], dict[str, list[float]]] = {}
-    ops: dict[str, str] = {}
-    recipes = dict.fromkeys([BASELINE, *(linear.recipe for linear in linears)])
     counted = [linear for linear in counted_linears(linears) if linear.error is not None]
+    if not counted:
+        return None
+    known: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ops: dict[str, str] = {}
     means, sizes = _mean_squares(counted), _sizes(counted)
     for linear in counted:
-        cell = linear.layer or 0, linear.linear
-        squares = known.setdefault(cell, {}).setdefault(linear.recipe, [])
-        squares.append(_square(linear, means))
+        known[linear.layer or 0, linear.linear][linear.recipe].append(_square(linear, means))
         ops.setdefault(linear.linear, linear.op)
-    if not known:
-        return None
-    layers, names = sorted({layer for layer, _ in known}), list(dict.fromkeys(name for _, name in known))
-    shape, count = (len(layers), len(names)), len(known)
-    tables = {name: np.zeros(shape) for name in recipes}
-    flops, missing, skipped = np.zeros(shape), dict[str, list[str]](), dict[str, Values]()
-    for (layer, name), by_recipe in known.items():
-        place = layers.index(layer), names.index(name)
-        flops[place] = sizes[layer, name]
-        baseline = by_recipe.get(BASELINE, [0.0])  # tensors that were recorded in BF16 lose nothing in it
-        for recipe in recipes:
-            squares = by_recipe.get(recipe, baseline)
-            tables[recipe][place] = sum(squares) / len(squares) / count
-            if recipe not in by_recipe and recipe != BASELINE:
-                missing.setdefault(recipe, []).append(name)
-                skipped.setdefault(recipe, np.zeros(shape))[place] = 1.0
-    if not flops.all() and any(not sizes[cell] for cell in known):  # a size is not known: all alike
-        flops = np.where([[(layer, name) in known for name in names] for layer in layers], 1.0, 0.0)
-    absent = {name: tuple(dict.fromkeys(linears)) for name, linears in missing.items()}
-    whole = {name: table for name, table in tables.items() if name == BASELINE or len(missing.get(name, ())) < count}
-    own_ops = tuple(ops[name] for name in names)
-    return Cells(tuple(layers), tuple(names), whole, flops / flops.sum(), own_ops, absent, skipped)
+    layers, names = sorted({layer for layer, _ in known}), list(ops)
+    places = {(layer, name): (layers.index(layer), names.index(name)) for layer, name in known}
+    all_squares, skipped = dict[str, Values](), dict[str, Values]()
+    for recipe in dict.fromkeys([BASELINE, *(linear.recipe for linear in linears)]):
+        squares, absent = np.zeros((len(layers), len(names))), np.zeros((len(layers), len(names)))
+        for cell, place in places.items():
+            own = known[cell].get(recipe) or known[cell].get(BASELINE, [0.0])  # tensors recorded in BF16 lose nothing in it
+            squares[place] = sum(own) / len(own) / len(known)
+            absent[place] = recipe != BASELINE and recipe not in known[cell]
+        if absent.sum() < len(known):  # else it has no numbers at all
+            all_squares[recipe] = squares
+            skipped |= {recipe: absent} if absent.any() else {}
+    flops = np.zeros((len(layers), len(names)))
+    for cell, place in places.items():
+        flops[place] = sizes[cell] if all(sizes.values()) else 1.0  # a size is not known: all alike
+    return ErrorTable(tuple(layers), tuple(names), all_squares, flops / flops.sum(), tuple(ops.values()), skipped)
 
 
 def _sizes(linears: Sequence[LinearError]) -> dict[tuple[int, str], float]:
@@ -94,9 +91,9 @@ def _sizes(linears: Sequence[LinearError]) -> dict[tuple[int, str], float]:
 
     Without tokens, as in a checkpoint, it is not known how many tokens an expert gets: there, the recorded experts count.
     """
-    cells: dict[tuple[int, str], dict[str, LinearError]] = {}
+    cells: dict[tuple[int, str], dict[str, LinearError]] = defaultdict(dict)
     for linear in linears:
-        cells.setdefault((linear.layer or 0, linear.linear), {})[linear.name] = linear
+        cells[linear.layer or 0, linear.linear][linear.name] = linear
     routed = all(linear.tokens for linear in linears)
     sizes = {}
     for cell, own in cells.items():
@@ -113,10 +110,10 @@ Means = Mapping[tuple[str, str], float]
 
 def _mean_squares(linears: Sequence[LinearError]) -> Means:
     """Recipe and pass → the mean of the squared errors over all linears."""
-    squares: dict[tuple[str, str], list[float]] = {}
+    squares: dict[tuple[str, str], list[float]] = defaultdict(list)
     for linear in linears:
         for one in linear.passes:
-            squares.setdefault((linear.recipe, one.pass_name), []).append(one.relative.value**2)
+            squares[linear.recipe, one.pass_name].append(one.relative.value**2)
     return {key: sum(values) / len(values) for key, values in squares.items()}
 
 
@@ -128,12 +125,12 @@ def _square(linear: LinearError, means: Means) -> float:
     return sum(squares) / len(squares) if squares else (linear.error or 0.0) ** 2
 
 
-def recipe_errors(linears: Sequence[LinearError], cells: Cells) -> list[RecipeError]:
+def recipe_errors(linears: Sequence[LinearError], table: ErrorTable) -> list[RecipeError]:
     """Every recipe in all linears, the smallest error first; BF16 only where it has an error."""
     rows = []
-    for name in cells.recipes:
+    for name in table.recipes:
         own = [linear for linear in counted_linears(linears) if linear.recipe == name and linear.error is not None]
         worst = max(own, key=lambda linear: linear.error or 0.0, default=None)
         if worst is not None:
-            rows.append(RecipeError(recipe=name, error=cells.error(name), worst=worst.name, worst_error=worst.error or 0.0))
+            rows.append(RecipeError(recipe=name, error=table.error(name), worst=worst.name, worst_error=worst.error or 0.0))
     return rows

@@ -17,6 +17,7 @@ their order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from gemmscope import units
 from gemmscope.findings import Finding, finding
-from gemmscope.numerics.evaluation.error_table import Cells, Values, cells_of, recipe_errors
+from gemmscope.numerics.evaluation.error_table import ErrorTable, Values, error_table, recipe_errors
 from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_speeds, speeds_of
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE
@@ -60,55 +61,43 @@ class MixPlan:
         """Whether anything is kept in higher precision."""
         return self.first > 0 or self.last > 0 or any(self.kept)
 
-    def mask(self, cells: Cells) -> Values:
+    def mask(self, table: ErrorTable) -> Values:
         """1 for the cells that are kept in higher precision, else 0."""
-        kept = np.zeros(cells.flops.shape)
-        kept[:, np.array(self.kept or (False,) * len(cells.linears), dtype=bool)] = 1.0
+        kept = np.zeros(table.flops.shape)
+        kept[:, np.array(self.kept or (False,) * len(table.linears), dtype=bool)] = 1.0
         kept[: self.first] = 1.0
         kept[len(kept) - self.last :] = 1.0
         return kept
 
 
-@dataclass(frozen=True)
-class ScoredPlans:
-    """Mixes of one pair of recipes with their squared errors and costs, none of which another one beats in both."""
-
-    plans: list[MixPlan]
-    squares: Values
-    costs: Values
+ScoredPlan = tuple[MixPlan, float, float]
+"""A mix, its squared error and its cost."""
 
 
-def recommend_mix(cells: Cells, speeds: Speeds, bound: float | None) -> MixedPrecision:
+def recommend_mix(table: ErrorTable, speeds: Speeds, bound: float | None) -> MixedPrecision:
     """The mix of least cost below the bound, and the frontier of error and cost over all mixes, the fastest first.
 
     Of mixes that cost the same, the one with the smaller error.
     """
-    plans, squares, costs = list[MixPlan](), list[float](), list[float]()
-    for scored in _all_plans(cells, speeds):
-        plans += scored.plans
-        squares += scored.squares.tolist()
-        costs += scored.costs.tolist()
-    order = sorted(range(len(plans)), key=lambda place: (_near(costs[place]), _near(squares[place])))
     frontier, least = list[MixPlan](), np.inf
-    for place in order:
-        if squares[place] < least * (1 - CLOSE):
-            frontier.append(plans[place])
-            least = squares[place]
+    for plan, square, _ in sorted(_all_plans(table, speeds), key=lambda scored: (_near(scored[2]), _near(scored[1]))):
+        if square < least * (1 - CLOSE):
+            frontier.append(plan)
+            least = square
     chosen = None
     if bound is not None:
-        chosen = next((plan for plan in frontier if _mix(plan, cells, speeds).error <= bound * (1 + CLOSE)), None)
-    shown = [(plan, _mix(plan, cells, speeds)) for plan in _shown(frontier, chosen)]
+        chosen = next((plan for plan in frontier if _mix(plan, table, speeds).error <= bound * (1 + CLOSE)), None)
+    shown = [(plan, _mix(plan, table, speeds)) for plan in _shown(frontier, chosen)]
     return MixedPrecision(
         bound=bound,
         cost="bits" if speeds.of is None else "time",
         chosen=next((mix for plan, mix in shown if plan == chosen), None),
-        frontier=tuple(mix for _, mix in sorted(shown, key=lambda pair: _time(pair[0], cells, speeds))),
+        frontier=tuple(mix for _, mix in sorted(shown, key=lambda pair: _time(pair[0], table, speeds))),
     )
 
 
-def _time(plan: MixPlan, cells: Cells, speeds: Speeds) -> float:
-    kept = plan.mask(cells)
-    return speeds.time(_parts(plan, kept))
+def _time(plan: MixPlan, table: ErrorTable, speeds: Speeds) -> float:
+    return speeds.time(_parts(plan, plan.mask(table)))
 
 
 def _parts(plan: MixPlan, kept: Values) -> dict[str, Values]:
@@ -128,43 +117,43 @@ def _shown(frontier: list[MixPlan], chosen: MixPlan | None) -> list[MixPlan]:
     return [plan for place, plan in enumerate(frontier) if place in places or not plan.is_mixed or plan == chosen]
 
 
-def _mix(plan: MixPlan, cells: Cells, speeds: Speeds) -> Mix:
+def _mix(plan: MixPlan, table: ErrorTable, speeds: Speeds) -> Mix:
     """The plan with its error and speedup, summed cell by cell."""
-    kept = plan.mask(cells)
-    squares = cells.squares[plan.recipe] * (1 - kept) + cells.squares[plan.higher] * kept
+    kept = plan.mask(table)
+    squares = table.squares[plan.recipe] * (1 - kept) + table.squares[plan.higher] * kept
     return Mix(
         recipe=plan.recipe,
         higher=plan.higher,
         first_layers=plan.first,
         last_layers=plan.last,
-        linears=tuple(name for name, one in zip(cells.linears, plan.kept, strict=False) if one),
+        linears=tuple(name for name, one in zip(table.linears, plan.kept, strict=False) if one),
         error=sqrt(squares.sum()),
-        kept_share=float((cells.flops * kept).sum()),
+        kept_share=float((table.flops * kept).sum()),
         speedup=speeds.speedup(_parts(plan, kept)) if plan.recipe != BASELINE else None,
     )
 
 
-def _all_plans(cells: Cells, speeds: Speeds) -> Iterator[ScoredPlans]:
+def _all_plans(table: ErrorTable, speeds: Speeds) -> Iterator[ScoredPlan]:
     """Every recipe in all cells, then every pair of a recipe and one with a smaller error that some GPU runs both of."""
-    names = [name for name in cells.recipes if name in speeds.savings]
-    squares = np.array([cells.squares[name].sum() for name in names])
-    whole = [MixPlan(name, BASELINE) for name in names]
-    yield ScoredPlans(whole, squares, np.array([_time(plan, cells, speeds) for plan in whole]))
+    names = [name for name in table.recipes if name in speeds.savings]
+    for name in names:
+        plan = MixPlan(name, BASELINE)
+        yield plan, float(table.squares[name].sum()), _time(plan, table, speeds)
     for place, name in enumerate(names):
         for higher in names[:place]:
             possible = speeds.of is not None or run_together(name, higher)  # speeds are those of one GPU
-            if possible and cells.error(higher) < cells.error(name):
-                yield _pair(cells, speeds, name, higher)
+            if possible and table.error(higher) < table.error(name):
+                yield from _pair(table, speeds, name, higher)
 
 
-def _pair(cells: Cells, speeds: Speeds, recipe: str, higher: str) -> ScoredPlans:
+def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterator[ScoredPlan]:
     """All mixes of two recipes that no other one of them beats."""
-    gains = cells.squares[recipe] - cells.squares[higher]  # of squared error, if a cell is kept in higher precision
+    gains = table.squares[recipe] - table.squares[higher]  # of squared error, if a cell is kept in higher precision
     saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
     costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
     layers, linears = gains.shape
     listed = _listed(linears) if linears <= MOST_LISTED else None
-    ends = list(_ends(layers)) if cells.contiguous else [(0, 0)]
+    ends = list(_ends(layers)) if table.contiguous else [(0, 0)]
     squares, sums_of_costs, kept, of_ends = list[Values](), list[Values](), list[Sets](), list[npt.NDArray[np.intp]]()
     for place, (first, last) in enumerate(ends):
         inner = slice(first, layers - last)
@@ -177,15 +166,13 @@ def _pair(cells: Cells, speeds: Speeds, recipe: str, higher: str) -> ScoredPlans
         sums_of_costs.append(sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts)
         kept.append(sets[front])
         of_ends.append(np.full(len(front), place))
-    all_squares = cells.squares[recipe].sum() + np.concatenate(squares)
+    all_squares = table.squares[recipe].sum() + np.concatenate(squares)
     all_costs = 1 - saved.total * saved.shares.sum() + np.concatenate(sums_of_costs)
     all_kept, all_ends = np.concatenate(kept), np.concatenate(of_ends)
-    front = _front(all_squares, all_costs)
-    plans = [
-        MixPlan(recipe, higher, ends[place][0], ends[place][1], tuple(map(bool, own)))
-        for place, own in zip(all_ends[front], all_kept[front], strict=True)
-    ]
-    return ScoredPlans(plans, all_squares[front], all_costs[front])
+    for place in _front(all_squares, all_costs):
+        first, last = ends[all_ends[place]]
+        plan = MixPlan(recipe, higher, first, last, tuple(map(bool, all_kept[place])))
+        yield plan, float(all_squares[place]), float(all_costs[place])
 
 
 def _ends(layers: int) -> Iterator[tuple[int, int]]:
@@ -246,36 +233,35 @@ def recipes_and_mix(
     linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
 ) -> RecipesAndMix:
     """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
-    cells = cells_of(linears)
-    if cells is None:
+    table = error_table(linears)
+    if table is None:
         return RecipesAndMix()
-    findings = list(_stays_in_baseline(cells))
-    speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
+    findings = list(_stays_in_baseline(table))
+    speeds = nominal_speeds(table) if speed is None else speeds_of(speed, table, gpu)
     findings += [*speeds.findings, *_other_model(linears, speed)]
-    mixed = recommend_mix(cells, speeds, bound)
+    mixed = recommend_mix(table, speeds, bound)
     if bound is not None and mixed.chosen is None:
         findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
     if mixed.chosen is not None:
         mixed = mixed.model_copy(
             update={
                 "settings": mix_to_paste(
-                    mixed.chosen, cells.linears, len(cells.layers), in_layers=any(linear.layer is not None for linear in linears)
+                    mixed.chosen, table.linears, len(table.layers), in_layers=any(linear.layer is not None for linear in linears)
                 )
             }
         )
     recipes = tuple(
         row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
-        for row in recipe_errors(linears, cells)
+        for row in recipe_errors(linears, table)
     )
     return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
 
 
-def _stays_in_baseline(cells: Cells) -> Iterator[Finding]:
+def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:
     """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, linears in cells.missing.items():
-        if name in cells.squares:
-            groups.setdefault(linears, []).append(name)
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in table.skipped:
+        groups[table.missing(name)].append(name)
     for linears, recipes in groups.items():
         yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
 

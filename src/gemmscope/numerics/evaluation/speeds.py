@@ -18,7 +18,7 @@ import numpy as np
 
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
-from gemmscope.numerics.evaluation.error_table import Cells, Values
+from gemmscope.numerics.evaluation.error_table import ErrorTable, Values
 from gemmscope.recipe.precisions import number_format
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin
@@ -78,17 +78,17 @@ class Speeds:
         return Interval(1 / value, 1 / low, 1 / high) if known else Interval(1 / value)
 
 
-def nominal_speeds(cells: Cells) -> Speeds:
+def nominal_speeds(table: ErrorTable) -> Speeds:
     """Nominal speeds for every recipe of the table, by the bits of its operands."""
     savings = {}
-    for name in cells.squares:
+    for name in table.squares:
         passes = recipe(name).operands.values()
         saved = 1 - sum(max(number_format(operand)["bits"] for operand in formats) for formats in passes) / 16 / len(passes)
-        savings[name] = Savings(saved, saved, saved, cells.flops * (1 - cells.skipped.get(name, 0.0)))
+        savings[name] = Savings(saved, saved, saved, table.flops * (1 - table.skipped.get(name, 0.0)))
     return Speeds(savings)
 
 
-def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
+def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
     linears: Linears | None = None
     step: StepTimes | None = None
@@ -100,18 +100,18 @@ def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
     else:
         linears, where = chosen.linears, chosen.where
     speedups = _step_speedups(step) if step is not None else _linears_speedups(linears)
-    speedups = {name: speedup for name, speedup in speedups.items() if name in cells.squares}
+    speedups = {name: speedup for name, speedup in speedups.items() if name in table.squares}
     findings = [warning for warning in chosen.findings if warning.code == "step-host-bound"]
-    if missing := [name for name in cells.squares if name not in speedups and name != BASELINE]:
+    if missing := [name for name in table.squares if name not in speedups and name != BASELINE]:
         findings.append(finding("numerics-no-speed", recipes=missing, where=where))
-    savings = {BASELINE: Savings(0.0, 0.0, 0.0, cells.flops)}
+    savings = {BASELINE: Savings(0.0, 0.0, 0.0, table.flops)}
     by_flops = []
     for name, speedup in speedups.items():
-        shares = _shares(linears, cells, name, 1 - 1 / speedup.value) if linears is not None else None
+        shares = _shares(linears, table, name, 1 - 1 / speedup.value) if linears is not None else None
         by_flops += [name] if shares is None else []
         total, low, high = (1 - 1 / (end or speedup.value) for end in (speedup.value, speedup.low, speedup.high))
-        divided = shares if shares is not None else cells.flops
-        savings[name] = Savings(total, low, high, divided * (1 - cells.skipped.get(name, 0.0)))
+        divided = shares if shares is not None else table.flops
+        savings[name] = Savings(total, low, high, divided * (1 - table.skipped.get(name, 0.0)))
     if by_flops:
         findings.append(finding("numerics-speed-by-flops", recipes=by_flops))
     return Speeds(
@@ -162,16 +162,16 @@ def _linears_speedups(linears: Linears | None) -> dict[str, Interval]:
     return {name: speedup for name, speedup in speedups.items() if speedup is not None and speedup.value > 0}
 
 
-def _shares(linears: Linears, cells: Cells, name: str, total: float) -> Values | None:
+def _shares(linears: Linears, table: ErrorTable, name: str, total: float) -> Values | None:
     """The share of each cell in the recipe's savings (`total`), from the times of its op; None if they do not determine it."""
     mode, columns = _mode(linears), []
-    for place, op in enumerate(cells.ops):
+    for place, op in enumerate(table.ops):
         low, high = linears.op_time(op, name, mode), linears.op_time(op, BASELINE, mode)
         if not op or low is None or high is None:
             return None
-        fused_flops = sum(cells.flops[:, other].sum() for other, own in enumerate(cells.ops) if own == op)  # of one fused GEMM
-        part = cells.flops[:, place].sum() / fused_flops
-        present = (cells.flops[:, place] > 0).astype(float)
+        fused_flops = sum(table.flops[:, other].sum() for other, own in enumerate(table.ops) if own == op)  # of one fused GEMM
+        part = table.flops[:, place].sum() / fused_flops
+        present = (table.flops[:, place] > 0).astype(float)
         columns.append((high.total_ms.value - low.total_ms.value) * part * present)
     saved = np.stack(columns, axis=1)
     whole, gained = float(saved.sum()), float(saved[saved > 0].sum())

@@ -22,7 +22,7 @@ from gemmscope.errors import in_a_line
 from gemmscope.numerics.probes import measure_linear
 from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
@@ -39,6 +39,10 @@ class LinearPlace:
     expert: int | None = None
     tp: tuple[int, int] = (0, 1)
     """Rank and size of its tensor-parallel group."""
+    kind: str = ""
+    """Class of its module."""
+    experts: int = 1
+    """Of its layer, on this rank."""
 
 
 @dataclass
@@ -63,9 +67,9 @@ class Taken:
 class StepCapture:
     """One recorded step: every linear once, from the first forward pass that gets a gradient."""
 
-    def __init__(self, step: int, budgets: dict[str, int] | None, seed: int, guarded: Guard = lambda action: action) -> None:
+    def __init__(self, step: int, budget: int | None, seed: int, guarded: Guard) -> None:
         self.step, self.guarded = step, guarded
-        self.budgets = budgets
+        self.budget = budget
         """Bytes for the samples of each linear; None where only maxima are recorded."""
         self.seed = seed
         self.histories: Mapping[str, Sequence[StepFacts]] = {}
@@ -104,15 +108,15 @@ class StepCapture:
             return
         taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
         self.linears[place.key] = taken
-        if self.budgets is None:
+        if self.budget is None:
             with self._one_linear(place):
                 taken.amax = {"X": amax_of(x, taken.dtype), "W": amax_of(_usable(weight(), place), taken.dtype)}
-        elif _will_recompute() and not hold and not frozen:
+        elif "_checkpoint_hook" in _saving_hook() and not hold and not frozen:
             taken.waits = True
         else:
             self._hold(taken, x)
         if frozen:
-            if self.budgets is not None:
+            if self.budget is not None:
                 self._complete(taken)
             return
         width = output.shape[-1]
@@ -132,7 +136,7 @@ class StepCapture:
         """dY [M, N] of one linear: the first one, if there are several losses or calls."""
         if self.linears[taken.place.key] is not taken or self.is_done(taken.place):
             return
-        if self.budgets is None:
+        if self.budget is None:
             taken.amax["dY"] = amax_of(dy, taken.dtype)
         else:
             taken.dy = dy
@@ -149,13 +153,12 @@ class StepCapture:
         if x is not None and x._version != taken.version:
             self.problems[key] = "its input was changed in place before the backward pass"
             x = None
-        budget = self.budgets[key] if self.budgets else 0
         with plain_torch(), self._one_linear(taken.place):
             weight = _usable(taken.weight(), taken.place)
             x, dy = _same_tokens(x, dy, *taken.place.tp)
             taken.facts, taken.kept = measure_linear(
-                x, weight, dy, dtype=taken.dtype, budget=budget, random=random_for(self.seed, self.step, key), step=self.step,
-                history=self.histories.get(key, ()), passes=taken.passes,
+                x, weight, dy, dtype=taken.dtype, budget=self.budget or 0, random=random_for(self.seed, self.step, key),
+                step=self.step, history=self.histories.get(key, ()), passes=taken.passes,
             )  # fmt: skip
 
     @contextmanager
@@ -169,10 +172,11 @@ class StepCapture:
     def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
         """The recorded facts and tensors of every linear; without a gradient, those that need none."""
         maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
-        values = iter(_numbers(maxima))
+        on_one_device = torch.stack([one.to(maxima[0].device) for one in maxima]) if maxima else torch.empty(0)
+        values = iter(on_one_device.tolist())  # with one synchronization
         recorded = {}
         for key, taken in self.linears.items():
-            if self.budgets is None:
+            if self.budget is None:
                 tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
                 taken.facts = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
             elif taken.facts is None and taken.x is not None:
@@ -254,7 +258,8 @@ def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> t
 
 
 def _saving_hook() -> str:
-    """The name of the hook that packs the tensors that autograd saves; empty if there is none."""
+    """The name of the hook that packs the tensors that autograd saves; empty if there is none. In `torch.utils.checkpoint` it
+    is "_checkpoint_hook" in the pass that will be recomputed, and "_recomputation_hook" in the one that recomputes it."""
     try:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(*(True,))
     except (AttributeError, TypeError):  # an older torch
@@ -262,25 +267,8 @@ def _saving_hook() -> str:
     return str(getattr(hooks[0], "__qualname__", "")) if hooks else ""
 
 
-def _will_recompute() -> bool:
-    """Whether this forward pass is one of `torch.utils.checkpoint` that runs again in the backward pass."""
-    return "_checkpoint_hook" in _saving_hook()
-
-
 def _recomputes() -> bool:
     return "_recomputation_hook" in _saving_hook()
-
-
-def _numbers(maxima: Sequence[Tensor]) -> list[float]:
-    """The values of all tensors, with one synchronization per device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, one in enumerate(maxima):
-        by_device.setdefault(one.device, []).append(index)
-    values = [0.0] * len(maxima)
-    for indices in by_device.values():
-        for index, value in zip(indices, torch.stack([maxima[index] for index in indices]).tolist(), strict=True):
-            values[index] = value
-    return values
 
 
 def first_tensor(*groups: Any) -> Tensor | None:

@@ -41,14 +41,9 @@ class RecordingPlan:
     linears: list[tuple[nn.Module, list[LinearPlace]]]
     regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]]
     names: Mapping[str, LinearName]
-    sizes: Mapping[str, tuple[int, int]]
-    kinds: Mapping[str, str]
-    experts: Mapping[str, int]
+    """By the key of their place: those that are recorded."""
+    places: Mapping[str, LinearPlace]
     notes: tuple[str, ...]
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self.names)
 
 
 class ModelRecorder:
@@ -59,12 +54,11 @@ class ModelRecorder:
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
         self._model_name = _class_name(model)
         self._settings, self._guarded = settings, guarded
-        self._plan = make_plan(model, settings["seed"], settings)
+        self._plan = make_plan(model, settings)
         self._share = share_of([name.path for name in self._plan.names.values()], settings)
         self._capture: StepCapture | None = None
         self._hooks: list[LinearHooks | ReplayedRegion] = []
-        self._places: dict[str, LinearPlace] = {}
-        self._dtypes: dict[str, str] = {}
+        self._seen: dict[str, tuple[LinearPlace, torch.dtype]] = {}
         self._facts: dict[str, list[StepFacts]] = defaultdict(list)
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
@@ -72,8 +66,7 @@ class ModelRecorder:
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
-        budgets = dict.fromkeys(self._plan.keys, self._share) if sampled else None
-        capture = StepCapture(step, budgets, self._settings["seed"], self._guarded)
+        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded)
         capture.histories = {key: tuple(steps) for key, steps in self._facts.items()}
         self._capture = capture
         self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
@@ -88,8 +81,7 @@ class ModelRecorder:
         kept: dict[str, Tensor] = {}
         for key, (facts, tensors) in capture.finish().items():
             self._facts[key].append(facts)
-            self._places[key] = capture.linears[key].place
-            self._dtypes[key] = str(capture.linears[key].dtype).removeprefix("torch.")
+            self._seen[key] = capture.linears[key].place, capture.linears[key].dtype
             kept |= {tensor_key(self._plan.names[key].path, facts.step, name): tensor for name, tensor in tensors.items()}
         self._problems |= capture.problems
         if kept:
@@ -105,7 +97,7 @@ class ModelRecorder:
 
     def write(self, path: Path) -> str:
         """Write the file. Returns an empty string, or why there is nothing to write."""
-        linears = tuple(self._linear_facts(key) for key in self._plan.keys)
+        linears = tuple(self._linear_facts(key) for key in self._plan.names)
         if not any(linear.steps for linear in linears):
             return next(iter(self._problems.values()), "") or _nothing(self._plan)
         steps = sorted({step.step for linear in linears for step in linear.steps})
@@ -118,19 +110,18 @@ class ModelRecorder:
         return ""
 
     def _linear_facts(self, key: str) -> LinearFacts:
-        name, place = self._plan.names[key], self._places.get(key)
-        steps = [facts if facts.step in self._kept else _maxima_only(facts) for facts in self._facts.get(key, ())]
+        name, planned = self._plan.names[key], self._plan.places[key]
+        place, dtype = self._seen.get(key, (planned, ""))
+        # of other steps, only the maxima are in the file
+        steps = [
+            facts if facts.step in self._kept else facts.model_copy(update={"passes": {}}) for facts in self._facts.get(key, ())
+        ]
         failure = self._problems.get(key, "" if steps else "it did not run in a recorded step, or got no gradient")
-        sizes = (place.inputs, place.outputs) if place is not None else self._plan.sizes[key]
         return LinearFacts(
-            name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=self._plan.kinds[key],
-            inputs=sizes[0], outputs=sizes[1], dtype=self._dtypes.get(key, ""), expert=name.expert,
-            experts=self._plan.experts.get(key, 1), steps=tuple(steps), failure=failure,
+            name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=planned.kind, inputs=place.inputs,
+            outputs=place.outputs, dtype=str(dtype).removeprefix("torch."), expert=name.expert, experts=planned.experts,
+            steps=tuple(steps), failure=failure,
         )  # fmt: skip
-
-
-def _maxima_only(facts: StepFacts) -> StepFacts:
-    return facts.model_copy(update={"passes": {}})
 
 
 def _class_name(model: nn.Module) -> str:
@@ -140,10 +131,10 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _nothing(plan: RecordingPlan) -> str:
-    if not plan.keys:
+    if not plan.names:
         return "the model has no known linears"
     compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
-    return f"none of the model's {len(plan.keys)} linears ran and got a gradient{'' if plan.regions else compiled}"
+    return f"none of the model's {len(plan.names)} linears ran and got a gradient{'' if plan.regions else compiled}"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -157,50 +148,45 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     return int((settings["megabytes"] * 1e6 - header - maxima) / max(len(names), 1) / settings["samples"])
 
 
-def make_plan(model: nn.Module, seed: int, settings: Mapping[str, Any]) -> RecordingPlan:
+def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
-    modules = list(_modules_with_linears(model))
-    sizes: dict[str, tuple[int, int]] = {}
-    kinds: dict[str, str] = {}
-    experts: dict[str, int] = {}
-    for path, module, _ in modules:
-        for place in _all_places(path, module, seed):
-            sizes[place.key], kinds[place.key] = (place.inputs, place.outputs), type(module).__name__
-            experts[place.key] = expert_count(module) or _parameter_experts(module, place.key)
-    names = {key: name for key, name in _named(sizes).items() if name.is_recorded}
-    names = {key: _global_layer(name, key, model) for key, name in names.items()}
-    for key, count in few_experts(names, seed).items():
-        experts[key] = max(experts[key], count)
-    names = _unique({key: names[key] for key in few_experts(names, seed)})
-    names, notes = _fitting(names, settings)
+    modules = list(find_modules(model, settings["seed"]))
+    places = {place.key: place for *_, own in modules for place in own}
+    named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
+    counts = few_experts(named, settings["seed"])
+    places |= {key: replace(places[key], experts=max(places[key].experts, count)) for key, count in counts.items()}
+    names, notes = _fitting(_unique({key: named[key] for key in counts}), settings)
     notes += tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
-        for path, module, _ in modules
-        if kind_of(module) and not _all_places(path, module, seed)
+        for path, module, _, own in modules
+        if kind_of(module) and not own
     )
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
     plain: list[tuple[nn.Module, list[LinearPlace]]] = []
     inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]] = {}
-    for path, module, region in modules:
-        places = [place for place in _all_places(path, module, seed) if place.key in names]
-        stacked = [] if kind_of(module) else _stacked(path, module, names)
-        if region is None and not stacked and kind_of(module) != NORM_MLP:
-            plain += [(module, places)] if places else []
-        elif places or stacked:
-            root = region if region is not None else module
-            _, linears, weights = inside.setdefault(id(root), (root, [], []))
-            if kind_of(module):
-                linears.append((module, places))
-            weights.extend(stacked)
-    return RecordingPlan(plain, list(inside.values()), names, sizes, kinds, experts, notes)
+    for path, module, region, all_places in modules:
+        own = [place for place in all_places if place.key in names]
+        kind = kind_of(module)
+        if not own:
+            continue
+        if region is None and kind not in ("", NORM_MLP):
+            plain.append((module, own))
+            continue
+        root = region if region is not None else module
+        _, linears, weights = inside.setdefault(id(root), (root, [], []))
+        if kind:
+            linears.append((module, own))
+        else:
+            weights += _expert_weights(path, module, own)
+    return RecordingPlan(plain, list(inside.values()), names, places, notes)
 
 
-def _named(sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
+def _named(places: Mapping[str, LinearPlace]) -> dict[str, LinearName]:
     """Name the linears of each part of a pipeline stage separately, because their layers have the same numbers."""
     parts: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-    for key, size in sizes.items():
-        parts[key.partition(".")[0] if key.startswith(CHUNK) else ""][key] = size
+    for key, place in places.items():
+        parts[key.partition(".")[0] if key.startswith(CHUNK) else ""][key] = place.inputs, place.outputs
     return {key: name for part in parts.values() for key, name in name_linears(part).items()}
 
 
@@ -214,17 +200,8 @@ def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
     return replace(name, layer=numbers[0] - 1) if name.layer is not None and numbers else name
 
 
-def linear_sizes_of(model: nn.Module, seed: int) -> dict[str, tuple[int, int]]:
-    """Path → inputs and outputs of every linear; of experts that share a module, of some."""
-    return {
-        place.key: (place.inputs, place.outputs)
-        for path, module, _ in _modules_with_linears(model)
-        for place in _all_places(path, module, seed)
-    }
-
-
-def _modules_with_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Path, module and the outermost compiled module around it, of every module that has linears."""
+def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, nn.Module | None, list[LinearPlace]]]:
+    """Every module that has linears: its path, the outermost compiled module around it, and its linears; of experts some."""
     compiled: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         while compiled and not (path == compiled[-1][0] or path.startswith(f"{compiled[-1][0]}.") or not compiled[-1][0]):
@@ -232,7 +209,7 @@ def _modules_with_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn
         if is_compiled(module) and not compiled:
             compiled.append((path, module))
         if kind_of(module) or _three_dimensional(module):
-            yield path, module, compiled[-1][1] if compiled else None
+            yield path, module, compiled[-1][1] if compiled else None, places_of(path, module, seed)
 
 
 def _three_dimensional(module: nn.Module) -> list[str]:
@@ -243,34 +220,53 @@ def _three_dimensional(module: nn.Module) -> list[str]:
     return [name for name, value in parameters if value is not None and value.dim() == 3 and min(value.shape[1:]) > 1]
 
 
-def _all_places(path: str, module: nn.Module, seed: int) -> list[LinearPlace]:
-    if count := expert_count(module):
-        return places_of(path, module, _chosen(count, seed, path))
-    if kind_of(module):
-        return norm_mlp_places(path, module) if kind_of(module) == NORM_MLP else places_of(path, module)
+def places_of(path: str, module: Any, seed: int) -> list[LinearPlace]:
+    """The linears of one module: one, or those of some experts; none if it is not supported."""
+    kind, name = kind_of(module), type(module).__name__
+    if not kind:
+        return _parameter_places(path, module, seed)
+    if kind == NORM_MLP:
+        if module.activation not in {*ACTIVATIONS, *GATED} or getattr(module, "tp_size", 1) > 1:
+            return []
+        shapes = {"fc1": module.fc1_weight.shape, "fc2": module.fc2_weight.shape}
+        return [LinearPlace(f"{path}.{part}", shape[1], shape[0], kind=name) for part, shape in shapes.items()]
+    tp = _tensor_parallel(module)
+    if kind == GROUPED:
+        if not hasattr(module, "weight0"):  # all weights as one
+            return []
+        count, (outputs, inputs) = int(module.num_gemms), _size(module.weight0)
+        numbers = _chosen(count, seed, path)
+        return [LinearPlace(f"{path}.{number}", inputs, outputs, number, tp, name, count) for number in numbers]
+    if not (weights := module_weights(module)):  # given in the call, as with tied embeddings in Megatron
+        return []
+    if weights[0].dim() == 2:
+        outputs, inputs = sum(_size(weight)[0] for weight in weights), _size(weights[0])[1]
+    else:  # a shard of FSDP1, which is flat
+        outputs, inputs = int(module.out_features), int(module.in_features)
+    return [LinearPlace(path, *((outputs, inputs) if kind == "Conv1D" else (inputs, outputs)), None, tp, name)]
+
+
+def _parameter_places(path: str, module: nn.Module, seed: int) -> list[LinearPlace]:
+    """Some experts of every parameter that holds the weights of all."""
     places = []
     for name in _three_dimensional(module):
         count, outputs, inputs = getattr(module, name).shape
         if getattr(module, "is_transposed", False):  # as Hugging Face marks them
             outputs, inputs = inputs, outputs
-        numbers = _chosen(count, seed, path)
-        places += [LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number) for number in numbers]
+        places += [
+            LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number, (0, 1), type(module).__name__, count)
+            for number in _chosen(count, seed, path)
+        ]
     return places
 
 
-def _parameter_experts(module: nn.Module, key: str) -> int:
-    name = key.split(".")[-2] if "." in key else ""
-    value = module._parameters.get(name)
-    return int(value.shape[0]) if value is not None and value.dim() == 3 else 1
-
-
-def _stacked(path: str, module: nn.Module, names: Mapping[str, LinearName]) -> list[ExpertWeights]:
-    weights = []
+def _expert_weights(path: str, module: nn.Module, places: Sequence[LinearPlace]) -> Iterator[ExpertWeights]:
+    """The parameters of a module whose experts are recorded."""
     for name in _three_dimensional(module):
-        count = getattr(module, name).shape[0]
-        numbers = tuple(number for number in range(count) if f"{path}.{name}.{number}" in names)
-        weights += [ExpertWeights(f"{path}.{name}", module, name, numbers)] if numbers else []
-    return weights
+        key = f"{path}.{name}"
+        numbers = tuple(place.expert for place in places if place.key == f"{key}.{place.expert}" and place.expert is not None)
+        if numbers:
+            yield ExpertWeights(key, module, name, numbers)
 
 
 def _chosen(count: int, seed: int, path: str) -> tuple[int, ...]:
@@ -305,31 +301,6 @@ def _fitting(names: dict[str, LinearName], settings: Mapping[str, Any]) -> tuple
     return few, (f"{len(few)} of {len(names)} linears are recorded: the file is too small for more",)
 
 
-def places_of(path: str, module: nn.Module, experts: tuple[int, ...] | None = None) -> list[LinearPlace]:
-    """The linears of one module: one, or those of some experts."""
-    kind, tp = kind_of(module), _tensor_parallel(module)
-    if kind == GROUPED:
-        if not hasattr(module, "weight0"):  # all weights as one
-            return []
-        numbers = experts if experts is not None else range(int(module.num_gemms))
-        sizes = _size(module.weight0)
-        return [LinearPlace(f"{path}.{number}", sizes[1], sizes[0], number, tp) for number in numbers]
-    if not kind or kind == NORM_MLP:
-        return []
-    if not (weights := module_weights(module)):  # given in the call, as with tied embeddings in Megatron
-        return []
-    if weights[0].dim() == 2:
-        outputs, inputs = sum(_size(weight)[0] for weight in weights), _size(weights[0])[1]
-    else:  # a shard of FSDP1, which is flat
-        outputs, inputs = int(module.out_features), int(module.in_features)
-    return [LinearPlace(path, *((outputs, inputs) if kind == "Conv1D" else (inputs, outputs)), None, tp)]
-
-
-def expert_count(module: nn.Module) -> int:
-    """How many experts a grouped linear has; 0 if it is not one."""
-    return int(module.num_gemms) if kind_of(module) == GROUPED else 0
-
-
 def _size(weight: Any) -> tuple[int, int]:
     """Rows and columns on this rank. FSDP keeps shards of whole weights: the size is that of the whole."""
     placements = getattr(weight, "placements", ())
@@ -346,13 +317,5 @@ def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
     group = getattr(module, "tp_group", None)
     try:
         return (group.rank(), group.size()) if group is not None else (0, 1)
-    except Exception:  # a group that is not initialized
+    except (RuntimeError, ValueError):  # a group that is not initialized
         return (0, 1)
-
-
-def norm_mlp_places(path: str, module: Any) -> list[LinearPlace]:
-    """The two linears of a LayerNormMLP; none if `NormMlp` does not support it."""
-    if module.activation not in {*ACTIVATIONS, *GATED} or getattr(module, "tp_size", 1) > 1:
-        return []
-    names = (("fc1", module.fc1_weight.shape), ("fc2", module.fc2_weight.shape))
-    return [LinearPlace(f"{path}.{name}", shape[1], shape[0]) for name, shape in names]

@@ -35,7 +35,7 @@ from gemmscope.numerics.in_training.capture import (
     running_passes,
     unchanged,
 )
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 from gemmscope.workload.ops import Pass
 
 
@@ -136,9 +136,11 @@ class ReplayedRegion:
             original = NormMlp(original)
             linears = [(original.fc1, self._linears[0][1][:1]), (original.fc2, self._linears[0][1][1:])]
         with ExitStack() as stack:
-            for context in (_random_restored(call.random), _everything_eager(), _state_kept(original), _NoCommunication()):
+            stack.enter_context(torch.random.fork_rng(list(call.random[1])))
+            _set_random(call.random)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled again
+            for context in (_state_kept(original), _NoCommunication(), torch.enable_grad()):
                 stack.enter_context(context)
-            stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype in call.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             ends: list[GradientEdge] = []  # not tensors: an output may be changed in place
@@ -253,26 +255,9 @@ def _set_random(state: tuple[Tensor, dict[int, Tensor]]) -> None:
         torch.cuda.set_rng_state(one, device)
 
 
-@contextmanager
-def _random_restored(during: tuple[Tensor, dict[int, Tensor]]) -> Iterator[None]:
-    now = _random_state()
-    try:
-        _set_random(during)
-        yield
-    finally:
-        _set_random(now)
-
-
 def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-@contextmanager
-def _everything_eager() -> Iterator[None]:
-    """Run compiled modules eagerly, so that nothing is compiled again."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @contextmanager
