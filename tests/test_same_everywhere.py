@@ -20,8 +20,7 @@ import pytest
 from gemmscope.document import BUILDERS, document
 from gemmscope.document.model import Document, Table, decisive
 from gemmscope.results.read import KINDS, read_result
-from gemmscope.writers import csv as csv_writer
-from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import figure, markdown, tables, terminal
 from gemmscope.writers import html as html_writer
 from support.results import RESULTS
 
@@ -154,7 +153,7 @@ def test_every_writer_shows_the_same_rows(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_holds_every_table_unrounded(name: str) -> None:
     doc = told(name)
-    rows = list(csv.DictReader(io.StringIO(csv_writer.csv_text(doc))))
+    rows = list(csv.DictReader(io.StringIO(tables.csv_text(doc))))
     for table in doc.tables():
         own = [row for row in rows if row["table"] == table.title]
         assert len(own) >= len(table.rows)
@@ -176,7 +175,7 @@ def _same(text: str, value: float | str) -> bool:
     "name", [name for name in NAMES if not name.startswith(("explain ", "bench, "))]
 )  # drawn in the same way
 def test_every_chart_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figure, "FORMATS", ("svg",))
+    monkeypatch.setattr(figure, "FORMATS", (".svg",))
     doc = told(name)
     charts = doc.charts()
     page = html_writer.page([doc])

@@ -16,7 +16,7 @@ import gemmscope as gs
 from gemmscope.document import document
 from gemmscope.results.base import LONGEST_REPR, Result, Samples
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.writers import frame
+from gemmscope.writers import tables
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
 
@@ -139,7 +139,7 @@ def test_without_pandas_one_error_says_what_to_install(monkeypatch: pytest.Monke
             raise ModuleNotFoundError(name)
         return import_module(name)
 
-    monkeypatch.setattr(frame, "import_module", absent)
+    monkeypatch.setattr(tables, "import_module", absent)
     for call in (results()["shapes"].to_frame, results()["shapes"].to_frames):
         with pytest.raises(gs.UserError, match="DataFrames need pandas, which is not installed\npip install pandas"):
             call()

@@ -26,7 +26,6 @@ from gemmscope.bench.timing import BenchTiming, Shape
 from gemmscope.commands.calibrate import Calibrated
 from gemmscope.commands.doctor import Diagnosis
 from gemmscope.errors import UserError, in_a_line, shown
-from gemmscope.files import write_text
 from gemmscope.job.load import ModelRun, load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
 from gemmscope.model.readers import read_text
@@ -346,10 +345,12 @@ def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) 
     """Write one page from results or run files: .html, or .md for Markdown."""
     listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
     documents, messages = commands.report.report(listed)
-    if Path(path).suffix.lower() not in (".html", ".md"):
-        raise UserError(f"{path} has no extension that selects a format", "use a path that ends in .html or .md")
-    write = writers.html.page if Path(path).suffix.lower() == ".html" else writers.markdown.markdown
-    write_text(path, write(documents, messages))
+    ending = Path(path).suffix.lower()
+    if ending not in writers.SEVERAL:
+        raise UserError(
+            f"{path} has no extension that selects a format", f"use a path that ends in {' or '.join(writers.SEVERAL)}"
+        )
+    writers.save(path, writers.content(ending, documents, messages))
 
 
 def read(path: str | Path) -> Result:

@@ -3,7 +3,6 @@
 `results/base.py` calls these functions by name, so that results need not import what shows them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from gemmscope import writers
 from gemmscope.document import document
 from gemmscope.document.model import Chart, Document
 from gemmscope.errors import UserError
-from gemmscope.files import write_text
 from gemmscope.results.base import Result
 from gemmscope.results.keep import Keeper
 from gemmscope.say import say
-from gemmscope.writers import FIGURE_ENDINGS, csv, figure, markdown, terminal
-from gemmscope.writers.html import notebook_html, page
+from gemmscope.writers import WRITERS, figure, tables, terminal
+from gemmscope.writers.html import notebook_html
 
 
 def text(result: Result, *, detail: bool = False) -> str:
@@ -28,7 +26,7 @@ def text(result: Result, *, detail: bool = False) -> str:
 def notebook(result: Result) -> str:
     """The answer, the main charts and the main table as HTML, the rest collapsed."""
     told = document(result)
-    return notebook_html(told, figure.png(_main_figure(told)))
+    return notebook_html(told, figure.image(_main_figure(told), ".png") if told.charts() else b"")
 
 
 def _main_figure(told: Document) -> Document:
@@ -46,34 +44,24 @@ def _unit(chart: Chart) -> str:
 
 def frame(result: Result, title: str = "") -> Any:
     """The main table as a DataFrame, or the one with this title."""
-    return writers.frame.frame(document(result), title)
+    return tables.frame(document(result), title)
 
 
 def frames(result: Result) -> dict[str, Any]:
     """Every table as a DataFrame, by its title."""
-    return writers.frame.frames(document(result))
+    return tables.frames(document(result))
 
 
 def save(result: Result, path: str | Path) -> None:
-    """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
-    ending = Path(path).suffix.lower()
-    texts: dict[str, Callable[[], str]] = {
-        ".json": result.to_json,
-        ".md": lambda: markdown.markdown([document(result)]),
-        ".csv": lambda: csv.csv_text(document(result)),
-        ".html": lambda: page([document(result)]),
-    }
-    if ending not in (*texts, *FIGURE_ENDINGS):
+    """Write it in the format that the ending selects: .json is the run file, and the others are those of `WRITERS`."""
+    ending, endings = Path(path).suffix.lower(), (".json", *WRITERS)
+    if ending not in endings:
         raise UserError(
-            f"{Path(path).name} has no extension that selects a format",
-            f"use one of the extensions {', '.join((*texts, *FIGURE_ENDINGS))}",
+            f"{Path(path).name} has no extension that selects a format", f"use one of the extensions {', '.join(endings)}"
         )
     place, note = Keeper(result).place(path, run_file=ending == ".json")
     if note:
         say(f"{note}; wrote {place}" if place is not None else note)
-    if place is None:
-        return
-    if ending in FIGURE_ENDINGS:
-        figure.save_figure(document(result), place)
-    else:
-        write_text(place, texts[ending](), "name a file in a folder that exists")
+    if place is not None:
+        written = result.to_json() if ending == ".json" else writers.content(ending, [document(result)])
+        writers.save(place, written, "name a file in a folder that exists")

@@ -14,7 +14,7 @@ from gemmscope.document.model import Document, decisive
 from gemmscope.document.table import Table
 from gemmscope.engine.messages import Failed
 from gemmscope.results.bench import BenchResult
-from gemmscope.writers import csv, figure, html, markdown, terminal
+from gemmscope.writers import figure, html, markdown, tables, terminal
 from support.bench_results import LAYER, MODEL, QKV, RECIPES, recorded_measurements
 from support.run_files import BENCHES, bench_result, recorded_bench, squares
 
@@ -39,7 +39,7 @@ def test_writers_show_the_same(name: str) -> None:
     document = bench_document(recorded_bench(name), f"{name}.json")
     shown = terminal.text(document)
     texts_of_writers = (shown, unescape(html.page([document])), markdown.markdown([document]).replace("\\", ""))
-    written = csv.csv_text(document)
+    written = tables.csv_text(document)
     for text in texts_of_writers:
         assert all(message.text in text for message in document.messages)
         assert all(
@@ -146,7 +146,7 @@ def test_figure_of_a_model(tmp_path: Path) -> None:
     """Every recipe has a bar, quantization is a separate part, and the parts add up to the measured times."""
     result = model_bench()
     document = bench_document(result)
-    figure.save_figure(document, tmp_path / "bench.svg")
+    (tmp_path / "bench.svg").write_bytes(figure.image(document, ".svg"))
     drawn = (tmp_path / "bench.svg").read_text()
     for label in (*RECIPES, *(case.op for case in MODEL), "quantization", "wgrad (lighter)", "1.00x"):
         assert f">{label}<" in drawn, label
@@ -158,11 +158,11 @@ def test_figure_of_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_figure_of_bare_gemms(tmp_path: Path) -> None:
-    figure.save_figure(bench_document(squares(spread=0.02)), tmp_path / "bench.svg")
+    (tmp_path / "bench.svg").write_bytes(figure.image(bench_document(squares(spread=0.02)), ".svg"))
     drawn = (tmp_path / "bench.svg").read_text()
     for label in ("TFLOP/s", "1024", "8192", "side of square matrices", "speedup over BF16", *RECIPES):
         assert f">{label}<" in drawn, label
-    figure.save_figure(bench_document(squares(rounds=1)), tmp_path / "one.png")
+    (tmp_path / "one.png").write_bytes(figure.image(bench_document(squares(rounds=1)), ".png"))
     assert (tmp_path / "one.png").stat().st_size > 1000
 
 

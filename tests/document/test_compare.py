@@ -10,9 +10,9 @@ from gemmscope.document import document
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference
-from gemmscope.writers.csv import csv_text
 from gemmscope.writers.html import page
 from gemmscope.writers.markdown import markdown
+from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
 
 SLOWER = Change(ratio=Interval(1.05, 1.03, 1.07), verdict="slower")

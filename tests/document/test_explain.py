@@ -13,9 +13,9 @@ from gemmscope.document.charts import BarChart
 from gemmscope.document.model import Document
 from gemmscope.document.table import Table
 from gemmscope.results.explain import ExplainResult
-from gemmscope.writers.csv import csv_text
 from gemmscope.writers.html import page
 from gemmscope.writers.markdown import markdown
+from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
 from support.explain_files import explanation
 from support.traces import recorded

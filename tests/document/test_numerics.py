@@ -17,7 +17,7 @@ from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.results.numerics import LinearError, Mix, NumericsResult
-from gemmscope.writers import csv, figure, html, markdown, terminal
+from gemmscope.writers import figure, html, markdown, tables, terminal
 from support.numerics_files import linear_errors, numerics_result
 
 
@@ -198,11 +198,11 @@ def test_what_is_kept_is_marked_in_the_heat_map_of_its_recipe_alone() -> None:
 def test_every_writer_shows_it() -> None:
     """Recorded and without speeds, with layers that have no numbers, and with one layer alone."""
     shown = document(numerics_result(bound=0.12))
-    for text in (csv.csv_text(shown), markdown.markdown([shown]), told(numerics_result(bound=0.12), detail=True)):
+    for text in (tables.csv_text(shown), markdown.markdown([shown]), told(numerics_result(bound=0.12), detail=True)):
         assert "Mixes: what to keep in a higher precision" in text
         assert "Delayed scaling on recorded steps" in text
-    assert figure.png(document(numerics_result(2, gpu="", bound=None))).startswith(b"\x89PNG")
-    assert figure.png(document(numerics_result(1, bound=None, detailed=False))).startswith(b"\x89PNG")
+    assert figure.image(document(numerics_result(2, gpu="", bound=None)), ".png").startswith(b"\x89PNG")
+    assert figure.image(document(numerics_result(1, bound=None, detailed=False)), ".png").startswith(b"\x89PNG")
     assert "Along depth" in html.page([shown])
 
 
@@ -217,7 +217,7 @@ def test_a_model_without_layers_has_its_chart() -> None:
     assert [column.name for column in table.columns] == ["linear", *heat.columns]
     assert table.rows[0][0].text == linears[0].linear
     assert heat.cells[-1][0].value == next(one.error for one in linears if one.recipe == heat.columns[0])
-    assert figure.png(shown).startswith(b"\x89PNG")
+    assert figure.image(shown, ".png").startswith(b"\x89PNG")
 
 
 def test_linears_without_errors_are_named_next_to_the_error() -> None:
@@ -256,7 +256,7 @@ def test_csv_and_markdown_have_the_errors_of_recipes() -> None:
     shown = document(result)
     [table] = [table for table in shown.tables() if table.title == "Errors of every recipe"]
     assert [(row[0].text, row[1].value) for row in table.rows] == [(one.recipe, one.error) for one in result.recipes]
-    assert "Errors of every recipe,MXFP8," in csv.csv_text(shown)
+    assert "Errors of every recipe,MXFP8," in tables.csv_text(shown)
     assert "Errors of every recipe" in markdown.markdown([shown])
 
 

@@ -16,8 +16,8 @@ from gemmscope.job.load import model_run
 from gemmscope.model import presets
 from gemmscope.results.shapes import Check, ShapesResult
 from gemmscope.workload.check import Difference
-from gemmscope.writers.csv import csv_text
 from gemmscope.writers.markdown import markdown
+from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
 
 

@@ -15,7 +15,6 @@ from fuzz.targets import Target, command_line
 from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
-from gemmscope.writers import csv as csv_writer
 from gemmscope.writers import figure, markdown, terminal
 from gemmscope.writers import html as html_writer
 from support.poison import HOSTILE, poisoned
@@ -62,13 +61,13 @@ def write_everything(evil: Evil, folder: Path) -> str:
     result = evil_result(evil)
     doc = document(result, evil.texts[0])
     tables = doc.tables()
-    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(doc))))
+    rows = list(csv.reader(io.StringIO(tables.csv_text(doc))))
     assert len(rows) == 1 + sum(len(table.rows) for table in tables), "the CSV file has other rows"
     assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell)], "a formula"
     html_writer.page([doc]).encode()
     html_writer.notebook_html(doc).encode()
     if doc.charts():
-        figure.save_figure(doc, folder / "figure.svg")
+        (folder / "figure.svg").write_bytes(figure.image(doc, ".svg"))
     for ending in ("json", "html"):
         result.save(folder / f"out.{ending}")
     return "".join(
@@ -77,7 +76,7 @@ def write_everything(evil: Evil, folder: Path) -> str:
             terminal.text(doc, detail=True),
             terminal.text(doc, detail=False),
             markdown.markdown([doc]),
-            csv_writer.csv_text(doc),
+            tables.csv_text(doc),
         ]
     )
 

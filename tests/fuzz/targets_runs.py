@@ -16,7 +16,7 @@ from gemmscope.commands.report import answers, report
 from gemmscope.errors import UserError
 from gemmscope.results.read import read_result
 from gemmscope.show import text
-from gemmscope.writers import csv, figure, html, markdown
+from gemmscope.writers import figure, html, markdown, tables
 from support.predictions import bench_run, step_run
 from support.results import RESULTS
 from support.traces import RECORDED
@@ -146,7 +146,7 @@ def show(value: dict[str, Any], folder: Path) -> str:
     repr(result), result.to_json()
     shown = text(result) + text(result, detail=True)
     documents, messages = report([path])
-    shown += "\n".join(answers(documents)) + markdown.markdown(documents, messages) + csv.csv_text(documents[0])
+    shown += "\n".join(answers(documents)) + markdown.markdown(documents, messages) + tables.csv_text(documents[0])
     html.page(documents, messages)
     return shown
 
@@ -157,7 +157,7 @@ def draw_figures(value: dict[str, Any], folder: Path) -> str:
     path.write_bytes(damaged(value, recorded(value["result"])))
     documents, _ = report([path])
     if documents[0].charts():
-        figure.save_figure(documents[0], folder / "figure.svg")
+        (folder / "figure.svg").write_bytes(figure.image(documents[0], ".svg"))
     return ""
 
 

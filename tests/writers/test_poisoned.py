@@ -22,8 +22,7 @@ from markdown_it import MarkdownIt
 from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.results.base import Result
-from gemmscope.writers import csv as csv_writer
-from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import figure, markdown, tables, terminal
 from gemmscope.writers import html as html_writer
 from support.browser import Browser
 from support.poison import HOSTILE, invisible, poisoned
@@ -47,8 +46,7 @@ def notebook(name: str, *, hostile: bool = True) -> str:
     """As a notebook shows it. A pixel stands for its picture, which takes a while to draw, except for `bench`;
     `test_figures` draws all of them."""
     result = evil(name) if hostile else RESULTS[name]()
-    drawn = figure.png if name == "bench" else lambda document: PIXEL if document.charts() else b""
-    with mock.patch.object(figure, "png", drawn):
+    with mock.patch.object(figure, "image", figure.image if name == "bench" else lambda *_: PIXEL):
         return str(result._repr_html_())
 
 
@@ -112,7 +110,7 @@ def test_nothing_invisible_is_shown(name: str) -> None:
         terminal.text(doc, detail=True),
         terminal.text(doc, detail=False),
         markdown.markdown([doc]),
-        csv_writer.csv_text(doc),
+        tables.csv_text(doc),
     ]
     for text in (*texts, html_writer.notebook_html(doc)):
         assert not invisible(text, allowed="\n")
@@ -143,7 +141,7 @@ def test_markdown_has_no_markup_links_or_images(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_has_no_formulas(name: str) -> None:
     doc = mixed(name)
-    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(doc))))
+    rows = list(csv.reader(io.StringIO(tables.csv_text(doc))))
     assert len(rows) == 1 + sum(len(table.rows) for table in doc.tables())
     for cell in (cell for row in rows for cell in row):
         assert not re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell), cell
@@ -158,9 +156,9 @@ def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     doc = mixed(name)
     if not doc.charts():
         pytest.skip("it has no charts")
-    figure.save_figure(doc, tmp_path / "figure.svg")
+    (tmp_path / "figure.svg").write_bytes(figure.image(doc, ".svg"))
     if name in ("bench", "sweep of a plane"):
-        figure.save_figure(doc, tmp_path / "figure.png")
+        (tmp_path / "figure.png").write_bytes(figure.image(doc, ".png"))
     tree = ElementTree.parse(tmp_path / "figure.svg")
     assert {element.tag.rpartition("}")[2] for element in tree.iter()} & {"script", "a", "foreignObject"} == set()
     addresses = [value for element in tree.iter() for name, value in element.attrib.items() if name.endswith("href")]

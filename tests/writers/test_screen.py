@@ -15,7 +15,7 @@ from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.document.table import Cell, Head, Table
 from gemmscope.writers import terminal
-from gemmscope.writers.layout import fitted, table_lines
+from gemmscope.writers.terminal import fitted, table_lines
 from support.results import RESULTS
 
 SEVERAL_GPUS = ("forecast of several GPUs", "sweep")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from gemmscope import commands, writers
 from gemmscope.errors import UserError, option, shown
-from gemmscope.files import descriptor, same_file, write_text
+from gemmscope.files import descriptor, same_file
 from gemmscope.say import say as say  # for the commands
 
 if TYPE_CHECKING:
     from gemmscope.results.base import Result
 
-OTHER_ENDINGS = (*writers.FIGURE_ENDINGS, ".json", ".csv", ".md", ".txt")  # of files that are not pages
+ENDINGS = {"csv": ".csv", "markdown": ".md", "html": ".html"}  # of the formats of options; that of a figure is its file's
+OTHER_ENDINGS = {".json", ".txt", *writers.WRITERS} - {".html"}  # of files that are not pages
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,6 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
     The run file comes first: it holds everything. Standard output comes last: its reader may be gone.
     """
     document = cache(lambda: commands.result.document(result))
-    texts: dict[str, Callable[[], str]] = {
-        "json": result.to_json,
-        "csv": lambda: writers.csv.csv_text(document()),
-        "markdown": lambda: writers.markdown.markdown([document()]),
-        "html": lambda: writers.html.page([document()]),
-    }
     targets, keeper, failures = outputs.targets(), commands.result.Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
         path, note = keeper.place(place, run_file=name == "json")
@@ -93,15 +88,14 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
         try:
             if path is None:
                 continue
-            if name == "output" and result.sample_count == 0:
+            if name == "json":
+                write(path, result.to_json())
+            elif name == "output" and result.sample_count == 0:
                 say(f"nothing was measured: there is no figure to write to {path}")
             elif name == "output" and not document().charts():
                 say(f"this result has no chart to draw, so {path} is not written")
-            elif name == "output":
-                writers.figure.save_figure(document(), path)
-                say(f"wrote {path}")
             else:
-                write(path, texts[name]())
+                write(path, writers.content(ENDINGS.get(name) or Path(place).suffix.lower(), [document()]))
         except UserError as error:
             failures.append(error)
     try:
@@ -117,12 +111,12 @@ def to_stdout(where: str | Path) -> bool:
     return where == "-" or descriptor(where) == 1
 
 
-def write(where: str | Path, text: str) -> None:
+def write(where: str | Path, content: str | bytes) -> None:
     """Write a result to a path, or to standard output for `-`; a file is announced on standard error."""
-    if to_stdout(where):
-        sys.stdout.write(text)
+    if to_stdout(where) and isinstance(content, str):
+        sys.stdout.write(content)
         return
-    write_text(where, text)
+    writers.save(where, content)
     say(f"wrote {where}")
 
 

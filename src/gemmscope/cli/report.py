@@ -22,9 +22,9 @@ def command(runs: list[str], output: str | None = None, markdown: str | None = N
         raise UserError(f"{option('figures')} {figures} is a file, not a folder", f"for example {option('figures', 'figures')}")
     documents, messages = commands.report.report(runs)
     if output is not None:
-        write(output, writers.html.page(documents, messages))
+        write(output, writers.content(".html", documents, messages))
     if markdown is not None:
-        write(markdown, writers.markdown.markdown(documents, messages))
+        write(markdown, writers.content(".md", documents, messages))
     if figures is not None:
         written = writers.figure.save_figures(documents, Path(figures))
         say(f"wrote {len(written)} figures into {figures}" if written else f"there is no chart to draw in {', '.join(runs)}")

@@ -49,6 +49,11 @@ class Table:
         if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
             raise ValueError("a row has more or fewer cells than the table has columns")
 
+    def only(self, places: Sequence[int]) -> "Table":
+        """The table with only the columns at these places."""
+        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[place] for place in places), rows=rows)
+
 
 NOTHING = Cell("-")
 
@@ -181,11 +186,12 @@ def table(
     (Cell(text='sum', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
     """
     shown = [column for column in columns if column.when]
-    lines = [[write(column.cell(row), column.unit) for column in shown] for row in rows]
-    lines += [[write(row.get(column.head), column.unit) for column in shown] for row in more]
-    kept = [place for place in range(len(shown)) if not (sparse and lines) or any(line[place].text.strip("-") for line in lines)]
-    heads = tuple(Head(shown[place].head, bool(shown[place].unit), shown[place].drop) for place in kept)
-    return Table(title, heads, tuple(tuple(line[place] for place in kept) for line in lines), note)
+    lines = [tuple(write(column.cell(row), column.unit) for column in shown) for row in rows]
+    lines += [tuple(write(row.get(column.head), column.unit) for column in shown) for row in more]
+    whole = Table(title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note)
+    if not sparse or not lines:
+        return whole
+    return whole.only([place for place in range(len(shown)) if any(line[place].text.strip("-") for line in lines)])
 
 
 BASELINE_CELL = Cell("1x", 1.0)

@@ -21,13 +21,12 @@ from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, Rank
 from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
-from gemmscope.files import replacing
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug
-from gemmscope.writers import drawing, panels, plots, ranks, scatter
+from gemmscope.writers import drawing, panels, plots, ranks, save, scatter
 
-FORMATS = ("png", "svg")
+FORMATS = (".png", ".svg")
 DPI = 300
 WIDTH_IN = 7.0  # two columns of a paper
 MOST_PANELS = 12  # of one file
@@ -64,20 +63,10 @@ class PanelGroup:
     draw: Callable[[Any], None]
 
 
-def save_figure(document: Document, path: str | Path) -> None:
-    """Draw the main charts of a document into one file, or all if none is main; its ending selects the format."""
+def image(document: Document, ending: str) -> bytes:
+    """The main charts of a document in one image, or all if none is main; a `UserError` if there is no chart."""
     with _drawing():
-        _write(_main_charts(document), Path(path))
-
-
-def png(document: Document) -> bytes:
-    """The main charts of a document as a PNG image; empty if there is no chart."""
-    if not document.charts():
-        return b""
-    out = io.BytesIO()
-    with _drawing():
-        _save(_main_charts(document), out, "png")
-    return out.getvalue()
+        return _packed(_main_charts(document), ending)
 
 
 @contextmanager
@@ -117,8 +106,8 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
     with _drawing():
         for name, figure in _figures([visible(document, longest=LONGEST) for document in documents]):
             for ending in FORMATS:
-                written.append(folder / f"{name}.{ending}")
-                _write(figure, written[-1])
+                written.append(folder / f"{name}{ending}")
+                save(written[-1], _packed(figure, ending), HINT)
     return written
 
 
@@ -261,15 +250,12 @@ def _side_by_side(documents: Sequence[Document]) -> PanelGroup:
     return PanelGroup("side-by-side", height_in + 0.17 * len(labels), draw)
 
 
-def _save(figure: Figure, out: Any, ending: str) -> None:
-    packing: dict[str, Any] = {"pil_kwargs": {"compress_level": 4}} if ending == "png" else {}  # 6 takes twice as long for 3%
-    figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED.get(ending), **packing)
-
-
-def _write(figure: Figure, path: Path) -> None:
-    ending = path.suffix.lower().removeprefix(".")
+def _packed(figure: Figure, ending: str) -> bytes:
+    """The content of an image file."""
+    kind, out = ending.removeprefix("."), io.BytesIO()
+    packing: dict[str, Any] = {"pil_kwargs": {"compress_level": 4}} if kind == "png" else {}  # 6 takes twice as long for 3%
     try:
-        with replacing(path, HINT) as out:
-            _save(figure, out, ending)
+        figure.savefig(out, format=kind, dpi=DPI, metadata=UNDATED.get(kind), **packing)
     except ValueError as error:
-        raise UserError(f"the figure cannot be written to {path}: {error}", HINT) from error
+        raise UserError(f"the figure cannot be drawn as {ending}: {error}", HINT) from error
+    return out.getvalue()

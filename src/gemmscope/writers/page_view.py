@@ -96,8 +96,7 @@ def _narrow(table: Table) -> Table:
     """The table without some optional columns, if there are many; the tables below have them."""
     kept = sorted(sorted(range(len(table.columns)), key=lambda place: table.columns[place].drop)[:MOST_BELOW])
     kept = kept if any(column.drop for column in table.columns) else list(range(len(table.columns)))
-    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
-    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
+    return table.only(kept)
 
 
 def is_small(open_blocks: Sequence[Block]) -> bool:
