@@ -36,7 +36,7 @@ def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine"
     copy_bytes, kept_bytes = facts.weight_copy_bytes, facts.kept_bytes
     if frameworks()[backend].casts_again:
         copy_bytes, kept_bytes = 0.0, BF16_BYTES
-    elif facts.scales == "tensor" and capability.startswith("10."):
+    elif facts.one_copy(capability):
         copy_bytes /= 2
     weights = sum(case.weights * case.count for case in cases)
     inputs = sum(case.tokens * case.inputs * case.count for case in cases)
