@@ -82,5 +82,5 @@ def test_an_interval_of_a_run_file_is_an_interval_again() -> None:
 
 
 def test_an_unknown_code_is_a_mistake() -> None:
-    with pytest.raises(MissingFactError):
+    with pytest.raises(MissingFactError, match="no-such-code"):
         finding("no-such-code")
