@@ -41,7 +41,7 @@ from gemmscope.workload.recorder import AttentionCall, visible_share
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
-from gemmscope.workload.traffic import TrafficSum, WorkGroup
+from gemmscope.workload.traffic import WorkGroup
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
@@ -135,11 +135,10 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
     )  # fmt: skip
 
 
-def _others(sums: Mapping[WorkGroup, TrafficSum]) -> Iterator[OtherWork]:
+def _others(sums: Mapping[WorkGroup, Moved]) -> Iterator[OtherWork]:
     """The recorded work between GEMMs, with both directions of a module in one item."""
     both: dict[tuple[str, str], dict[str, Moved]] = {}
-    for group, traffic in sums.items():
-        moved = Moved(traffic.flops, traffic.bytes_moved, traffic.launches, traffic.fused_bytes, traffic.kernels)
+    for group, moved in sums.items():
         both.setdefault((group.path, group.kind), {})[group.direction] = moved
     for (path, kind), directions in both.items():
         yield OtherWork(path, kind, **directions)
