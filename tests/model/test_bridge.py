@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError, option
 from gemmscope.model import bridge
 from support.reading import checked, codes, facts, in_little_memory
+from support.refusals import refused, refused_with_hint
 
 LLAMA = """
 dataset:
@@ -200,8 +201,9 @@ def test_a_class_whose_sizes_are_not_known():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(UserError, match=r"^model._target_ is the class of T5") as caught:
+    with refused("model._target_", "T5") as caught:
         bridge.read(text_of(_target_="megatron.bridge.models.t5_provider.T5ModelProvider"), "x.yaml")
+    assert isinstance(caught.value, UserError)
     assert option("module", "FILE.py:FUNCTION") in caught.value.hint
 
 
@@ -215,15 +217,13 @@ def test_recomputing_other_modules_than_attention_is_not_counted():
 
 
 def test_errors_give_a_fitting_example():
-    with pytest.raises(UserError) as caught:
+    with refused_with_hint("model.num_layers", "'eight'", hint=("model.num_layers: 32",)):
         bridge.read(text_of(num_layers="eight"), "x.yaml")
-    assert caught.value.message.startswith("model.num_layers must be a whole number")
-    assert caught.value.hint == "for example model.num_layers: 32"
 
 
 @pytest.mark.parametrize("deep", ["a: " + "[" * 100_000, "a:\n" + "- " * 100_000, "a: " + "{a: " * 101 + "1" + "}" * 101])
 def test_deep_nesting_ends_in_a_message(deep: str):
-    with pytest.raises(UserError, match=r"the YAML is not valid, line \d+: nested more than 100 deep"):
+    with refused("YAML", 100):
         bridge.read(f"{deep}\n", "x.yaml")
 
 

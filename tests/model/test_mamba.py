@@ -16,6 +16,7 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear, Linear
 from gemmscope.workload.scans import Scan
 from gemmscope.workload.summary import count_parameters
+from support.refusals import refused
 
 
 def preset(name: str) -> ModelSpec:
@@ -97,7 +98,7 @@ def test_tensor_parallel() -> None:
     linears = [{op.name: op for op in workload.ops if isinstance(op, Linear)} for workload in (whole, half)]
     assert linears[0]["Mixer In"].outputs == 2 * linears[1]["Mixer In"].outputs == 2 * 8192 + 2 * 8 * 128 + 128
     assert linears[0]["Mixer Out"].inputs == 2 * linears[1]["Mixer Out"].inputs == 8192
-    with pytest.raises(UserError, match="does not divide the number of Mamba-2 groups"):
+    with refused("tp=2", "Mamba-2", 1):
         derive(preset("mamba2-2.7b"), RunSpec(1, 64, tp=2))
     split = {op.name: op for op in derive(preset("falcon-mamba-7b"), RunSpec(1, 64, tp=2)).ops if isinstance(op, Linear)}
     assert (split["Mixer X Proj"].inputs, split["Mixer Time Step Proj"].outputs) == (4096, 4096)
@@ -109,7 +110,7 @@ def test_tensor_parallel() -> None:
 def test_context_parallel() -> None:
     """A recurrence needs the whole sequence, so its heads are split."""
     model = preset("mamba2-2.7b")
-    with pytest.raises(UserError, match="does not divide the number of Mamba-2 heads of one rank = 80"):
+    with refused("cp=3", "Mamba-2", 80):
         derive(model, RunSpec(1, 192, cp=3))
     work = [sum(op.total().flops for op in derive(model, RunSpec(1, 1024, cp=cp)).ops if isinstance(op, Scan)) for cp in (1, 2)]
     assert work[0] == 2 * work[1]

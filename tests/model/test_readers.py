@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from gemmscope.errors import UserError
 from gemmscope.model import readers
 from gemmscope.model.readers import read_config, read_text
+from support.refusals import unnamed
 
 CONFIG = {
     "model_type": "llama",
@@ -47,6 +49,11 @@ def refused(reference: str) -> str:
     return str(caught.value)
 
 
+def too_large(path: Path) -> bool:
+    """Whether the file is refused for its size, with the limits of the formats."""
+    return unnamed(refused(str(path)), path, f"{readers.LARGEST_FILE // 2**20} MiB", "1 MiB") == []
+
+
 def standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
@@ -59,7 +66,7 @@ def test_file_and_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps(CONFIG))
     assert hidden_size(str(path)) == hidden_size(str(tmp_path)) == 64
     path.unlink()
-    assert "has no config.json" in refused(str(tmp_path))
+    assert unnamed(refused(str(tmp_path)), repr(str(tmp_path)), "config.json", "config=PATH") == []
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
@@ -112,11 +119,11 @@ def test_substituted_process() -> None:
 @posix
 def test_devices_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("/dev/null").startswith("/dev/null is empty")
-    assert refused("/dev/zero").startswith("/dev/zero is a device, not a file")
+    assert unnamed(refused("/dev/zero"), "/dev/zero", "device") == []
     with socket.socket(socket.AF_UNIX) as listening:
         monkeypatch.chdir(tmp_path)  # a socket's path must be short
         listening.bind("s")
-        assert refused("s").startswith("s cannot be read: No such device")
+        assert unnamed(refused("s"), "s", os.strerror(errno.ENXIO)) == []
 
 
 @posix
@@ -134,7 +141,7 @@ def test_endless_streams_are_read_to_a_limit(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=pour)
     writer.start()
-    assert "is too large for a config" in refused(str(pipe))
+    assert too_large(pipe)
     writer.join()
 
 
@@ -142,17 +149,15 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config"
     for text in (YAML + "# filler\n" * 2**17, FLAGS + "--x 1 " * 2**18, "[model]\nflavor = '8B'\n" + "# filler\n" * 2**17):
         path.write_text(text)
-        message = refused(str(path))
-        assert f"{path} is too large for a config" in message
-        assert "other formats 1 MiB" in message
+        assert too_large(path)
     monkeypatch.setattr(readers, "START_OF_LOG", 1000)
     monkeypatch.setattr(readers, "LARGEST_FILE", 2000)
     path.write_text(json.dumps({**CONFIG, "filler": "x" * 1200}))  # JSON may be larger
     assert hidden_size(str(path)) == 64
     path.write_text(json.dumps({**CONFIG, "filler": "x" * 2200}))
-    assert "is too large for a config" in refused(str(path))
+    assert too_large(path)
     path.write_text(FLAGS + "x" * 1000)  # the flags would be complete, but what follows is not known
-    assert "is too large for a config" in refused(str(path))
+    assert too_large(path)
 
 
 def test_long_training_log(tmp_path: Path) -> None:
@@ -179,7 +184,7 @@ def test_a_log_is_cut_between_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_not_a_text(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\x80\x02" * 100)
-    assert f"{path} is not a text file (byte 0" in refused(str(path))
+    assert unnamed(refused(str(path)), path, "byte 0", "UTF-8") == []
 
 
 @pytest.mark.parametrize(
@@ -212,5 +217,4 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.Monke
     source = read_config("acme/tiny")
     assert source.model is not None
     assert source.model.hidden_size == 64
-    with pytest.raises(UserError, match="it cannot be resolved as a hub ID"):
-        read_config("acme/absent")
+    assert unnamed(refused("acme/absent"), "'acme/absent'", "hub ID", "config=PATH") == []

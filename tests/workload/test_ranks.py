@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
 from gemmscope.model.spec import RunSpec
-from gemmscope.workload.ranks import Given, Ranks, dp_step, model_ranks, solve
+from gemmscope.workload.sharding import Given, Ranks, dp_step, model_ranks, solve
+from support.refusals import refused
 
 small = st.sampled_from([1, 1, 2, 3, 4, 6, 8])
 maybe = st.one_of(st.none(), st.integers(1, 300))
@@ -86,7 +87,7 @@ def test_experts_are_folded_over_tensor_and_data_parallelism() -> None:
     assert solve(run, Given(gpus=64)) == Ranks(32, None)
     assert run.gpus == 64
     assert run.data_parallel == 32
-    with pytest.raises(UserError, match="does not divide the 48 ranks"):
+    with refused("ep=64", "48 ranks"):
         solve(run, Given(gpus=48))
 
 

@@ -13,11 +13,12 @@ from gemmscope.model import presets
 from gemmscope.model.layer_spec import CompressedSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.step.stack_plan import plan_step
-from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear
 from gemmscope.workload.rank_ops import visible_pairs
-from gemmscope.workload.streams import StreamMix
+from gemmscope.workload.residual_streams import StreamMix
+from gemmscope.workload.sparse import EntryScores
+from support.refusals import refused
 
 
 def preset(name: str) -> ModelSpec:
@@ -119,5 +120,5 @@ def test_memory_of_streams_and_shared_keys() -> None:
 
 def test_a_step_refuses_what_it_cannot_run() -> None:
     for name, what in (("deepseek-v4-flash", "compressed attention"), ("gemma-3n-e4b", "alternating updates")):
-        with pytest.raises(UserError, match=f"step does not support layers with {what} yet"):
+        with refused("step", what):
             plan_step(preset(name), RunSpec(1, 128))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from gemmscope.forecast.memory_blocks import FP32_BYTES, NOTHING, BlockMemory, Blocks, block_memory
+from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, Blocks, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
@@ -19,7 +19,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops, prediction_ops
-from gemmscope.workload.ops import ELEMENT_BYTES
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES
 from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16
@@ -184,7 +184,7 @@ def storage(recipe_name: str, architecture: str) -> Storage:
     chosen, twice = recipe(recipe_name), memory_facts()["kept_twice"]
     if not chosen.quantizes:
         return Storage(0.0, ELEMENT_BYTES, 0.0, 0.0)
-    once = chosen.scales == "tensor" and architecture.startswith("10.")
+    once = chosen.one_copy(architecture)
     context, activated = (
         0.0 if once or chosen.scales not in twice[what] else chosen.kept_bytes for what in ("context", "activated")
     )

@@ -193,31 +193,36 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         first = family.size("moe_layer_start_index")
         end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
         return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
-    if rule == "mlp_layer_types":
-        kinds = per_layer(family, "mlp_layer_types", count)
-        first = family.number("dense_first") or 0
-        return [kind == "sparse" for kind in kinds] if kinds is not None else [index >= first for index in range(count)]
-    return [True] * count
+    if rule == "mlp_layer_types" and (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
+        return [kind == "sparse" for kind in kinds]
+    first = (family.number("dense_first") or 0) if rule == "mlp_layer_types" else 0
+    return [index >= first for index in range(count)]
 
 
 def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
     """A list of the config with one entry for each layer; None where it is left out."""
+    given = listed(family, key)
+    if given is None:
+        return None
+    given = given[:count] if key in family.facts.get("longer_lists", ()) else given
+    if len(given) != count:
+        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
+    return current_kinds(given) if key == "layer_types" else given
+
+
+def listed(
+    family: FamilyConfig, key: str, what: str = "with one entry per layer", hint: str = "correct it, or remove it"
+) -> list[Any] | None:
+    """A list of the config; None where it is left out."""
     given = family.value(key)
     if given is not None and not isinstance(given, list):
-        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
-    if given is not None and key in family.facts.get("longer_lists", ()):
-        given = given[: max(count, 0)]
-    if given is not None and len(given) != count:
-        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
-    return current_kinds(given) if given is not None and key == "layer_types" else given
+        raise UserError(f"{key} must be a list {what}, not {shown(given)}", hint)
+    return given
 
 
 def layer_numbers(family: FamilyConfig, key: str) -> list[Any] | None:
     """A list of the config with the numbers of some layers; None where it is left out."""
-    given = family.value(key) or None
-    if given is not None and not isinstance(given, list):
-        raise UserError(f"{key} must be a list of layer numbers, not {shown(given)}", "for example [1, 3, 5]")
-    return given
+    return listed(family, key, "of layer numbers", "for example [1, 3, 5]") if family.value(key) else None
 
 
 def check_kinds(family: FamilyConfig, kinds: list[Any], possible: Collection[str]) -> None:

@@ -111,10 +111,10 @@ class MegatronSettings:
         what, value = self.spell(name), self.values[name]
         if isinstance(value, (list, tuple)) and len(value) <= LARGEST["layers"]:
             return [whole_number(f"each number of {what}", item) for item in value]
-        if not isinstance(value, (list, tuple, str)):
+        if not isinstance(value, str):
             return whole_number(what, self.single(name))
         try:
-            return evaluate(str(value))
+            return evaluate(value)
         except ValueError:
             raise UserError(
                 f"{what} must be a number or a list of numbers, not {shown(value)}", "for example 1, or ([0]*3+[1]*58)"

@@ -3,6 +3,7 @@
 The config keys with the sizes of a mixer differ from family to family: `mixer_heads` and so on in families.toml name them.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 from gemmscope.errors import UserError, shown
@@ -109,9 +110,7 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     family = FamilyConfig(family.model_type, {**family.config, **renamed})
     kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
-        pattern = family.value("hybrid_override_pattern")
-        if "hybrid_override_pattern" not in family.config:
-            pattern = "ME*-"
+        pattern = family.config.get("hybrid_override_pattern", "ME*-")
         if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(_PATTERN):
             raise UserError(
                 f"hybrid_override_pattern must be letters for layers, not {shown(pattern)}",
@@ -120,15 +119,14 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
         kinds = [_PATTERN[letter] for letter in pattern]
     check_size("the number of layers", len(kinds), "layers")
     blocks.check_kinds(family, kinds, tuple(_PATTERN.values()))
-    norms, layers = family.facts["norms"], dict[str, LayerSpec]()
-    if LINEAR in kinds:
-        layers[LINEAR] = LayerSpec(None, None, norms, mixer=_mixer(family, hidden))
-    if FULL in kinds:
-        layers[FULL] = LayerSpec(blocks.attention(family, hidden), None, norms)
-    if "mlp" in kinds:
-        layers["mlp"] = LayerSpec(None, blocks.mlp(family, hidden), norms)
-    if "moe" in kinds:
-        layers["moe"] = LayerSpec(None, _nemotron_experts(family, hidden), norms)
+    norms = family.facts["norms"]
+    builders: dict[str, Callable[[], LayerSpec]] = {
+        LINEAR: lambda: LayerSpec(None, None, norms, mixer=_mixer(family, hidden)),
+        FULL: lambda: LayerSpec(blocks.attention(family, hidden), None, norms),
+        "mlp": lambda: LayerSpec(None, blocks.mlp(family, hidden), norms),
+        "moe": lambda: LayerSpec(None, _nemotron_experts(family, hidden), norms),
+    }
+    layers = {kind: build() for kind, build in builders.items() if kind in kinds}
     return [layers[kind] for kind in kinds]
 
 
@@ -240,13 +238,8 @@ def _dense(family: FamilyConfig, hidden: int) -> MlpSpec:
 
 def _listed(family: FamilyConfig, *keys: str) -> list[str] | None:
     """The kinds of layers under the first of these keys that the config has, by their current names."""
-    for key in keys:
-        given = family.config.get(key)
-        if given is not None and not isinstance(given, list):
-            raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
-        if given is not None:
-            return blocks.current_kinds(given)
-    return None
+    key = next((key for key in keys if family.config.get(key) is not None), None)
+    return blocks.current_kinds(blocks.listed(family, key) or []) if key is not None else None
 
 
 def _counted(kinds: list[str], count: int) -> list[str]:

@@ -28,7 +28,7 @@ from gemmscope.units import parameters as parameters_text
 from gemmscope.workload.factory import Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError
 from gemmscope.workload.huggingface import build_huggingface, huggingface_model, training_inputs
-from gemmscope.workload.layers import expert_weights, find_layers
+from gemmscope.workload.module_parts import expert_weights, find_layers
 from gemmscope.workload.ops import why_high_precision
 
 MOST_CPU_FLOPS = 2e13  # about ten minutes on a few cores
