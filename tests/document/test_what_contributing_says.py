@@ -15,7 +15,7 @@ import gemmscope as gs
 from gemmscope import document as documents
 from gemmscope import findings, writers
 from gemmscope.document import document
-from gemmscope.document.charts import Chart
+from gemmscope.document.charts import Chart, Drawing
 from gemmscope.document.common import subject
 from gemmscope.document.model import Document, Message, Section
 from gemmscope.document.table import Column, Table, table
@@ -52,13 +52,10 @@ def test_a_column_is_one_line() -> None:
 
 
 @dataclass(frozen=True)
-class Dial:
+class Dial(Drawing):
     """A chart that is not there yet: one value."""
 
-    title: str
     value: float
-    note: str = ""
-    main: bool = True
 
     def table(self) -> Table:
         return table(self.title, [Column[float]("Value", lambda value: value, ".1f")], [self.value])

@@ -80,7 +80,7 @@ def _drawing() -> Iterator[None]:
 def _main_charts(document: Document) -> Figure:
     document = visible(document, longest=LONGEST)
     charts = document.charts()
-    shown = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    shown = [chart for chart in charts if chart.main or chart.figure] or charts
     several = _several([document])
     if several:  # all charts of all GPUs would be unreadable: only the first kind, for a few GPUs
         first = [

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, pstdev
@@ -239,14 +240,9 @@ def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell
 
 def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
     """A line along the fields between those with a certain speedup, or a share below its limit, and those without."""
-    certain = [[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells]
-    across, up = [], []
-    for y, row in enumerate(certain):
-        for x, here in enumerate(row):
-            if x + 1 < len(row) and row[x + 1] != here:
-                up.append((x + 0.5, y - 0.5, y + 0.5))
-            if y + 1 < len(certain) and certain[y + 1][x] != here:
-                across.append((y + 0.5, x - 0.5, x + 0.5))
+    certain = np.array([[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells])
+    up = [(x + 0.5, y - 0.5, y + 0.5) for y, x in np.argwhere(certain[:, 1:] != certain[:, :-1])]
+    across = [(y + 0.5, x - 0.5, x + 0.5) for y, x in np.argwhere(certain[1:] != certain[:-1])]
     line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
     if up:
         panel.vlines(*zip(*up, strict=True), **line_style, zorder=4)
@@ -314,11 +310,8 @@ def grouped_bars(
 
 def _lines(name: str, letters: int) -> list[str]:
     """A name in at most four lines of about `letters` characters."""
-    lines = [""]
-    for word in re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name).split(" "):  # a number keeps its unit
-        if lines[-1] and len(lines[-1]) + len(word) >= letters:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
+    kept = re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name)  # a number keeps its unit
+    lines = textwrap.wrap(kept, letters, break_long_words=False, break_on_hyphens=False)
     return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
 
 

@@ -24,9 +24,8 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult, GpuForecast
-from gemmscope.results.linears import Linears
+from gemmscope.results.linears import Linears, too_close
 from gemmscope.results.step import StepResult, StepTimes
-from gemmscope.results.winner import too_close
 
 SpeedResult = BenchResult | StepResult | ForecastResult
 MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save; more is implausible
