@@ -17,9 +17,10 @@ from gemmscope.bench.choose import Choices
 from gemmscope.bench.timing import BenchTiming
 from gemmscope.cli.fleet import FleetOptions
 from gemmscope.commands import fleet as fleet_command
-from gemmscope.commands.fleet import TOLERANCE, RunFile, file_name, gather_fleet, run_fleet, run_own_gpu, unhealthy
+from gemmscope.commands.fleet import TOLERANCE, RunFile, gather_fleet, run_fleet, run_own_gpu, unhealthy
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
+from gemmscope.fleet.measured import file_name
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.fleet.summaries import RunSummary
 from gemmscope.pool.gpus import Launched

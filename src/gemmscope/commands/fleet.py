@@ -14,25 +14,24 @@ from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_sha
 from gemmscope.commands.bench import run_bench
 from gemmscope.commands.step import run_step
 from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
-from gemmscope.errors import UserError, in_shell, option, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.files import write_text
-from gemmscope.findings import Finding, finding
-from gemmscope.fleet.gather import Run, fleet_result, read_runs
+from gemmscope.fleet.gather import fleet_result, read_runs
+from gemmscope.fleet.measured import MeasuredFleet, Measurement, file_name
 from gemmscope.fleet.rule import rule_data
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import environment
 from gemmscope.job.load import ModelRun
 from gemmscope.pool.gpus import Launched, gpu_of_rank, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.pool import Place, PlaceRefused, Unit
-from gemmscope.pool.schedule import Outcomes, Schedule, UnitFailure
+from gemmscope.pool.pool import Place, Unit
+from gemmscope.pool.schedule import Schedule
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.bench import BenchResult
-from gemmscope.results.fleet import FleetGpu, FleetResult
+from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.signals import defer_signals
-from gemmscope.units import slug
 
 SUMMARY = "gemmscope.fleet.gather:summary"
 STATE = "XDG_STATE_HOME"
@@ -158,15 +157,16 @@ def run_fleet(
                 what="measurement" if repeat > 1 or _repeated(named) else "CPU" if choices.on_cpu else "GPU",
             )
             outcomes = schedule.run()
+        measured = MeasuredFleet(outcomes, unit.kind, repeat, into)
         result = fleet_result(
-            _runs(outcomes, into),
-            failed=_failed(outcomes),
+            measured.runs(),
+            failed=measured.failed(),
             of=unit.kind,
             origin=job.source.origin if job is not None else "shapes",
             tolerance=tolerance,
             command=command,
             interrupted=outcomes.interrupted,
-            findings=_findings(outcomes, into),
+            findings=measured.findings(),
         )
         complete = not (outcomes.interrupted or outcomes.failed or outcomes.refused)  # `resume` tries the others again
         recording.deliver(lambda: deliver(result), complete=complete)
@@ -277,17 +277,6 @@ def check_rule(repeat: int, tolerance: float) -> None:
         raise UserError(message, f"for example {option('tolerance', '0.02')}")
 
 
-def file_name(node: str, gpu: int | None, uuid: str = "", *, repeat: int = 1, rank: int = 0, turn: int = 1) -> str:
-    """The name of the run file of one GPU. Where a process sees only its own GPU, that is number 0: the UUID tells GPUs apart.
-
-    >>> file_name("node03.cluster", 5, "GPU-5c1f0a44-77b0"), file_name("node03", None, rank=2), file_name("a", 0, repeat=2)
-    ('node03-cluster-gpu5-5c1f0a44.json', 'node03-cpu-2.json', 'a-gpu0-run2.json')
-    """
-    parts = [slug(node), "cpu" if gpu is None else f"gpu{gpu}", slug(uuid.removeprefix("GPU-")[:8]) if uuid else ""]
-    parts += [str(rank) if rank and gpu is None else "", f"turn{turn}" if turn > 1 else "", f"run{repeat}" if repeat > 1 else ""]
-    return f"{'-'.join(part for part in parts if part)}.json"
-
-
 def _cpu_rank(rank: Launched) -> int:
     """The number that keeps the files of several processes on the CPU of one machine apart."""
     return rank.local_rank if rank.local_rank is not None else rank.rank
@@ -313,78 +302,11 @@ def _units(unit: FleetUnit, place: Place, repeat: int, folder: Path | None) -> l
     units = []
     for number in range(1, repeat + 1):
         arguments = unit.arguments()
+        measurement = Measurement(place, unit.kind, number)
         if folder is not None:
-            arguments["deliver"] = RunFile(str(folder), _file_of(place, number))
-        units.append(Unit(f"{place.key} {unit.kind} {number}", MeasureUnit(unit.kind, arguments, SUMMARY), place.key))
+            arguments["deliver"] = RunFile(str(folder), measurement.file)
+        units.append(Unit(measurement.key, MeasureUnit(unit.kind, arguments, SUMMARY), place.key))
     return units
-
-
-def _file_of(place: Place, number: int) -> str:
-    """The run file of the measurement with this number. Places that share a GPU (`--gpus 0,0`) are numbered in their keys."""
-    turn = place.key.rpartition(" #")[2]
-    return file_name(place.node, place.gpu, place.uuid, repeat=number, turn=int(turn) if turn.isdigit() else 1)
-
-
-def _runs(outcomes: Outcomes, folder: Path | None) -> list[Run]:
-    runs = []
-    for key, (place, outcome) in outcomes.done.items():
-        number = int(key.rpartition(" ")[2])
-        file = folder / _file_of(place, number) if folder is not None else None
-        name = str(file) if file is not None and file.is_file() else ""
-        runs.append(Run(outcome, place=place.name, node=place.node, index=place.gpu, uuid=place.uuid, file=name))
-    return runs
-
-
-def _failed(outcomes: Outcomes) -> list[FleetGpu]:
-    """GPUs that were not measured at all, and why."""
-    measured = {place.key for place, _ in outcomes.done.values()}
-    failed: dict[str, FleetGpu] = {}
-    for key, failure in outcomes.failed.items():
-        place = outcomes.places.get(key.rsplit(" ", 2)[0])
-        if place is not None and place.key not in measured:
-            failed[place.key] = _gpu(place, _reason(failure))
-    for refusal in outcomes.refused:
-        place = outcomes.places.get(refusal.place)
-        if place is not None and place.key not in measured:
-            failed[place.key] = _gpu(place, _reason(refusal))
-        elif place is None:
-            node = refusal.name.rpartition(" GPU ")[0] or refusal.name.removesuffix(" CPU")
-            for number in range(1, refusal.gpus + 1):  # 0: a node without GPUs, which the findings name
-                name = refusal.name if refusal.gpus == 1 else f"{refusal.name} ({number} of {refusal.gpus})"
-                failed[name] = FleetGpu(place=name, node=node, failure=_reason(refusal))
-    return list(failed.values())
-
-
-def _reason(failure: UnitFailure | PlaceRefused) -> str:
-    """Why a GPU was not measured, and what to do about it."""
-    return in_shell(f"{failure.why} ({failure.hint})" if failure.hint else failure.why)
-
-
-def _gpu(place: Place, failure: str) -> FleetGpu:
-    return FleetGpu(place=place.name, node=place.node, index=place.gpu, uuid=place.uuid, failure=failure)
-
-
-def _findings(outcomes: Outcomes, folder: Path | None) -> list[Finding]:
-    """Findings about the measurement. Places that refused are listed as GPUs not measured, except those without a GPU."""
-    findings = [entry for entry in outcomes.findings if entry.code != "pool-places-refused"]
-    findings += [
-        finding("pool-places-refused", places=[place.name], reason=place.why) for place in outcomes.refused if not place.gpus
-    ]
-    measured, missing = {place.key for place, _ in outcomes.done.values()}, dict[str, list[str]]()
-    for key, failure in outcomes.failed.items():
-        if (place := outcomes.places.get(key.rsplit(" ", 2)[0])) is not None and place.key in measured:
-            missing.setdefault(_reason(failure), []).append(place.name)
-    findings += [
-        finding("fleet-repeats-missing", places=list(dict.fromkeys(places)), reason=reason) for reason, places in missing.items()
-    ]
-    if outcomes.interrupted:
-        findings.insert(0, finding("fleet-interrupted"))
-    if folder is not None:
-        names = {_file_of(place, int(key.rpartition(" ")[2])) for key, (place, _) in outcomes.done.items()}
-        unwritten = [name for name in sorted(names) if not (folder / name).is_file()]
-        if unwritten:
-            findings.append(finding("fleet-files-missing", files=unwritten, folder=str(folder)))
-    return findings
 
 
 def unhealthy(result: FleetResult) -> list[str]:
