@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
-from gemmscope.say import Unfailing, say
+from gemmscope.say import ProgressStream, say
 from gemmscope.units import counted
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _console() -> RichConsole:
     """Standard error as rich writes to it. No text is markup, and a terminal that has gone is no error."""
     from rich.console import Console as RichConsole
 
-    return RichConsole(file=cast("IO[str]", Unfailing()), highlight=False, markup=False)
+    return RichConsole(file=cast("IO[str]", ProgressStream()), highlight=False, markup=False)
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:
