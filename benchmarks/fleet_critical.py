@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gemmscope.fleet.robust import Floats, unbiased_qn
+from gemmscope.fleet.spread import Floats, unbiased_qn
 
 ALARMS = (1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 3e-5, 1e-5)
 COUNTS = (*range(5, 21), 24, 32, 40, 48, 64, 96, 128, 192, 256, 512, 1024)

@@ -17,8 +17,8 @@ from math import sqrt
 
 import numpy as np
 
-from gemmscope.fleet.robust import Floats
 from gemmscope.fleet.rule import Sample, call_group, rule_data
+from gemmscope.fleet.spread import Floats
 
 COUNTS = (8, 16, 64, 256, 1000, 10_000)
 SPREADS = (0.005, 0.01, 0.02)

@@ -86,8 +86,7 @@ def files(count: int) -> None:
     """The same run file many times, as if of many GPUs."""
     import gzip
 
-    from gemmscope.fleet.files import read_runs
-    from gemmscope.fleet.gather import fleet_result
+    from gemmscope.fleet.gather import fleet_result, read_runs
 
     data = json.loads(gzip.decompress(DATA.read_bytes()))
     with tempfile.TemporaryDirectory() as name:

@@ -23,8 +23,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
 from gemmscope.engine.journal import Journal
 from gemmscope.pool.local import LocalPlace, LocalPool
+from gemmscope.pool.pool import Event
 from gemmscope.pool.schedule import MOST_TRIES, Limits, Outcomes, Schedule
-from gemmscope.pool.units import Event
 from gemmscope.process import descendants
 from support.pools import tiny_bench
 from support.processes import MARKER, left_running

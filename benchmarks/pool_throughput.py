@@ -19,11 +19,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from gemmscope.pool.cores import allowed_cores, divide_cores
+from gemmscope.pool.gpus import allowed_cores, divide_cores
 from gemmscope.pool.local import LocalPlace, LocalPool
+from gemmscope.pool.pool import Event, PlaceFound, Pool, Unit
 from gemmscope.pool.ray import RayPool
 from gemmscope.pool.schedule import Schedule
-from gemmscope.pool.units import Event, PlaceFound, Pool, Unit
 from support.pools import tiny_bench
 from support.ray_cluster import RayCluster
 from support.waiting import Waiting

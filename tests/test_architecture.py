@@ -130,7 +130,7 @@ def test_what_runs_in_the_training_starts_no_process() -> None:
 
 def test_only_the_bridge_and_its_actors_import_ray() -> None:
     users = {name_of(path) for path in TREES if "ray" in {name.split(".")[0] for name in imported(path)}}
-    assert users == {"pool/ray_bridge.py", "pool/relay.py"}
+    assert users == {"pool/ray_bridge.py", "pool/ray_actor.py"}
 
 
 def test_imports_are_at_the_top() -> None:

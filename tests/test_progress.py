@@ -12,8 +12,8 @@ import pytest
 from gemmscope import progress
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.timing import BenchTiming
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import Journal, RecordedRun
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Begin, Hello, Message, Ready, Round, Sampled
 from gemmscope.progress import Console, PoolProgress, ProgressLine, Tenths, TimeLeft
 from gemmscope.workload.cases import bare_gemms, tasks_of

@@ -22,7 +22,7 @@ def complain(message: str, hint: str = "") -> None:
         say(f"  {hint}")
 
 
-class ProgressStream(io.TextIOBase):
+class SafeStandardError(io.TextIOBase):
     """Standard error for progress: where the terminal has gone, nothing happens."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-MOST_PATIENT = 3  # this many signals end even a process that defers them
+MOST_DEFERRED = 3  # this many signals end even a process that defers them
 
 
 class Interrupted(BaseException):
@@ -46,7 +46,7 @@ class DeferredSignals:
         if self.first is None:
             self.first = number
             os.write(self._writing, b"!")
-        if self._count >= MOST_PATIENT:
+        if self._count >= MOST_DEFERRED:
             raise self.interruption()
 
     def interruption(self) -> BaseException:

@@ -18,9 +18,8 @@ from gemmscope.workload.ops import PASSES
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
 from gemmscope.bench.backends import torch_gemms  # noqa: E402
-from gemmscope.bench.backends.base import Options  # noqa: E402
-from gemmscope.bench.backends.quantize import E2M1, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
-from gemmscope.bench.backends.reference import Operands, OperandStore  # noqa: E402
+from gemmscope.bench.backends.base import Operands, OperandStore, Options  # noqa: E402
+from gemmscope.bench.backends.torch_gemms import E2M1, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
 from gemmscope.recipe.precisions import precision_facts  # noqa: E402
 
 CASE = Case("QKV Proj", 256, 384, 640)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gemmscope.bench.findings import linear_findings, measurement_findings
-from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.linears import measured_linears, memory
 from gemmscope.bench.measurements import Measurements
-from gemmscope.bench.memory import memory
 from gemmscope.engine.messages import Failed, Hello
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.linears import Linears, Memory

@@ -22,9 +22,9 @@ from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.fleet.summaries import RunSummary
-from gemmscope.pool.launched import Launched
+from gemmscope.pool.gpus import Launched
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.results.fleet import FleetResult
 from support.fleets import run_of
 from support.run_files import recorded_bench

@@ -16,8 +16,8 @@ import pytest
 
 from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
 from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.campaign import LocalWorkers, WorkerEndedError
 from gemmscope.engine.journal import Journal, RecordedRun
-from gemmscope.engine.link import LocalWorkers, WorkerEndedError
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Hello, Message, Noticed, Round, Sampled
 from gemmscope.errors import UserError
 from gemmscope.findings import finding

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.bench.attribution import AttributionError, attribute
-from gemmscope.bench.breakdown import op_time
-from gemmscope.bench.evidence import evidence
+from gemmscope.bench.linears import evidence, op_time
 from gemmscope.bench.measurements import Measurements
 from gemmscope.engine.kernels import KernelRun, classify
 from gemmscope.engine.messages import Hello, Kernels, Sampled

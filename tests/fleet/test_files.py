@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.fleet.files import read_runs
-from gemmscope.fleet.gather import fleet_result, summary
+from gemmscope.fleet.gather import fleet_result, read_runs, summary
 from gemmscope.fleet.summaries import RunSummary
 from gemmscope.results import read
 from gemmscope.results.fleet import FleetResult

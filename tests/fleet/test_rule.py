@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gemmscope.fleet.robust import Floats, qn_scale, unbiased_qn
 from gemmscope.fleet.rule import Sample, apply_rule, call_group, critical_value, rule_data
+from gemmscope.fleet.spread import Floats, qn_scale, unbiased_qn
 
 LEAST = rule_data()["least_gpus"]
 speeds = st.lists(st.floats(-0.2, 0.2), min_size=LEAST, max_size=40).map(np.array)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError
 from gemmscope.fleet.gather import Run, fleet_result, summary
 from gemmscope.fleet.quote import quoted_spread
-from gemmscope.fleet.robust import Floats
-from gemmscope.fleet.spread import another_gpu, chip_spread, median_interval
+from gemmscope.fleet.spread import Floats, another_gpu, chip_spread, median_interval
 from support.fleets import simulated_fleet
 from support.run_files import recorded_bench
 

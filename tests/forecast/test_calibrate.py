@@ -18,8 +18,8 @@ from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choice
 from gemmscope.bench.timing import DEFAULT_TIMING
 from gemmscope.commands import calibrate as calibrating
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Health, Hello
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import STACKS, Calibration, gemm_factors, load, place, quantize_factors, save, shipped

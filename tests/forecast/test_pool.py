@@ -13,7 +13,7 @@ import pytest
 
 from gemmscope import signals
 from gemmscope.errors import UserError
-from gemmscope.forecast.pool import MOST_DEATHS, computed
+from gemmscope.forecast.processes import MOST_DEATHS, computed
 
 ITEMS = range(20)
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, in_shell
-from gemmscope.job.layout import choose_run
-from gemmscope.job.load import ModelRun, load_model, model_run
+from gemmscope.job.load import ModelRun, choose_run, load_model, model_run
 from gemmscope.model import megatron, torchtitan
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.sharding import check, check_schedule

@@ -12,13 +12,12 @@ import pytest
 from gemmscope.bench.choose import Choices
 from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import UserError
-from gemmscope.job import module_files as travelling
 from gemmscope.job.load import load_model, model_run
-from gemmscope.job.module_files import module_files, with_files
 from gemmscope.pool import measure_unit
-from gemmscope.pool.lines import content_of, unit_line
-from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Unit
+from gemmscope.pool import measure_unit as travelling
+from gemmscope.pool.measure_unit import MeasureUnit, module_files, with_files
+from gemmscope.pool.place_messages import content_of, unit_line
+from gemmscope.pool.pool import Unit
 from gemmscope.results.bench import BenchResult
 
 

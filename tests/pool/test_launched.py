@@ -8,7 +8,7 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.gpu.environment import Environment
-from gemmscope.pool.launched import Launched, launched, own_gpu
+from gemmscope.pool.gpus import Launched, launched, own_gpu
 from support.machines import NOTHING, machine
 
 BATCH = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from gemmscope.folders import temporary_folder
-from gemmscope.pool.cores import allowed_cores
-from gemmscope.pool.lines import SiteSetup
+from gemmscope.pool.gpus import allowed_cores
 from gemmscope.pool.local import LocalPlace, LocalPool
+from gemmscope.pool.place_messages import PlaceSetup
+from gemmscope.pool.pool import Event, Unit, UnitProgress
 from gemmscope.pool.schedule import Limits, Outcomes, Schedule
-from gemmscope.pool.units import Event, Unit, UnitProgress
 from gemmscope.process import PACKAGES_VARIABLE, WorkerProcess, descendants
 from gemmscope.progress import PoolProgress, Reporter
 from support.pools import Script, tiny_bench
@@ -177,7 +177,7 @@ DRIVER = """
 import sys
 from gemmscope.pool.local import LocalPlace, LocalPool
 from gemmscope.pool.schedule import Schedule
-from gemmscope.pool.units import Unit
+from gemmscope.pool.pool import Unit
 from support.pools import Script
 with LocalPool([LocalPlace()]) as pool:
     Schedule(pool, [Unit("a", Script("sleep", sys.argv[1]))]).run()
@@ -231,7 +231,7 @@ def test_a_real_measurement_survives_the_death_of_a_site_and_of_a_worker() -> No
 
 
 def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str | None, SiteSetup]] = []
+    started: list[tuple[str | None, PlaceSetup]] = []
 
     class Recorded(WorkerProcess):
         def __init__(self, module: str, environment: dict[str, str]) -> None:
@@ -239,7 +239,7 @@ def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch)
             self.visible = environment.get("CUDA_VISIBLE_DEVICES")
 
         def send(self, line: bytes) -> None:
-            started.append((self.visible, SiteSetup.of(json.loads(line))))
+            started.append((self.visible, PlaceSetup.of(json.loads(line))))
 
     monkeypatch.setattr("gemmscope.pool.local.WorkerProcess", Recorded)
     places = [LocalPlace(1, "GPU-b", (4, 5)), LocalPlace(0, "GPU-a"), LocalPlace(0, "GPU-a"), LocalPlace(3)]
@@ -248,7 +248,7 @@ def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch)
         assert pool.expected() == 4
     assert [visible for visible, _ in started] == ["GPU-b", "GPU-a", "GPU-a", "3"]
     assert [replace(setup, folder="") for _, setup in started] == [
-        SiteSetup(share_gpu=True, cores=cores) for cores in ([4, 5], [], [], [])
+        PlaceSetup(share_gpu=True, cores=cores) for cores in ([4, 5], [], [], [])
     ]
     assert len({setup.folder for _, setup in started}) == 4
     assert [key.partition("/")[2] for key in keys] == ["GPU-b", "GPU-a", "GPU-a #2", "3"]

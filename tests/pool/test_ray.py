@@ -16,8 +16,8 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.pool import ray as ray_module
+from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone
 from gemmscope.pool.ray import RayPool
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone
 from support.pools import Script
 from support.processes import MARKER, left_running
 from support.ray_cluster import RayCluster
@@ -120,7 +120,7 @@ def test_nodes_that_cannot_measure(cluster: RayCluster, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="none of the 3 nodes has a GPU that Ray knows of") as error, RayPool(cluster.address):
         pass
     assert "cpu" in error.value.hint
-    with RayPool(cluster.address, cpu=True, site="gemmscope.commands.no_such_site") as pool:
+    with RayPool(cluster.address, cpu=True, module="gemmscope.commands.no_such_site") as pool:
         events = events_until(pool, lambda seen: len(of(PlaceRefused, seen)) == 2)
         assert pool.expected() == 0
     for event in of(PlaceRefused, events):

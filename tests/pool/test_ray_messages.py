@@ -16,7 +16,7 @@ import pytest
 
 from gemmscope.errors import UserError, in_shell
 from gemmscope.pool import ray as ray_module
-from gemmscope.pool.open import open_pool
+from gemmscope.pool.gpus import open_pool
 from gemmscope.pool.ray import RayPool
 from gemmscope.pool.ray_messages import last_useful_line, ray_address, why_no_connection
 

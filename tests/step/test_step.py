@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import DoesNotFitError, UserError

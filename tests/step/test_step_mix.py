@@ -296,7 +296,7 @@ def test_a_mix_is_measured_beside_the_recipes(tmp_path: Path) -> None:
     name = "BF16 (in BF16: first 1, MLP Down)"
     settings = StepSettings("cpu", "none", drop_ms=1, keep_ms=20, host=False, max_rounds=3)
     with recorded(tmp_path) as recording:
-        from gemmscope.engine.link import LocalWorkers
+        from gemmscope.engine.campaign import LocalWorkers
 
         campaign = StepCampaign(
             plan=plan_of(), recipes=[BASELINE, name], settings=settings, rule=StoppingRule(target=0.9, longest_s=5),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.engine.campaign import LocalWorkers, WorkerEndedError
 from gemmscope.engine.journal import Journal, RecordedRun
-from gemmscope.engine.link import LocalWorkers, WorkerEndedError
 from gemmscope.engine.messages import Message
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.results.bench import BenchSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 from typing import Any, Literal
 
-from gemmscope.pool.units import (
+from gemmscope.pool.pool import (
     Event,
     Place,
     PlaceFound,

@@ -16,7 +16,7 @@ from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.folders import state_folder
 from gemmscope.gpu.environment import Environment
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Unit
+from gemmscope.pool.pool import Unit
 from gemmscope.progress import Reporter
 from gemmscope.results.bench import BenchResult
 

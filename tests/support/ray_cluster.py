@@ -130,7 +130,7 @@ def _serve(client: bool) -> None:
             cluster.remove_node(nodes.pop(argument), allow_graceful=False)
         elif command == "freeze":
             for pid in _tree(nodes[argument]):
-                if b"SiteRelay" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"PlaceActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGSTOP)
         elif command == "end":
             for node in nodes.values():

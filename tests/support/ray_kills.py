@@ -22,7 +22,7 @@ from support.ray_cluster import RayCluster
 TINY = "bench --device cpu --shapes 64x64x64 --recipes BF16 --autocast-only --num-iters 2 --num-warmup 0"
 HANGS_AFTER_S = 1800.0
 RAYS_OWN = re.compile(
-    r"raylet|\(pid=|\(Site|autoscaler|gcs|worker\.py|core_worker|ray\.init|ActorDied|Traceback|\[\d{4}-\d\d-\d\d ", re.I
+    r"raylet|\(pid=|\(PlaceActor|autoscaler|gcs|worker\.py|core_worker|ray\.init|ActorDied|Traceback|\[\d{4}-\d\d-\d\d ", re.I
 )
 """What only Ray, or Python, would print."""
 

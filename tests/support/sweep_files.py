@@ -11,8 +11,7 @@ from typing import Any
 
 from gemmscope.interval import Interval
 from gemmscope.job.load import load_model, model_run
-from gemmscope.pool.outcomes import Outcomes, UnitFailure, UnitOutcome
-from gemmscope.pool.units import Place
+from gemmscope.pool.pool import Outcomes, Place, UnitFailure, UnitOutcome
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepResult
 from gemmscope.sweep.assembly import Assembly, point_key

@@ -23,10 +23,20 @@ from gemmscope.document.sweep import _begins
 from gemmscope.document.sweep_tables import sweep_summary
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.pool.outcomes import Outcomes, UnitOutcome
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, PoolEnded, Unit, UnitDone, UnitFailed
+from gemmscope.pool.pool import (
+    Event,
+    Outcomes,
+    Place,
+    PlaceFound,
+    PlaceRefused,
+    PoolEnded,
+    Unit,
+    UnitDone,
+    UnitFailed,
+    UnitOutcome,
+)
 from gemmscope.results.sweep import MeasuredPoint, SweepPoint, SweepResult, break_evens
-from gemmscope.sweep import stream as sweep_stream
+from gemmscope.sweep import run as sweep_stream
 from gemmscope.sweep.assembly import point_key
 from gemmscope.sweep.point import bench_point, step_point
 from gemmscope.sweep.run import Places

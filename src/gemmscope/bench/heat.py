@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from gemmscope.bench.backends.reference import OperandStore
+from gemmscope.bench.backends.base import OperandStore
 from gemmscope.engine.timer import start_profiler
 from gemmscope.workload.cases import Case
 

@@ -5,8 +5,7 @@ import json
 from typing import Any
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import Options
-from gemmscope.bench.backends.reference import OperandStore
+from gemmscope.bench.backends.base import OperandStore, Options
 from gemmscope.errors import in_a_line
 from gemmscope.process import messages_to_parent
 from gemmscope.recipe.recipes import recipes

@@ -1,9 +1,9 @@
 """The measuring process: the only one that imports torch and touches the GPU.
 
-Started by `link.py` with the number of an open descriptor; the request is the first line of its input. It prepares every task,
-profiles the kernels of each (in the state in which it will be measured), then runs rounds of bursts until its input ends. It
-writes JSON messages to the descriptor, one per line, as things happen, so that the parent has every result before anything can go
-wrong. `begin` names the current task, so that a crash can be attributed.
+Started by `campaign.py` with the number of an open descriptor; the request is the first line of its input. It prepares every
+task, profiles the kernels of each (in the state in which it will be measured), then runs rounds of bursts until its input
+ends. It writes JSON messages to the descriptor, one per line, as things happen, so that the parent has every result before
+anything can go wrong. `begin` names the current task, so that a crash can be attributed.
 """
 
 import time
@@ -26,8 +26,7 @@ import torch
 _mark("torch imported")
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import Backend, Options
-from gemmscope.bench.backends.reference import OperandStore
+from gemmscope.bench.backends.base import Backend, OperandStore, Options
 from gemmscope.bench.heat import heat_for, heating
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum

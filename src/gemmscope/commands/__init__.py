@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from gemmscope.bench.choose import Choices, supported
     from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
     from gemmscope.job.load import ModelRun, load_model, model_run
-    from gemmscope.pool.launched import Launched, launched
-    from gemmscope.pool.open import one_gpu
+    from gemmscope.pool.gpus import Launched, launched, one_gpu
     from gemmscope.progress import Console
     from gemmscope.sweep.run import HERE, Places
 
@@ -32,9 +31,9 @@ _ELSEWHERE = {
     **dict.fromkeys(("Choices", "supported"), "bench.choose"),
     **dict.fromkeys(("BenchTiming", "DEFAULT_TIMING"), "bench.timing"),
     **dict.fromkeys(("ModelRun", "load_model", "model_run"), "job.load"),
-    **dict.fromkeys(("Launched", "launched"), "pool.launched"),
+    **dict.fromkeys(("Launched", "launched"), "pool.gpus"),
     **dict.fromkeys(("HERE", "Places"), "sweep.run"),
-    "one_gpu": "pool.open",
+    "one_gpu": "pool.gpus",
     "Console": "progress",
 }
 

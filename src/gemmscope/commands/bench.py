@@ -11,8 +11,8 @@ from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape, check_te_benchmark
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import not_resumed, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.quote import read_fleet, with_spread

@@ -9,8 +9,8 @@ from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
 from gemmscope.document.table import Column, Table, table
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, fingerprint, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding

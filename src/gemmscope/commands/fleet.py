@@ -17,17 +17,15 @@ from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
 from gemmscope.errors import UserError, in_shell, option, shown
 from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
-from gemmscope.fleet.files import read_runs
-from gemmscope.fleet.gather import Run, fleet_result
+from gemmscope.fleet.gather import Run, fleet_result, read_runs
 from gemmscope.fleet.rule import rule_data
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import environment
 from gemmscope.job.load import ModelRun
-from gemmscope.pool.launched import Launched
+from gemmscope.pool.gpus import Launched, gpu_of_rank, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.open import gpu_of_rank, open_pool
+from gemmscope.pool.pool import Place, PlaceRefused, Unit
 from gemmscope.pool.schedule import Outcomes, Schedule, UnitFailure
-from gemmscope.pool.units import Place, PlaceRefused, Unit
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetGpu, FleetResult

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gemmscope.bench.choose import Choice, Choices, choose, supported
 from gemmscope.bench.findings import state_findings
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import not_resumed, open_journal
-from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from gemmscope.fleet.robust import Floats
 from gemmscope.fleet.rule import Sample
+from gemmscope.fleet.spread import Floats
 from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import GpuCondition

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.fleet.robust import Floats, qn_scale
+from gemmscope.fleet.spread import Floats, qn_scale
 from gemmscope.interval import Interval
 from gemmscope.toml import load_data
 

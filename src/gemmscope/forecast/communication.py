@@ -121,7 +121,7 @@ def _collectives() -> dict[str, Any]:
 def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
     """Launch ms, ms per square root of bytes, and ms per byte, for a collective among `inside` GPUs of one domain."""
     known = _collectives()[chip][operation]
-    nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
+    nearest = max((int(size) for size in known if int(size) <= inside), default=2)
     launch, root, per_byte = known[str(nearest)]
     scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that crosses links
     return launch, scale * root, scale * per_byte

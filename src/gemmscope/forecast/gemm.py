@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.errors import UserError
+from gemmscope.errors import MissingFactError, UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, Sizes, shipped
 from gemmscope.forecast.physics import Array, Shapes, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
@@ -167,6 +167,8 @@ class GemmModel:
             other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
             return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
         if not near[state]:
+            if not any(series.fmt in (fmt, *facts["stands_for"].get(fmt, ())) for series in self.coefficients.series):
+                raise MissingFactError("forecast/coefficients/transfer.toml", f"stands_for.{fmt}")
             raise UserError(f"no measurement is similar to {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
@@ -358,7 +360,7 @@ def _slower(chip: GpuSpec, fmt: str) -> float:
 
 def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
     """The factor on compute time for another state, and for a format that stands in for another."""
-    factor = 1.0 if series.fmt == fmt else float(_transfer()["slower_than_stand_in"].get(fmt, 1.0))
+    factor = 1.0 if series.fmt == fmt else float(_transfer()["slower_than_stand_in"][fmt])
     if series.state == state:
         return factor
     return factor * _slower(chip, series.fmt) if state == "sustained" else factor / _slower(chip, series.fmt)

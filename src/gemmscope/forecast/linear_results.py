@@ -6,7 +6,7 @@ Every interval is a 90% error bar. An error that both sides of a speedup share c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gemmscope.bench.memory import memory
+from gemmscope.bench.linears import memory
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster

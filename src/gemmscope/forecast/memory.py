@@ -184,7 +184,7 @@ def storage(recipe_name: str, architecture: str) -> Storage:
     chosen, twice = recipe(recipe_name), memory_facts()["kept_twice"]
     if not chosen.quantizes:
         return Storage(0.0, ELEMENT_BYTES, 0.0, 0.0)
-    once = chosen.scales == "tensor" and architecture.startswith("10.")
+    once = chosen.one_copy(architecture)
     context, activated = (
         0.0 if once or chosen.scales not in twice[what] else chosen.kept_bytes for what in ("context", "activated")
     )

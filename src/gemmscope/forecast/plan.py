@@ -21,7 +21,7 @@ from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
-from gemmscope.forecast.pool import computed
+from gemmscope.forecast.processes import computed
 from gemmscope.forecast.step import WAITING, StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
 from gemmscope.interval import Interval

@@ -11,7 +11,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.communication import Network, cluster
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
-from gemmscope.forecast.pool import computed
+from gemmscope.forecast.processes import computed
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval

@@ -99,8 +99,8 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
 
 def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: bool, graphs: float = 1.0) -> float:
     """Milliseconds that the CPU needs to launch one micro-batch; `quantized` linears also cast X, W and dY."""
-    table = facts()["quantize"]
-    casts = 3 * table.get(recipe_name, table["other"])["kernels"] * quantized if recipe(recipe_name).quantizes else 0
+    chosen = recipe(recipe_name)
+    casts = 3 * facts()["quantize"]["casts"][chosen.base or chosen.name]["kernels"] * quantized if chosen.quantizes else 0
     return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)
 
 

@@ -72,7 +72,7 @@ def gemm_factor(fmt: str, chip: GpuSpec) -> float:
 
 def recipe_factor(recipe: Recipe) -> float:
     """The time of a recipe's GEMMs, relative to its format: torchao differs from Transformer Engine."""
-    return float(facts()["torchao"]["gemms"].get(recipe.name, 1.0))
+    return float(facts()["torchao"]["gemms"][recipe.base or recipe.name]) if only_torchao(recipe) else 1.0
 
 
 def only_torchao(recipe: Recipe) -> bool:
@@ -125,8 +125,8 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     if not recipe.quantizes:
         return Quantizing(0.0, 0.0, 1.0)
     table = facts()["quantize"]
-    known = table.get(recipe.name, table["other"])
-    written = table["written"].get(chip.architecture, {}).get(recipe.name, recipe.bytes_written)
+    known = table["casts"][recipe.base or recipe.name]
+    written = recipe.bytes_written / (2 if recipe.one_copy(chip.architecture) else 1)
     element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
     slower = table["slower"].get(chip.architecture, {})
     return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"], **slower)
@@ -139,8 +139,8 @@ def one_way(recipe: Recipe, chip: GpuSpec) -> float:
     >>> one_way(recipe("FP8Delayed"), gpu("h200")), one_way(recipe("FP8Delayed"), gpu("b200"))
     (0.75, 1.0)
     """
-    if recipe.name in facts()["quantize"]["written"].get(chip.architecture, {}):
-        return 1.0  # one copy serves both
+    if recipe.one_copy(chip.architecture):
+        return 1.0
     return (recipe.bytes_read + recipe.bytes_written / 2) / (recipe.bytes_read + recipe.bytes_written)
 
 

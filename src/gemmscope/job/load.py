@@ -1,4 +1,8 @@
-"""From the name of a model to the model and how it is run: every command that takes a model starts here."""
+"""From the name of a model to the model and how it is run: every command that takes a model starts here.
+
+How it is run: what was typed first, then what its file says, and what follows from both. A file's number of GPUs and its global
+batch stay, if the layout that is typed divides them; what belongs to another layout is dropped, with a finding.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,10 +10,166 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.job.layout import choose_run
 from gemmscope.model import presets
+from gemmscope.model.limits import check_optional
 from gemmscope.model.readers import names_file, read_config
-from gemmscope.model.spec import ModelSource, RunSpec, from_hyperparameters
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
+from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
+
+RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
+"""Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
+
+BATCH = ("micro_batch_size", "sequence_length")
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    """A run, and what was overridden, dropped or assumed for it."""
+
+    run: RunSpec
+    findings: tuple[Finding, ...]
+    settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
+
+
+def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
+    """The run of these arguments (None: not given) and of the model's file."""
+    if strangers := [name for name in given if name not in (*RUN_SETTINGS, *RANKS)]:
+        known = ", ".join((*RUN_SETTINGS, *RANKS))
+        raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {known}")
+    typed = {name: value for name, value in given.items() if value is not None}
+    if "pp_layers" in typed:
+        typed["pp_layers"] = tuple(typed["pp_layers"])
+    file, findings = source.run_settings, list[Finding]()
+    for name, value in typed.items():
+        if name in file and file[name] != value:
+            said = {"value": str(value), "file_value": str(file[name])}
+            findings.append(finding("run-overridden", name=name, origin=source.origin, **said))
+    settings = {**file, **{name: value for name, value in typed.items() if name not in RANKS}}
+    _require(settings, source)
+    of_file = {"tp": 1, "cp": 1, "pp": 1, **file}
+    changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
+    run = RunSpec(**{**dict.fromkeys(BATCH, 1), **settings})
+    if "pp" in changed:
+        run, about = _other_pipeline(run, typed, source)
+        findings += about
+    for name, limit in RANKS.items():
+        check_optional(option(name), typed.get(name), limit)
+    run, about = _ranks(run, typed, source, changed)
+    return RunChoice(_sharing(run, typed), (*findings, *about), frozenset(settings))
+
+
+def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
+    """A `UserError` where the batch is not known. A module may bring its own inputs; a traced config may have no sequence."""
+    required = () if source.module is not None else BATCH if source.model is not None or _reads_tokens(source) else BATCH[:1]
+    missing = [name for name in required if name not in settings]
+    if missing:
+        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise UserError(
+            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not set {them}",
+            f"add {' '.join(option(name, 'N') for name in missing)}",
+        )
+
+
+def _reads_tokens(source: ModelSource) -> bool:
+    """Whether a config without closed form is certainly that of a language model. Other models may have no sequence length."""
+    config = source.config or {}
+    senses = any(key in config for key in ("image_size", "num_mel_bins", "num_channels", "patch_size", "conv_stride"))
+    return not senses and any(key in config for key in ("vocab_size", "text_config"))
+
+
+def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:
+    """The run with other stages than its file has: without the split, and with its virtual stages if they still divide."""
+    if "pp_layers" not in typed:
+        run = replace(run, pp_layers=None)
+    if "vp" in typed or run.vp == 1:
+        return run, []
+    layers = len(source.model.layers) if source.model is not None else 0
+    if run.pp > 1 and layers % (run.pp * run.vp) == 0:
+        return run, []
+    return replace(run, vp=1), [finding("virtual-stages-reset", pieces=run.vp, origin=source.origin)]
+
+
+def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
+    """dp and accumulation: from what was typed, else from the file's GPUs and global batch, where they still divide."""
+    file_dp, findings = _dp_of_file(run, typed, source)
+    asked = Given(
+        gpus=typed.get("gpus"),
+        dp=typed.get("dp", file_dp),
+        global_batch=typed.get("global_batch"),
+        gradient_accumulation=typed.get("gradient_accumulation"),
+        fsdp=typed.get("fsdp"),
+    )
+    ranks = solve(run, asked)
+    accumulation = ranks.gradient_accumulation
+    if ranks.dp != run.dp or accumulation not in (None, run.gradient_accumulation):
+        run = replace(run, dp=ranks.dp, gradient_accumulation=accumulation or run.gradient_accumulation)
+    if accumulation is None and source.global_batch is not None and run.dp is not None:
+        try:
+            decided = asked if asked.gpus is not None else replace(asked, dp=run.dp)
+            accumulation = solve(run, replace(decided, global_batch=source.global_batch)).gradient_accumulation
+        except UserError as error:
+            if {"dp", "gpus"} & typed.keys():
+                message = f"{error.message} (the global batch is from {source.origin})"
+                raise UserError(message, f"{error.hint}; or set {option('gradient_accumulation')}") from error
+    if accumulation is not None:
+        same = accumulation == run.gradient_accumulation
+        return run if same else replace(run, gradient_accumulation=accumulation), findings
+    run, about = _assumed_accumulation(run, source, changed)
+    return run, findings + about
+
+
+def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[int | None, list[Finding]]:
+    """The file's GPUs divided by those of one replica, unless dp was given or follows from other arguments; a finding if they do
+    not divide."""
+    said = source.run_settings.get("dp")
+    if said is None or {"dp", "gpus"} & typed.keys() or {"global_batch", "gradient_accumulation"} <= typed.keys():
+        return None, []
+    of_file = {name: source.run_settings.get(name, 1) for name in ("tp", "cp", "pp")}
+    gpus = model_ranks(replace(run, **of_file)) * said
+    dp, rest = divmod(gpus, model_ranks(run))
+    if dp and not rest and dp % dp_step(run) == 0:
+        return dp, []
+    return None, [finding("data-parallel-reset", origin=source.origin, gpus=gpus)]
+
+
+def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
+    """Micro-batches per step where no batch decides them: the file's own number if it belongs to this layout, else the fewest."""
+    batch, of_file = source.global_batch, source.run_settings.get("gradient_accumulation")
+    virtual = run.vp > 1 and run.pp > 1 and "vp" in source.run_settings
+    assumed = run.pp if virtual else 1
+    if of_file is not None and changed & {"micro_batch_size", "tp", "cp", "pp"}:
+        about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
+        return replace(run, gradient_accumulation=assumed), about
+    assumed = assumed if of_file is None else of_file
+    run = run if assumed == run.gradient_accumulation else replace(run, gradient_accumulation=assumed)
+    if batch is not None:
+        return run, [finding("accumulation-unknown", origin=source.origin, batch=batch, assumed=assumed)]
+    return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual and of_file is None else []
+
+
+def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
+    """What data-parallel ranks share, and how many ranks share it; a `UserError` for contradictory settings."""
+    holders = run.data_parallel * run.cp
+    if typed.get("tp_overlap") and run.tp > 1 and not run.sequence_parallel:
+        problem = f"{option('tp_overlap')} overlaps the collectives of sequence parallelism, which is off"
+        raise UserError(problem, f"add {option('sequence_parallel')}")
+    if "fsdp" in typed:
+        if typed.get("zero", 3) != 3:
+            raise UserError(
+                f"{option('fsdp', typed['fsdp'])} shards weights, gradients and optimizer states, but {option('zero', run.zero)} "
+                "shards less",
+                f"remove {option('zero')} or {option('fsdp')}",
+            )
+        return replace(run, zero=3, zero_ranks=typed["fsdp"] if typed["fsdp"] != holders else None)
+    if typed.get("zero") and holders == 1 and not {"dp", "gpus"} & typed.keys():
+        raise UserError(
+            f"{option('zero', run.zero)} shards across data-parallel ranks, but there is only one",
+            f"add {option('gpus', model_ranks(run) * 8)} or {option('dp', 8)}, or remove {option('zero')}",
+        )
+    if run.zero_ranks is not None and "zero_ranks" not in typed and (run.zero == 0 or holders % run.zero_ranks):
+        return replace(run, zero_ranks=None)  # the file's groups, in another layout
+    return run
+
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")

@@ -8,14 +8,15 @@ format, and the maximum of the whole tensor, which rules of two levels use. Ever
 order, so that results are equal bit by bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import frexp
 
 import torch
 from torch import Tensor
 
-from gemmscope.recipe.precisions import number_format, precision_facts
+from gemmscope.recipe.precisions import FILE, number_format, precision_facts
+from gemmscope.toml import FactTable
 
 EXPONENT_BITS = 0x7F800000  # of a float32
 
@@ -48,7 +49,9 @@ def _format(name: str) -> NumberFormat:
     return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]), dtype)
 
 
-FORMATS = {name: _format(name) for name, facts in precision_facts()["format"].items() if "largest" in facts}
+FORMATS: Mapping[str, NumberFormat] = FactTable(
+    {name: _format(name) for name, facts in precision_facts()["format"].items() if "largest" in facts}, FILE, "format"
+)
 E4M3, E5M2, E2M1 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["e2m1"]
 
 

@@ -1,6 +1,6 @@
-"""The GPUs of this machine as a pool: one site per GPU, pinned to it and to the CPU cores near it.
+"""The GPUs of this machine as a pool: one place worker per GPU, pinned to it and to the CPU cores near it.
 
-A site that dies is started again, unless it dies again and again without finishing anything.
+A place worker that dies is started again, unless it dies again and again without finishing anything.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import node_name
-from gemmscope.pool.lines import ALIVE_S, SITE, SiteSetup, event_of, unit_line
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
+from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.process import Ending, ProcessEndedError, WorkerProcess, worker_environment
 
-START_S = 90.0  # a site that has not said hello by then is ended: it imports nothing heavy
+START_S = 90.0  # a place worker that has not said hello by then is ended: it imports nothing heavy
 MOST_DEATHS = 3  # in a row, without a unit finished between them
 RESTART_S = 1.0  # after a death: the memory of its measuring process is released by then
 
@@ -121,7 +121,7 @@ class LocalPool:
             self._waiting.append(PlaceLost(place, "ended", again=True))
 
     def pids(self) -> dict[str, int]:
-        """The process of each place's site, by the place's key."""
+        """The process of each place's place worker, by the place's key."""
         return {slot.key: slot.process.pid for slot in self._slots.values() if slot.process is not None}
 
     def _start(self, slot: _Slot) -> None:
@@ -131,7 +131,7 @@ class LocalPool:
         visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if slot.local.gpu is not None else {}
         slot.begun, slot.restart_at, slot.ready = time.monotonic(), None, False
         try:
-            slot.process = WorkerProcess(SITE, environment={**worker_environment(), **visible})
+            slot.process = WorkerProcess(PLACE_WORKER, environment={**worker_environment(), **visible})
         except OSError as error:  # no memory, no more processes or files
             self._died(slot, f"its process cannot be started: {error.strerror or error}")
             return
@@ -139,8 +139,8 @@ class LocalPool:
         self._selector.register(slot.process.reading, selectors.EVENT_READ, slot)
         self._listen(slot)
 
-    def _setup(self, slot: _Slot, folder: Path) -> SiteSetup:
-        return SiteSetup(slot.local.gpu is None, self._share_gpu, slot.local.cores, folder=str(folder), alive_s=self._alive_s)
+    def _setup(self, slot: _Slot, folder: Path) -> PlaceSetup:
+        return PlaceSetup(slot.local.gpu is None, self._share_gpu, slot.local.cores, folder=str(folder), alive_s=self._alive_s)
 
     def _listen(self, slot: _Slot) -> None:
         """Wait until its input takes more, as long as something is left to send."""
@@ -153,7 +153,7 @@ class LocalPool:
             self._selector.unregister(process.writing)
 
     def _receive(self, slot: _Slot) -> None:
-        """Process what a site has sent, and send what it has not received yet."""
+        """Process what a place worker has sent, and send what it has not received yet."""
         if slot.process is None:
             return
         try:
@@ -181,7 +181,7 @@ class LocalPool:
         self._waiting.append(event)
 
     def _check_slot(self, slot: _Slot) -> None:
-        """Check for a site that has ended while something else keeps its output open, or that does not start at all."""
+        """Check for a place worker that has ended while something else keeps its output open, or that does not start at all."""
         if slot.process is None:
             return
         if slot.process.over:
@@ -222,7 +222,7 @@ class LocalPool:
 
 
 def _how(ending: Ending) -> str:
-    """How the process of a site ended."""
+    """How the process of a place worker ended."""
     if ending.code is None:
         return "its process closed its output"
     return "its process was killed (signal 9)" if ending.killed else f"its process died ({ending.how}){ending.detail}"

@@ -13,9 +13,9 @@ from typing import Any
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
-from gemmscope.pool.lines import ALIVE_S, SITE, SiteSetup, event_of, unit_line
+from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
+from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
 from gemmscope.pool.ray_messages import check_installed, last_useful_line, nobody_answers, ray_address
-from gemmscope.pool.units import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
 from gemmscope.process import ProcessEndedError, WorkerProcess
 from gemmscope.signals import Interrupted, defer_signals
 
@@ -33,7 +33,7 @@ REPLACED_S = 30.0  # how long to wait for a replacement of a node that left befo
 
 @dataclass
 class _RaySlot:
-    """An actor as the driver knows it. `key`: of its place, once its site has said hello. `known`: it replaces one that had, on
+    """An actor as the driver knows it. `key`: of its place, once its worker has said hello. `known`: it replaces one that had, on
     the same node."""
 
     host: str
@@ -46,11 +46,17 @@ class RayPool:
     """The GPUs of a Ray cluster, or the CPUs of its nodes. Nodes that appear later are used too."""
 
     def __init__(
-        self, address: str, *, cpu: bool = False, share_gpu: bool = False, site: str = SITE, silence_s: float = ACTOR_SILENCE_S
+        self,
+        address: str,
+        *,
+        cpu: bool = False,
+        share_gpu: bool = False,
+        module: str = PLACE_WORKER,
+        silence_s: float = ACTOR_SILENCE_S,
     ) -> None:
         self.address = ray_address(address)
-        self._setup = SiteSetup(cpu=cpu, share_gpu=share_gpu, near=not cpu)
-        self._site, self._silence_s = site, silence_s
+        self._setup = PlaceSetup(cpu=cpu, share_gpu=share_gpu, near=not cpu)
+        self._module, self._silence_s = module, silence_s
         self._stack = ExitStack()
         self._bridge: _BridgeProcess | None = None
         self._slots: dict[int, _RaySlot] = {}
@@ -84,7 +90,7 @@ class RayPool:
             self._bridge, self._connected = None, False
 
     def expected(self) -> int:
-        """Sites that are being started, except at places that are known; and one if a node may be replaced."""
+        """Place workers that are being started, except at places that are known; and one if a node may be replaced."""
         starting = sum(not slot.greeted and not slot.known for slot in self._slots.values())
         return max(starting, int(time.monotonic() < self._hope_until))
 
@@ -102,13 +108,13 @@ class RayPool:
         return happened
 
     def assign(self, place: str, unit: Unit) -> None:
-        """Send a unit to the site of a place. If it is gone, a `PlaceLost` reports that."""
+        """Send a unit to the place worker of a place. If it is gone, a `PlaceLost` reports that."""
         pack = getattr(unit.content, "for_other_machines", None)  # what it needs besides: files of a model
         travelling = unit if pack is None else replace(unit, content=pack())
         self._order(place, type="send", line=unit_line(travelling).decode())
 
     def abandon(self, place: str) -> None:
-        """End what a place does; another site is started there."""
+        """End what a place does; another place worker is started there."""
         self._order(place, type="abandon")
 
     def _order(self, place: str, **content: Any) -> None:
@@ -125,7 +131,7 @@ class RayPool:
         bridge.order(
             address=self.address,
             cpu=self._setup.cpu,
-            site=self._site,
+            module=self._module,
             begin=self._setup.line().decode(),
             folder=self._folder,
             answer_s=ANSWER_S - 2,
@@ -287,7 +293,7 @@ class RayPool:
 
 
 def _how_to_start(why: str) -> str:
-    """What to do about a site that does not start."""
+    """What to do about a place worker that does not start."""
     if "ModuleNotFoundError" in why or "ImportError" in why:
         return "install gemmscope on that node, with the Python that Ray runs there"
     return ""

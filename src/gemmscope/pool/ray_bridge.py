@@ -7,35 +7,101 @@ one that replaces another has a new number, so that nothing is mistaken for some
 From the driver: a request first, then `send` (slot, line), `abandon` (slot); the end of the input means stop. To the driver:
 `answered`, `connected` or `unusable`; `slot` (an actor is being started), `line`, `lost`, `refused`, `held` (GPUs of other jobs);
 `census` (once, when the first slots are known); `alive` every few seconds.
+
+Nodes run place workers from one zip file with gemmscope and its requirements, as they are installed here. `code/` has
+gemmscope, which comes first on the import path of place workers: every node runs the driver's version. `packages/` has its
+requirements, which come last: what a node has installed is used, so that the frameworks there find the versions they know.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Coroutine
+import zipfile
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
-from gemmscope.pool import relay
-from gemmscope.pool.bundle import Bundle, make_bundle
+from gemmscope.pool import ray_actor as relay
 from gemmscope.pool.ray_messages import NotRayError, host_and_port, why_no_connection
 from gemmscope.process import messages_to_parent
+
+REQUIREMENTS = ("jinja2", "nvidia-ml-py", "platformdirs", "pydantic", "pyyaml", "tomli")
+"""What place workers import of gemmscope's requirements."""
+NOT_NEEDED = ("matplotlib", "rich", "typer")
+"""What only the driver uses: figures and the command line."""
+OF_THE_NODE = ("numpy",)
+"""Large, and wherever PyTorch is."""
+
+_SAME_TIME = (1980, 1, 1, 0, 0, 0)  # the same files make the same bundle
+
+
+@dataclass(frozen=True)
+class PackedCode:
+    """The zip file, and a fingerprint of its content."""
+
+    content: bytes
+    digest: str
+
+
+def pack_code() -> PackedCode:
+    """Pack gemmscope and what place workers need."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, path in sorted(_files()):
+            archive.writestr(zipfile.ZipInfo(name, _SAME_TIME), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    content = packed.getvalue()
+    return PackedCode(content, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """The names in the bundle, and the files."""
+    package = Path(__file__).resolve().parents[1]
+    for path in package.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield f"code/{path.relative_to(package.parent).as_posix()}", path
+    for needed in _closure(REQUIREMENTS):
+        for file in needed.files or ():
+            path = Path(str(file.locate()))
+            if ".." not in file.parts and "__pycache__" not in file.parts and path.is_file():
+                yield f"packages/{file.as_posix()}", path
+
+
+def _closure(names: Iterable[str]) -> list[Distribution]:
+    """Those of the packages that are installed, and what they require in turn."""
+    waiting, taken = list(names), dict[str, Distribution]()
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in taken or name in OF_THE_NODE:
+            continue
+        try:
+            taken[name] = distribution(name)
+        except PackageNotFoundError:  # for another version of Python, or another system
+            continue
+        required = [text for text in taken[name].requires or () if "extra" not in text.partition(";")[2]]
+        waiting += [match[0] for text in required if (match := re.match(r"[\w.-]+", text))]
+    return list(taken.values())
+
 
 NODES_S = 1.0  # between two checks of the nodes of the cluster
 HEAD_S = 60.0  # a head node that does not answer for this long is gone
 POLL_S, POLLS_PER_S = 1.0, 500.0  # how long an actor waits for lines; longer where there are many, for so many calls per second
 START_S = 90.0  # an actor that has not started by then never will
-HELLO_S = 120.0  # the same for its site
+HELLO_S = 120.0  # the same for its place worker
 FREE_S = 30.0  # time limit for the list of free GPUs
 MOST_RESTARTS = 3  # of one slot without an outcome in between
 RESTART_S = 1.0  # the GPU is released by then
-STOP_S = 5.0  # time limit for sites to end
+STOP_S = 5.0  # time limit for place workers to end
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; the fourth byte is its type
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 STORE_BYTES = 100 << 20  # of a Ray that this process starts: only the bundle is in it
@@ -43,7 +109,7 @@ STORE_BYTES = 100 << 20  # of a Ray that this process starts: only the bundle is
 
 @dataclass
 class Slot:
-    """One actor and its site."""
+    """One actor and its place worker."""
 
     number: int
     node: str
@@ -71,7 +137,7 @@ class Node:
 class Bridge:
     """Everything between the driver's pipes and the actors."""
 
-    def __init__(self, ray: Any, request: dict[str, Any], outgoing: Outgoing, bundle: Bundle) -> None:
+    def __init__(self, ray: Any, request: dict[str, Any], outgoing: Outgoing, bundle: PackedCode) -> None:
         self.ray, self.request, self.outgoing = ray, request, outgoing
         self.cpu: bool = request["cpu"]
         self.silence_s: float = request["silence_s"]
@@ -81,7 +147,7 @@ class Bridge:
         self._numbers = 0
         self._own = ray.get_runtime_context().get_node_id()  # through which this process is connected; a client's is the head
         ray.cloudpickle.register_pickle_by_value(relay)
-        self._relay = ray.remote(relay.SiteRelay)
+        self._relay = ray.remote(relay.PlaceActor)
         self._bundle, self._digest = ray.put(bundle.content), bundle.digest
         self._work: set[asyncio.Task[None]] = set()
 
@@ -203,7 +269,7 @@ class Bridge:
         slot.task = asyncio.create_task(self._serve(slot, delay_s))
 
     async def _serve(self, slot: Slot, delay_s: float) -> None:
-        """Start the actor, and forward the lines of its site, until one of them ends."""
+        """Start the actor, and forward the lines of its place worker, until one of them ends."""
         await asyncio.sleep(delay_s)
         if slot.over:  # an actor that nobody ends would keep its GPU
             return
@@ -217,7 +283,7 @@ class Bridge:
                 slot.started = True
                 self._pass_on(slot, lines)
                 if ended is not None:
-                    self._site_ended(slot, ended)
+                    self._worker_ended(slot, ended)
                 elif not slot.greeted and time.monotonic() - began > HELLO_S:
                     self._refuse(slot, f"its process did not start within {HELLO_S:.0f} s")
         except asyncio.TimeoutError:
@@ -232,7 +298,7 @@ class Bridge:
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "num_gpus": 0 if self.cpu else 1, "max_restarts": 0, "max_concurrency": 4}
         create = self._relay.options(scheduling_strategy=strategy, **options).remote
-        return create(self._bundle, self._digest, self.request["site"], self.request["begin"])
+        return create(self._bundle, self._digest, self.request["module"], self.request["begin"])
 
     def _pass_on(self, slot: Slot, lines: list[str]) -> None:
         for line in lines:
@@ -245,7 +311,7 @@ class Bridge:
                     slot.restarts = 0
             self.outgoing.put(type="line", slot=slot.number, line=line)
 
-    def _site_ended(self, slot: Slot, ended: str) -> None:
+    def _worker_ended(self, slot: Slot, ended: str) -> None:
         killed = ended.startswith("signal") and slot.restarts < MOST_RESTARTS  # its node may be leaving
         if slot.greeted or killed:
             self._lose(slot, f"its process died ({ended})", again=True)
@@ -288,14 +354,14 @@ class Bridge:
         self._do(self._end(slot))
 
     async def _abandon(self, slot: Slot) -> None:
-        """End its site before another one is started, so that the GPU is free."""
+        """End its place worker before another one is started, so that the GPU is free."""
         slot.over = True
         self.slots.pop(slot.number, None)
         await self._end(slot)
         self._replace(slot, "gemmscope stopped it", again=True)
 
     async def _end(self, slot: Slot) -> None:
-        """End the site, remove what it unpacked, end the actor; whatever state they are in."""
+        """End the place worker, remove what it unpacked, end the actor; whatever state they are in."""
         if slot.actor is not None:
             with suppress(Exception):
                 await self._reply(slot.actor.stop.remote(), STOP_S if slot.started else 0.0)
@@ -411,7 +477,7 @@ def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
 
 async def _run(ray: Any, request: dict[str, Any], outgoing: Outgoing) -> None:
     outgoing.loop = asyncio.get_running_loop()
-    await Bridge(ray, request, outgoing, make_bundle()).run()
+    await Bridge(ray, request, outgoing, pack_code()).run()
 
 
 def main() -> None:

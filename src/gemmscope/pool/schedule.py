@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from gemmscope.engine.journal import RecordedRun
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.pool.board import Board, Station
-from gemmscope.pool.limits import Limits, too_slow
-from gemmscope.pool.outcomes import Outcomes, UnitFailure, UnitOutcome, place_findings
-from gemmscope.pool.units import (
+from gemmscope.pool.pool import (
     Event,
+    Outcomes,
     Place,
     PlaceFound,
     PlaceLost,
@@ -38,10 +36,161 @@ from gemmscope.pool.units import (
     Unit,
     UnitDone,
     UnitFailed,
+    UnitFailure,
+    UnitOutcome,
     UnitProgress,
+    place_findings,
 )
 from gemmscope.progress import PoolProgress, Reporter
 from gemmscope.signals import defer_signals
+
+CORES_PER_GPU = 2  # a measuring process launches kernels from one thread, and its parent needs some time beside it
+
+State = Literal["free", "busy", "ending", "lost"]
+
+
+@dataclass
+class PlaceState:
+    """A place and what it is doing. `ending`: it was told to end what it is doing, and has not confirmed this yet."""
+
+    place: Place
+    state: State = "free"
+    unit: str = ""
+    """What it measures; empty if it measures nothing."""
+    since: float = 0.0
+    """When it began."""
+    paused_s: float = 0.0
+    """How long the schedule itself did not run since then."""
+    text: str = ""
+    """What it says that it is doing."""
+    heard: float = 0.0
+    """When it gave the last sign of life."""
+    until: float = math.inf
+    """How long its return is waited for, while it is ending or lost."""
+
+    def seconds(self, now: float) -> float:
+        """How long it has been measuring, as far as the schedule could have noticed its end."""
+        return now - self.since - self.paused_s
+
+
+class PlaceStates:
+    """All places of a schedule, with what limits them: a GPU measures one unit at a time, and a node `at_once` at most."""
+
+    def __init__(self, at_once: int | None = None) -> None:
+        self._at_once = at_once
+        self._states: dict[str, PlaceState] = {}
+        self._free: dict[str, None] = {}  # the one that has been free the longest first
+        self._busy: dict[str, None] = {}
+        self._nodes: Counter[str] = Counter()  # busy or ending
+        self._gpus: Counter[str] = Counter()
+        self._gpus_of: dict[str, set[str]] = {}  # of each node
+        self._cores: dict[str, int] = {}
+        self._limits: dict[str, int] = {}
+        self.most_at_once: dict[str, int] = {}
+        self.few_cores: dict[str, tuple[int, int, int]] = {}
+        """Nodes that are limited because of their CPU cores: cores, GPUs, at once."""
+
+    def get(self, key: str) -> PlaceState | None:
+        return self._states.get(key)
+
+    def add(self, place: Place) -> PlaceState:
+        """Add a new place, or update a known one."""
+        place_state = self._states.get(place.key)
+        if place_state is None:
+            place_state = self._states[place.key] = PlaceState(place)
+        self._see(place)
+        place_state.place = place
+        self.move(place_state, "free")
+        return place_state
+
+    def move(self, place_state: PlaceState, state: State) -> None:
+        """Give a place another state."""
+        key, place = place_state.place.key, place_state.place
+        if (occupied := state in ("busy", "ending")) != (place_state.state in ("busy", "ending")):
+            change = 1 if occupied else -1
+            self._nodes[place.node] += change
+            self._gpus[place.uuid] += change
+            self.most_at_once[place.node] = max(self.most_at_once.get(place.node, 0), self._nodes[place.node])
+        place_state.state = state
+        for states, keys in (("free", self._free), ("busy", self._busy)):
+            keys.pop(key, None)
+            if state == states:
+                keys[key] = None
+        if state != "busy":
+            place_state.unit = ""
+
+    def busy(self) -> list[PlaceState]:
+        return [self._states[key] for key in self._busy]
+
+    def usable(self) -> int:
+        """Places that are free or busy."""
+        return len(self._free) + len(self._busy)
+
+    def gpus(self) -> int:
+        """GPUs of the usable places: several places may share one."""
+        return len({self._states[key].place.uuid or key for keys in (self._free, self._busy) for key in keys})
+
+    def is_usable(self, key: str) -> bool:
+        return key in self._free or key in self._busy
+
+    def nodes(self) -> int:
+        """Nodes with usable places."""
+        return len({self._states[key].place.node for keys in (self._free, self._busy) for key in keys})
+
+    def every(self) -> Iterator[PlaceState]:
+        yield from self._states.values()
+
+    def ready(self) -> Iterator[PlaceState]:
+        """Free places that may begin something now. Each is judged when it is asked for: those before it may have begun."""
+        for key in list(self._free):
+            place = self._states[key].place
+            if self._nodes[place.node] < self.limit(place.node) and not (place.uuid and self._gpus[place.uuid]):
+                yield self._states[key]
+
+    def limit(self, node: str) -> float:
+        """How many places of a node may measure at the same time: as requested, else one for every two CPU cores."""
+        return self._at_once if self._at_once is not None else self._limits.get(node, math.inf)
+
+    def _see(self, place: Place) -> None:
+        """Record what a place reports about its node."""
+        cores, gpus = int(place.facts.get("cores", 0)), self._gpus_of.setdefault(place.node, set())
+        if not place.uuid:
+            return
+        gpus.add(place.uuid)
+        if cores:
+            self._cores[place.node] = min(cores, self._cores.get(place.node, cores))
+        cores = self._cores.get(place.node, 0)
+        if self._at_once is None and len(gpus) > 1 and 0 < cores < CORES_PER_GPU * len(gpus):
+            at_once = self._limits[place.node] = max(1, cores // CORES_PER_GPU)
+            self.few_cores[place.node] = (cores, len(gpus), at_once)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take."""
+
+    silence_s: float = 60.0
+    """A place that measures and gives no sign of life for this long is ended."""
+    return_s: float = 120.0
+    """How long the return of a lost place is waited for."""
+    start_s: float = 600.0
+    """How long the first place is waited for."""
+    copy_after: tuple[float, float] = (3.0, 60.0)
+    """A copy of a unit is started after this many times the median time, and at least this many seconds."""
+    leave_after: tuple[float, float] = (4.0, 120.0)
+    """A unit that only one place may run fails after this many times the median time, and at least this many seconds."""
+    longest: tuple[float, float] = (20.0, 6 * 3600.0)
+    """No unit takes longer than this: its place is ended, and it counts as lost."""
+
+
+def too_slow(seconds: float, typical: float | None, limit: tuple[float, float]) -> bool:
+    """Whether `seconds` exceeds both a multiple of the typical time and a minimum.
+
+    >>> too_slow(70, 20, (3.0, 60.0)), too_slow(50, 1, (3.0, 60.0)), too_slow(70, None, (3.0, 60.0))
+    (True, False, False)
+    """
+    return typical is not None and seconds > max(limit[0] * typical, limit[1])
+
 
 __all__ = ["Limits", "Outcomes", "Schedule", "UnitFailure", "UnitOutcome"]
 
@@ -86,7 +235,7 @@ class Schedule:
             raise UserError(f"{option('at_once')} must be at least 1, got {at_once}", f"for example {option('at_once', 1)}")
         self._pool, self._recording, self._on_outcome, self._reporter = pool, recording, on_outcome, reporter
         self._units_of, self._limits, self._what, self._clock = units_of, limits or Limits(), what, clock
-        self._board = Board(at_once)
+        self._places = PlaceStates(at_once)
         self._outcomes = Outcomes()
         self._tasks: dict[str, _Task] = {}
         self._open = 0  # units without an outcome or a failure
@@ -94,7 +243,7 @@ class Schedule:
         self._bound: dict[str, deque[str]] = {}
         self._out: set[str] = set()  # places that refused
         self._took_s: list[float] = []
-        self._slow: list[Station] = []  # the slowest first
+        self._slow: list[PlaceState] = []  # the slowest first
         self._last, self._ended = "", False
         self._news = self._checked = clock()  # when a place was found or refused last, and when limits were checked last
         if recording is not None:
@@ -123,7 +272,7 @@ class Schedule:
             if signals.first is not None:
                 outcomes.interrupted = signals.answered = True
                 signals.outcome = f"the same command with {option('resume')} continues from here"
-        outcomes.findings += place_findings(outcomes, self._board.most_at_once, self._board.few_cores)
+        outcomes.findings += place_findings(outcomes, self._places.most_at_once, self._places.few_cores)
         return outcomes
 
     def _loop(self, interrupted: Callable[[], bool], show: Callable[[PoolProgress], None]) -> None:
@@ -175,27 +324,27 @@ class Schedule:
             case PlaceRefused():
                 self._refused(event)
             case UnitProgress(key, text):
-                if (station := self._board.get(key)) is not None:
-                    station.heard, station.text = self._clock(), text or station.text
+                if (place_state := self._places.get(key)) is not None:
+                    place_state.heard, place_state.text = self._clock(), text or place_state.text
             case UnitDone(key, unit, outcome):
                 self._done(key, unit, outcome)
             case UnitFailed():
                 self._failed(event)
             case PoolEnded(why, hint):
                 self._last, self._ended = why, True
-                for station in list(self._board.stations()):
-                    self._leave(station, "lost", 0.0)
+                for place_state in list(self._places.every()):
+                    self._leave(place_state, "lost", 0.0)
                 for task in self._unfinished():
                     self._fail(task, "", why, hint)
 
     def _found(self, place: Place) -> None:
         if place.key in self._out:
             return
-        known = self._board.get(place.key)
+        known = self._places.get(place.key)
         if known is not None and known.unit:  # it was lost and is back, all in one
             self._lose(known.unit, place.key, f"{place.name} was started again")
-        station = self._board.add(place)
-        station.heard = self._clock()
+        place_state = self._places.add(place)
+        place_state.heard = self._clock()
         first = place.key not in self._outcomes.places
         self._outcomes.places[place.key] = place
         if first:
@@ -204,13 +353,13 @@ class Schedule:
                 self._add(unit)
 
     def _lost(self, event: PlaceLost) -> None:
-        station = self._board.get(event.place)
-        if station is None or station.state != "ending":  # else it was ended by this schedule, which has reported it
+        place_state = self._places.get(event.place)
+        if place_state is None or place_state.state != "ending":  # else it was ended by this schedule, which has reported it
             self._report(event)
-        if station is None:
+        if place_state is None:
             return
-        unit = station.unit
-        self._leave(station, "lost", self._limits.return_s if event.again else 0.0)
+        unit = place_state.unit
+        self._leave(place_state, "lost", self._limits.return_s if event.again else 0.0)
         if unit:
             self._lose(unit, event.place, event.why)
 
@@ -222,9 +371,9 @@ class Schedule:
         self._news = self._clock()
         self._outcomes.refused.append(event)
         self._last = f"{event.name} not used: {event.why}"
-        if event.place and (station := self._board.get(event.place)) is not None:
-            unit = station.unit
-            self._leave(station, "lost", 0.0)
+        if event.place and (place_state := self._places.get(event.place)) is not None:
+            unit = place_state.unit
+            self._leave(place_state, "lost", 0.0)
             self._out.add(event.place)
             if unit:
                 self._lose(unit, event.place, event.why, counts=False)
@@ -233,33 +382,33 @@ class Schedule:
                     self._fail(self._tasks[key], event.name, event.why, event.hint)
 
     def _done(self, key: str, unit: str, outcome: Any) -> None:
-        station, task = self._board.get(key), self._tasks.get(unit)
-        if station is None or task is None:
+        place_state, task = self._places.get(key), self._tasks.get(unit)
+        if place_state is None or task is None:
             return
         if self._finished(unit):
-            self._release(station, unit)
+            self._release(place_state, unit)
             return
-        if station.unit == unit:
-            self._took_s.append(self._clock() - station.since)
-        place = station.place
+        if place_state.unit == unit:
+            self._took_s.append(self._clock() - place_state.since)
+        place = place_state.place
         self._outcomes.done[unit] = UnitOutcome(place, outcome)
         self._open -= 1
         if self._recording is not None and (
             problem := self._recording.write_outcome(unit, {"place": asdict(place), "outcome": outcome})
         ):
             self._outcomes.findings.append(finding("journal-incomplete", reason=problem))
-        self._release(station, unit)
+        self._release(place_state, unit)
         for other in list(task.running):  # copies of it: too late
             self._end(other)
         self._on_outcome(task.unit, place, outcome)
 
     def _failed(self, event: UnitFailed) -> None:
-        station, task = self._board.get(event.place), self._tasks.get(event.unit)
-        if station is None or task is None or event.place not in task.running:
+        place_state, task = self._places.get(event.place), self._tasks.get(event.unit)
+        if place_state is None or task is None or event.place not in task.running:
             return  # it counted as lost already
-        self._release(station, event.unit)
+        self._release(place_state, event.unit)
         if not task.running and not self._finished(event.unit):
-            self._fail(task, station.place.name, event.why, event.hint, lost=False, unfit=event.unfit)
+            self._fail(task, place_state.place.name, event.why, event.hint, lost=False, unfit=event.unfit)
 
     # --- what becomes of units and places
 
@@ -269,12 +418,12 @@ class Schedule:
     def _unfinished(self) -> list[_Task]:
         return [task for key, task in self._tasks.items() if not self._finished(key)]
 
-    def _release(self, station: Station, unit: str) -> None:
+    def _release(self, place_state: PlaceState, unit: str) -> None:
         """The place has finished this unit."""
-        self._tasks[unit].running.discard(station.place.key)
-        station.heard = self._clock()
-        if station.unit == unit:
-            self._board.move(station, "free")
+        self._tasks[unit].running.discard(place_state.place.key)
+        place_state.heard = self._clock()
+        if place_state.unit == unit:
+            self._places.move(place_state, "free")
 
     def _lose(self, unit: str, key: str, why: str, *, counts: bool = True) -> None:
         """A unit was lost with its place; `counts`: that may be the fault of the unit."""
@@ -295,18 +444,18 @@ class Schedule:
         self._open -= 1
         self._last = f"{place if place and task.unit.place else task.unit.key} failed: {why}"
 
-    def _leave(self, station: Station, state: Any, wait_s: float) -> None:
+    def _leave(self, place_state: PlaceState, state: Any, wait_s: float) -> None:
         """The place is not usable from now on."""
-        station.until = self._clock() + wait_s
-        self._board.move(station, state)
+        place_state.until = self._clock() + wait_s
+        self._places.move(place_state, state)
 
     def _end(self, key: str, why: str = "") -> None:
         """End what a place is doing; with a reason, it is reported as lost."""
-        station = self._board.get(key)
-        if station is None or station.state != "busy":
+        place_state = self._places.get(key)
+        if place_state is None or place_state.state != "busy":
             return
-        unit = station.unit
-        self._leave(station, "ending", self._limits.return_s)
+        unit = place_state.unit
+        self._leave(place_state, "ending", self._limits.return_s)
         self._tasks[unit].running.discard(key)
         self._pool.abandon(key)
         if why:
@@ -324,28 +473,30 @@ class Schedule:
         self._checked = now
         typical = median(self._took_s) if self._took_s else None
         half = 2 * len(self._outcomes.done) >= len(self._outcomes.done) + self._open
-        for station in self._board.busy():
-            task, key, seconds = self._tasks[station.unit], station.place.key, station.seconds(now)
-            if now - max(station.heard, station.since) > self._limits.silence_s:
+        for place_state in self._places.busy():
+            task, key, seconds = self._tasks[place_state.unit], place_state.place.key, place_state.seconds(now)
+            if now - max(place_state.heard, place_state.since) > self._limits.silence_s:
                 why = f"no sign of life for {self._limits.silence_s:g} s"
                 self._end(key, why)
                 self._lose(task.unit.key, key, why)
             elif task.unit.place and half and too_slow(seconds, typical, self._limits.leave_after):
                 why = f"not finished after {seconds:.0f} s; the others took {typical:.0f} s"
                 self._end(key, why)
-                self._fail(task, station.place.name, why)
+                self._fail(task, place_state.place.name, why)
             elif too_slow(seconds, typical or 0.0, self._limits.longest):
                 why = f"not finished after {seconds:.0f} s"
                 self._end(key, why)
                 self._lose(task.unit.key, key, why)
         self._slow = [
-            station for station in self._board.busy() if too_slow(station.seconds(now), typical, self._limits.copy_after)
+            place_state
+            for place_state in self._places.busy()
+            if too_slow(place_state.seconds(now), typical, self._limits.copy_after)
         ]
-        self._slow.sort(key=lambda station: station.since)
-        for station in self._board.stations():
-            if station.state == "ending" and station.until <= now:
-                self._leave(station, "lost", 0.0)
-        if self._open and not self._board.busy() and not self._coming():
+        self._slow.sort(key=lambda place_state: place_state.since)
+        for place_state in self._places.every():
+            if place_state.state == "ending" and place_state.until <= now:
+                self._leave(place_state, "lost", 0.0)
+        if self._open and not self._places.busy() and not self._coming():
             self._give_up(now)
         return True
 
@@ -353,20 +504,24 @@ class Schedule:
         """Do not count time in which this process itself did not run (stopped, or waiting for a disk): messages may still be in
         its pipes."""
         self._news += paused_s
-        for station in self._board.stations():
-            station.heard = min(station.heard + paused_s, now)
-            station.paused_s += paused_s
-            station.until += paused_s
+        for place_state in self._places.every():
+            place_state.heard = min(place_state.heard + paused_s, now)
+            place_state.paused_s += paused_s
+            place_state.until += paused_s
 
     def _give_up(self, now: float) -> None:
         """Nothing is being measured: units that no place can measure any more have failed."""
-        returning = {station.place.key for station in self._board.stations() if station.until > now and station.state != "free"}
-        if not self._board.usable() and not returning:
+        returning = {
+            place_state.place.key
+            for place_state in self._places.every()
+            if place_state.until > now and place_state.state != "free"
+        }
+        if not self._places.usable() and not returning:
             for key in self._queue:
                 if not self._finished(key):
                     self._fail(self._tasks[key], "", "no GPU is left that can measure it")
         for place, line in self._bound.items():
-            if not self._board.is_usable(place) and place not in returning:
+            if not self._places.is_usable(place) and place not in returning:
                 for key in line:
                     if not self._finished(key):
                         name, known = self._outcomes.place_name(place), place in self._outcomes.places
@@ -376,10 +531,10 @@ class Schedule:
     # --- handing out
 
     def _hand_out(self) -> None:
-        for station in self._board.ready():
-            unit = self._next(station.place.key)
+        for place_state in self._places.ready():
+            unit = self._next(place_state.place.key)
             if unit is not None:
-                self._assign(station, unit)
+                self._assign(place_state, unit)
 
     def _next(self, key: str) -> str | None:
         """What this place should measure now."""
@@ -399,38 +554,38 @@ class Schedule:
         """Whether this place lost the unit before, and others have not."""
         lost_at = self._tasks[unit].lost_at
         return key in lost_at and any(
-            self._board.is_usable(other.place.key) and other.place.key not in lost_at for other in self._board.stations()
+            self._places.is_usable(other.place.key) and other.place.key not in lost_at for other in self._places.every()
         )
 
     def _to_copy(self, key: str) -> str | None:
         """The unit that takes the longest, if that is much longer than the others took."""
-        for station in self._slow:
-            if station.unit and self._may_copy(self._tasks[station.unit], key):
-                self._tasks[station.unit].copies += 1
-                self._last = f"{station.place.name} is slow: its measurement also runs on another GPU"
-                return station.unit
+        for place_state in self._slow:
+            if place_state.unit and self._may_copy(self._tasks[place_state.unit], key):
+                self._tasks[place_state.unit].copies += 1
+                self._last = f"{place_state.place.name} is slow: its measurement also runs on another GPU"
+                return place_state.unit
         return None
 
     def _may_copy(self, task: _Task, key: str) -> bool:
         once = not task.unit.place and len(task.running) == 1 and task.copies < MOST_COPIES
         return once and key not in task.lost_at
 
-    def _assign(self, station: Station, unit: str) -> None:
-        station.since = station.heard = self._clock()
-        station.text, station.paused_s = "", 0.0
-        self._board.move(station, "busy")
-        station.unit = unit
-        self._tasks[unit].running.add(station.place.key)
-        self._pool.assign(station.place.key, self._tasks[unit].unit)
+    def _assign(self, place_state: PlaceState, unit: str) -> None:
+        place_state.since = place_state.heard = self._clock()
+        place_state.text, place_state.paused_s = "", 0.0
+        self._places.move(place_state, "busy")
+        place_state.unit = unit
+        self._tasks[unit].running.add(place_state.place.key)
+        self._pool.assign(place_state.place.key, self._tasks[unit].unit)
 
     def _progress(self) -> PoolProgress:
         done, failed = len(self._outcomes.done), len(self._outcomes.failed)
-        working, usable = self._board.busy(), self._board.usable()
+        working, usable = self._places.busy(), self._places.usable()
         left = None
         if self._took_s and usable:
-            running_s = sum(self._clock() - station.since for station in working)
+            running_s = sum(self._clock() - place_state.since for place_state in working)
             left = max(0.0, self._open * sum(self._took_s) / len(self._took_s) - running_s) / max(len(working), 1)
         doing = working[0].text if len(working) == 1 else ""
         kind = "GPU" if any(place.gpu is not None for place in self._outcomes.places.values()) else "machine"
-        total, nodes = done + failed + self._open, self._board.nodes()
-        return PoolProgress(done, failed, total, self._board.gpus(), len(working), nodes, left, self._last, doing, kind)
+        total, nodes = done + failed + self._open, self._places.nodes()
+        return PoolProgress(done, failed, total, self._places.gpus(), len(working), nodes, left, self._last, doing, kind)

@@ -33,6 +33,7 @@ class Recipe:
     weight_copy_bytes: float = 0  # per weight element: the quantized copies, both directions together
     kept_bytes: float = 2  # per element of X, from forward to backward
     same_kernels_as: str | None = None  # the recipe with the same GEMM kernels and another quantization
+    one_copy_on: tuple[str, ...] = ()  # architectures where one quantized copy serves both directions
     letter: str = ""  # in the maps of a sweep
     seen: str = ""  # the GPU on which these facts were observed
     settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
@@ -60,6 +61,14 @@ class Recipe:
         ('FP8 blocks', 'BF16')
         """
         return precision_with(frozenset(self.operands[pass_name]), self.scales_of(pass_name)[0])
+
+    def one_copy(self, architecture: str) -> bool:
+        """Whether one quantized copy of a tensor serves forward and backward there.
+
+        >>> recipe("FP8Current").one_copy("9.0"), recipe("FP8Current").one_copy("10.0")
+        (False, True)
+        """
+        return architecture in self.one_copy_on
 
     def multiple_in(self, backend: str) -> int:
         """The number that sizes must be a multiple of with this backend, which may need more than the hardware.

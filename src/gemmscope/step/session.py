@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from gemmscope.engine.campaign import Workers
 from gemmscope.engine.journal import RecordedRun
-from gemmscope.engine.link import Workers
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from gemmscope.bench.evidence import evidence
+from gemmscope.bench.linears import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart, in_order

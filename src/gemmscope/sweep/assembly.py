@@ -7,7 +7,7 @@ from typing import Any, Literal
 from gemmscope.errors import in_python
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.interval import Interval
-from gemmscope.pool.outcomes import Outcomes, UnitOutcome
+from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Winner
 from gemmscope.results.sweep import MeasuredPoint, MeasuredSweep, SweepGpu, SweepResult, Swept, break_evens

@@ -1,7 +1,11 @@
-"""Measures the points of a sweep that the journal does not have yet, spread over the GPUs that were asked for."""
+"""Measures the points of a sweep that the journal does not have yet, spread over the GPUs that were asked for.
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+While it measures, the points so far go to whoever writes them: soon after each outcome, and not too often.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -12,19 +16,56 @@ from gemmscope.errors import UserError, option
 from gemmscope.gpu.environment import environment
 from gemmscope.job.load import ModelRun
 from gemmscope.model.spec import RunSpec
-from gemmscope.pool.launched import launched
+from gemmscope.pool.gpus import launched, local_gpus, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.open import local_gpus, open_pool
+from gemmscope.pool.pool import Pool, Unit
 from gemmscope.pool.schedule import Outcomes, Schedule
-from gemmscope.pool.units import Pool, Unit
-from gemmscope.progress import Reporter
+from gemmscope.progress import PoolProgress, Reporter
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepResult
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.sweep.assembly import Assembly, point_key
 from gemmscope.sweep.axes import Axes
-from gemmscope.sweep.stream import SweepStream
 from gemmscope.units import counted
+
+LEAST_S, SHARE = 3.0, 0.05  # least seconds between two writes, and the largest share of time for writing
+
+
+class SweepStream(Reporter):
+    """The reporter of a sweep, which also calls `write` when there is something new. `reporter`: what shows the progress."""
+
+    def __init__(self, reporter: Reporter, write: Callable[[], None]) -> None:
+        self._reporter, self._write = reporter, write
+        self._pending, self._again = False, 0.0
+
+    def on_outcome(self, *_: Any) -> None:
+        """A point was measured."""
+        self._pending = True
+        self._flush()
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+
+    @contextmanager
+    def spreading(self, what: str) -> Iterator[Callable[[PoolProgress], None]]:
+        """Show the progress as the reporter does, and write points that are not written yet."""
+        with self._reporter.spreading(what) as show:
+
+            def on_progress(state: PoolProgress) -> None:
+                show(state)
+                if state.done + state.failed < state.total:  # else the result itself follows at once
+                    self._flush()
+
+            yield on_progress
+
+    def _flush(self) -> None:
+        began = time.monotonic()
+        if self._pending and began >= self._again:
+            self._pending = False
+            self._write()
+            now = time.monotonic()
+            self._again = now + max(LEAST_S, (now - began) / SHARE)
+
 
 PRECISION, TIME_LIMIT_S = 0.02, 20.0  # of one point: a sweep shows trends, so single points can be less precise
 Deliver = Callable[[SweepResult], None]

@@ -20,8 +20,7 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from gemmscope.bench.backends.base import Backend, TimedStep, one_after_another
-from gemmscope.bench.backends.reference import Operands
+from gemmscope.bench.backends.base import Backend, Operands, TimedStep, one_after_another
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.workload.cases import Case, Task

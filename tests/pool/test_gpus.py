@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError, in_shell
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.visible import visible_gpus
-from gemmscope.pool import open as opened
-from gemmscope.pool.cores import allowed_cores, divide_cores, thread_siblings
-from gemmscope.pool.open import local_gpus, one_gpu, open_pool, pinned
+from gemmscope.pool import gpus as opened
+from gemmscope.pool.gpus import allowed_cores, divide_cores, local_gpus, one_gpu, open_pool, pinned, thread_siblings
 from support.machines import NOTHING, machine
 
 
@@ -104,7 +103,7 @@ def test_places_that_share_a_gpu_share_its_cores(monkeypatch: pytest.MonkeyPatch
     near = {0: range(4), 1: range(4), 5: range(4, 8)}
     monkeypatch.setattr(opened, "near_cores", lambda number: near[number])
     monkeypatch.setattr(opened, "allowed_cores", lambda: frozenset(range(8)))
-    monkeypatch.setattr("gemmscope.pool.cores.TOPOLOGY", "/nowhere/{}")
+    monkeypatch.setattr("gemmscope.pool.gpus.TOPOLOGY", "/nowhere/{}")
     places = pinned(local_gpus("0,1,5,0", eight()))
     assert [(place.gpu, place.cores) for place in places] == [(0, (0, 1)), (1, (2, 3)), (5, (4, 5, 6, 7)), (0, (0, 1))]
 

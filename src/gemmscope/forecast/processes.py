@@ -62,7 +62,7 @@ class _Pool(Generic[Item, Output]):
                     connection.send(self.waiting[0])
                     worker.items.append(self.waiting.popleft())
             except OSError:
-                self._bury(connection)
+                self._remove_ended(connection)
         return any(worker.items for worker in self.workers.values())
 
     def received(self, ready: Sequence[Any]) -> Iterator[Output]:
@@ -73,7 +73,7 @@ class _Pool(Generic[Item, Output]):
             try:
                 output, error = connection.recv()
             except (EOFError, OSError):
-                self._bury(connection)
+                self._remove_ended(connection)
                 continue
             if error is not None:
                 raise error
@@ -99,7 +99,7 @@ class _Pool(Generic[Item, Output]):
             there.close()  # so that this process notices when the other one ends
         self.workers[here] = _Worker(process)
 
-    def _bury(self, connection: Connection) -> None:
+    def _remove_ended(self, connection: Connection) -> None:
         """Remove a process that ended, and put its items back in the queue."""
         worker = self.workers.pop(connection)
         self.waiting.extendleft(reversed(worker.items))

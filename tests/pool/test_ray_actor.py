@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from gemmscope.pool import relay
-from gemmscope.pool.bundle import Bundle, make_bundle
-from gemmscope.pool.lines import SITE, SiteSetup, unit_line
-from gemmscope.pool.relay import FOLDER, SiteRelay, remove_unused, unpack
-from gemmscope.pool.units import Unit
+from gemmscope.pool import ray_actor as relay
+from gemmscope.pool.place_messages import PLACE_WORKER, PlaceSetup, unit_line
+from gemmscope.pool.pool import Unit
+from gemmscope.pool.ray_actor import FOLDER, PlaceActor, remove_unused, unpack
+from gemmscope.pool.ray_bridge import PackedCode, pack_code
 from support.pools import Script
 from support.processes import MARKER, alive, left_running, wait_until
 
@@ -27,8 +27,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
-    return make_bundle()
+def bundle() -> PackedCode:
+    return pack_code()
 
 
 @pytest.fixture
@@ -45,12 +45,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     assert list(folder.iterdir()) == []
 
 
-def start(bundle: Bundle, module: str = SITE, **setup: Any) -> SiteRelay:
-    begin = SiteSetup(cpu=True, **setup).line().decode()
-    return SiteRelay(bundle.content, bundle.digest, module, begin)
+def start(bundle: PackedCode, module: str = PLACE_WORKER, **setup: Any) -> PlaceActor:
+    begin = PlaceSetup(cpu=True, **setup).line().decode()
+    return PlaceActor(bundle.content, bundle.digest, module, begin)
 
 
-def received(site: SiteRelay, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 120.0) -> list[dict[str, Any]]:
+def received(site: PlaceActor, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 120.0) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     until = time.monotonic() + seconds
     while not enough(lines) and time.monotonic() < until:
@@ -60,7 +60,7 @@ def received(site: SiteRelay, enough: Callable[[list[dict[str, Any]]], bool], se
     return lines
 
 
-def ask(site: SiteRelay, unit: Unit) -> None:
+def ask(site: PlaceActor, unit: Unit) -> None:
     site.send(unit_line(unit).decode())
 
 
@@ -72,7 +72,7 @@ def test_it_uses_the_standard_library_alone() -> None:
     assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"ray"}
 
 
-def test_a_site_from_the_bundle(bundle: Bundle, temporary: Path) -> None:
+def test_a_site_from_the_bundle(bundle: PackedCode, temporary: Path) -> None:
     """Two actors of one node share what was unpacked; the last one removes it."""
     first, second = start(bundle, alive_s=0.2), start(bundle, alive_s=0.2)
     folder = temporary / f"{FOLDER}{os.getuid()}-{bundle.digest}"
@@ -97,7 +97,7 @@ def test_a_site_from_the_bundle(bundle: Bundle, temporary: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_a_site_started_ends_with_it(bundle: Bundle, temporary: Path, tmp_path: Path) -> None:
+def test_what_a_site_started_ends_with_it(bundle: PackedCode, temporary: Path, tmp_path: Path) -> None:
     site = start(bundle)
     try:
         assert received(site, lambda lines: any(line["type"] == "hello" for line in lines))
@@ -110,7 +110,7 @@ def test_what_a_site_started_ends_with_it(bundle: Bundle, temporary: Path, tmp_p
     assert site.poll(120.0)[1] == f"signal {signal.SIGKILL}"
 
 
-def test_how_a_site_ended(bundle: Bundle, temporary: Path) -> None:
+def test_how_a_site_ended(bundle: PackedCode, temporary: Path) -> None:
     """One that dies, and one that never starts: the last line of its error output says why."""
     broken = start(bundle, "gemmscope.no_such_site")
     dying = start(bundle)
@@ -135,14 +135,14 @@ def test_the_environment_of_a_site(temporary: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(relay, "visible_gpus", lambda: ["5"])
     for started_with, kept in ((set[str](), False), ({"OMP_NUM_THREADS"}, True)):
         monkeypatch.setattr(relay, "parent_environment", lambda names=started_with: names)
-        own = relay.site_environment(temporary)
+        own = relay.worker_variables(temporary)
         assert ("OMP_NUM_THREADS" in own) == kept
     assert "RAY_JOB_ID" not in own
     assert (own["MY_OWN"], own["CUDA_VISIBLE_DEVICES"], own["CUDA_DEVICE_ORDER"]) == ("1", "5", "PCI_BUS_ID")
     assert own["PYTHONPATH"].split(os.pathsep) == [str(temporary / "code"), str(TESTS)]
 
 
-def test_many_actors_unpack_and_remove_at_the_same_time(bundle: Bundle, temporary: Path) -> None:
+def test_many_actors_unpack_and_remove_at_the_same_time(bundle: PackedCode, temporary: Path) -> None:
     small = make_small_zip()
 
     def use(_: int) -> bool:

@@ -16,10 +16,10 @@ import pytest
 from gemmscope.engine.campaign import NotStartedError
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.nvml import Nvml
-from gemmscope.pool import site
-from gemmscope.pool.lines import SiteSetup, event_of, unit_line
+from gemmscope.pool import place_worker as site
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.units import Event, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.pool.place_messages import PlaceSetup, event_of, unit_line
+from gemmscope.pool.pool import Event, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from support.machines import NOTHING, machine
 from support.nvml_driver import Driver
 from support.pools import Script, tiny_bench
@@ -33,7 +33,7 @@ Serve = Callable[..., list[Event]]
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
     """Run a site in this process until its input ends. It sees the given machine states one after another."""
 
-    def run(machines: list[Environment], *units: Unit, setup: SiteSetup | None = None, patience_s: float = 300.0) -> list[Event]:
+    def run(machines: list[Environment], *units: Unit, setup: PlaceSetup | None = None, patience_s: float = 300.0) -> list[Event]:
         seen = iter(machines)
         monkeypatch.setattr(site, "environment", lambda: next(seen))
         monkeypatch.setattr(site, "PATIENCE_S", patience_s)
@@ -41,7 +41,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(unit_line(unit).decode() for unit in units)))
         file = tmp_path / "out"
         with file.open("w") as out:
-            site._Site(setup or SiteSetup(), out, tmp_path).serve(cores=8)
+            site._PlaceWorker(setup or PlaceSetup(), out, tmp_path).serve(cores=8)
         events = [event_of("a", line, name="node GPU 0") for line in file.read_bytes().splitlines()]
         return [event for event in events if isinstance(event, (PlaceFound, PlaceRefused, UnitDone, UnitFailed))]
 
@@ -81,7 +81,7 @@ def test_a_gpu_that_stays_in_use_is_refused(serve: Serve) -> None:
 
 
 def test_a_gpu_in_use_may_be_shared(serve: Serve) -> None:
-    assert serve([free(processes=(4711,))] * 2, ANSWER, setup=SiteSetup(share_gpu=True))[1] == UnitDone("a", "u", 1)
+    assert serve([free(processes=(4711,))] * 2, ANSWER, setup=PlaceSetup(share_gpu=True))[1] == UnitDone("a", "u", 1)
 
 
 @pytest.mark.parametrize("machine", [NOTHING, replace(free(), visible_devices="GPU-gone")])
@@ -93,7 +93,7 @@ def test_no_gpu(serve: Serve, machine: Environment) -> None:
 
 def test_a_machine_without_the_package_is_refused_and_fails_no_unit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "torch")
-    _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=SiteSetup(cpu=True))
+    _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=PlaceSetup(cpu=True))
     assert isinstance(refused, PlaceRefused)
     assert refused.why == "measuring on cpu needs torch, which is not installed"
 
@@ -105,7 +105,7 @@ def test_a_measuring_process_that_does_not_start_is_the_fault_of_the_machine(
         raise NotStartedError("the measuring process did not start", "gemmscope doctor")
 
     monkeypatch.setattr("gemmscope.commands.bench.run_bench", fail)
-    _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=SiteSetup(cpu=True))
+    _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=PlaceSetup(cpu=True))
     assert refused == PlaceRefused("node GPU 0", "the measuring process did not start", "gemmscope doctor", "a")
 
 
@@ -113,7 +113,7 @@ def test_what_a_unit_cannot_do_is_its_own_failure(serve: Serve) -> None:
     impossible = Unit(
         "u", MeasureUnit("bench", {**tiny_bench("u").content.arguments, "shapes": [(0, 1, 1)]}, "support.pools:times")
     )
-    _, failed, done = serve([NOTHING] * 3, impossible, ANSWER, setup=SiteSetup(cpu=True))
+    _, failed, done = serve([NOTHING] * 3, impossible, ANSWER, setup=PlaceSetup(cpu=True))
     assert isinstance(failed, UnitFailed)
     assert "every size must be at least 1" in failed.why
     assert done == UnitDone("a", "u", 1)
@@ -121,7 +121,7 @@ def test_what_a_unit_cannot_do_is_its_own_failure(serve: Serve) -> None:
 
 def test_journals_are_kept_apart(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/home/shared")
-    _, done = serve([NOTHING] * 2, Unit("u", Script("folder")), setup=SiteSetup(cpu=True))
+    _, done = serve([NOTHING] * 2, Unit("u", Script("folder")), setup=PlaceSetup(cpu=True))
     assert isinstance(done, UnitDone)
     assert done.outcome.startswith(str(tmp_path))
     assert os.environ["XDG_STATE_HOME"] == "/home/shared"
@@ -130,13 +130,13 @@ def test_journals_are_kept_apart(serve: Serve, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"type": "no such"}', '{"type": "outcome", "unit": "u"}', "\x00", "{" * 99])
 def test_what_is_no_line_of_a_site(text: str) -> None:
-    with pytest.raises(ValueError, match="not a line of a site"):
+    with pytest.raises(ValueError, match="not a line of a place worker"):
         event_of("a", text)
 
 
 def test_setup_travels() -> None:
-    setup = SiteSetup(cpu=True, cores=[3, 4], near=True, folder="/tmp/x", alive_s=2.0)
-    assert SiteSetup.of(json.loads(setup.line())) == setup
+    setup = PlaceSetup(cpu=True, cores=[3, 4], near=True, folder="/tmp/x", alive_s=2.0)
+    assert PlaceSetup.of(json.loads(setup.line())) == setup
 
 
 def test_a_site_pins_itself_to_its_share_of_the_cores_near_its_gpu(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +145,11 @@ def test_a_site_pins_itself_to_its_share_of_the_cores_near_its_gpu(serve: Serve,
     pinned: list[tuple[int, ...]] = []
     monkeypatch.setattr(site, "open_nvml", Nvml)
     monkeypatch.setattr(site, "allowed_cores", lambda: frozenset({0, 1, 2, 3, 64, 65, 100}))
-    monkeypatch.setattr("gemmscope.pool.cores.TOPOLOGY", "/nowhere/{}")
+    monkeypatch.setattr("gemmscope.pool.gpus.TOPOLOGY", "/nowhere/{}")
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: pinned.append(tuple(cores)))
     one = free().gpus[0]
     two = replace(free(), gpus=(replace(one, index=0, uuid="GPU-other"), replace(one, index=1)))
-    serve([two], setup=SiteSetup(near=True))
-    serve([two], setup=SiteSetup(near=True, cores=[7]))
+    serve([two], setup=PlaceSetup(near=True))
+    serve([two], setup=PlaceSetup(near=True, cores=[7]))
     serve([two])
     assert pinned == [(3, 64, 65), (7,)]

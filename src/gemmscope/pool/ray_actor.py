@@ -1,7 +1,7 @@
-"""The actor that Ray runs on a node, one for each GPU: it starts a site there and passes lines on.
+"""The actor that Ray runs on a node, one for each GPU: it starts a place worker there and passes lines on.
 
 Nodes need Ray and the frameworks, and not gemmscope: this class travels by value, so it uses the standard library, and what
-it imports from the bundle (`bundle.py`) that all actors of a node share; the site runs from there, too.
+it imports from the bundle (`ray_bridge.py`) that all actors of a node share; the place worker runs from there, too.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ FOLDER = "gemmscope-bundle-"
 SIGNS_OF_LIFE = ("alive", "progress")  # types of lines that can wait, and of which only the last one counts
 
 
-class SiteRelay:
-    """One site and the lines to and from it. Its methods are called at the same time, by different threads."""
+class PlaceActor:
+    """One place worker and the lines to and from it. Its methods are called at the same time, by different threads."""
 
     def __init__(self, bundle: bytes, digest: str, module: str, begin: str) -> None:
-        """`module`: what the site runs; `begin`: the first line to send to it."""
+        """`module`: what the place worker runs; `begin`: the first line to send to it."""
         self._folder, self._lock = unpack(bundle, digest)
-        self._own = self._folder / "sites" / str(os.getpid())  # what a site that is killed leaves there goes with the bundle
+        self._own = (
+            self._folder / "workers" / str(os.getpid())
+        )  # what a place worker that is killed leaves there goes with the bundle
         self._polling = threading.Lock()
         self._ended: str | None = None
         process = process_of(self._folder)
         self._ended_error: type[Any] = process.ProcessEndedError
-        self._process = process.WorkerProcess(module, environment=site_environment(self._folder), folder=tempfile.gettempdir())
+        self._process = process.WorkerProcess(module, environment=worker_variables(self._folder), folder=tempfile.gettempdir())
         self.send(json.dumps({**json.loads(begin), "folder": str(self._own)}))
 
     def send(self, line: str) -> None:
-        """Pass a line to the site."""
+        """Pass a line to the place worker."""
         self._process.send(line.encode().rstrip(b"\n") + b"\n")
 
     def poll(self, wait_s: float) -> tuple[list[str], str | None]:
-        """The lines of the site since the last call, and how it ended, None as long as it runs.
+        """The lines of the place worker since the last call, and how it ended, None as long as it runs.
 
         Waits for a line that matters, at most `wait_s`. Signs of life do not end the waiting, and only the last one is returned.
         """
@@ -67,7 +69,7 @@ class SiteRelay:
             return lines + sign_of_life, self._ended
 
     def stop(self) -> None:
-        """End the site and what it started; remove the bundle, if no other actor uses it."""
+        """End the place worker and what it started; remove the bundle, if no other actor uses it."""
         self._process.kill()
         with self._polling:
             lock, self._lock = self._lock, -1
@@ -90,15 +92,15 @@ def process_of(folder: Path) -> Any:
 
 
 def type_of(line: str) -> str:
-    """The type of a line; empty if it is not a line of a site, which the driver will report."""
+    """The type of a line; empty if it is not a line of a place worker, which the driver will report."""
     try:
         return str(json.loads(line)["type"])
     except (ValueError, TypeError, KeyError):
         return ""
 
 
-def site_environment(folder: Path) -> dict[str, str]:
-    """The environment of the site: the node's own, without what Ray sets for its actors, and with the bundle.
+def worker_variables(folder: Path) -> dict[str, str]:
+    """The environment of the place worker: the node's own, without what Ray sets for its actors, and with the bundle.
 
     Ray limits OpenMP to the CPUs that an actor asks for, which would slow down what is measured.
     """

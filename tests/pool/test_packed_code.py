@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from gemmscope.pool.bundle import NOT_NEEDED, OF_THE_NODE, REQUIREMENTS, Bundle, make_bundle
+from gemmscope.pool.ray_bridge import NOT_NEEDED, OF_THE_NODE, REQUIREMENTS, PackedCode, pack_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +26,14 @@ class Numpy:
 sys.meta_path.append(Numpy)
 sys.path[:] = [path for path in sys.path if path and "site-packages" not in path]
 sys.path += [f"{sys.argv[1]}/code", f"{sys.argv[1]}/packages"]
-import gemmscope.pool.site, gemmscope.pool.measure_unit
+import gemmscope.pool.place_worker, gemmscope.pool.measure_unit
 print(json.dumps(sorted(name for name, module in sys.modules.items() if "site-packages" in str(getattr(module, "__file__", "")))))
 """
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
-    return make_bundle()
+def bundle() -> PackedCode:
+    return pack_code()
 
 
 def test_every_requirement_travels_or_there_is_a_reason_why_not() -> None:
@@ -42,7 +42,7 @@ def test_every_requirement_travels_or_there_is_a_reason_why_not() -> None:
     assert set(re.findall(r'"([\w-]+)', required[1])) == {*REQUIREMENTS, *NOT_NEEDED, *OF_THE_NODE}
 
 
-def test_a_site_needs_the_bundle_and_numpy_alone(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_site_needs_the_bundle_and_numpy_alone(bundle: PackedCode, tmp_path: Path) -> None:
     zipfile.ZipFile(io.BytesIO(bundle.content)).extractall(tmp_path)
     packages = str(Path(numpy.__file__).parent.parent)
     ended = subprocess.run(
@@ -52,8 +52,8 @@ def test_a_site_needs_the_bundle_and_numpy_alone(bundle: Bundle, tmp_path: Path)
     assert {name.partition(".")[0] for name in json.loads(ended.stdout)} <= {"numpy"}
 
 
-def test_the_same_files_make_the_same_bundle(bundle: Bundle) -> None:
-    assert make_bundle() == bundle
+def test_the_same_files_make_the_same_bundle(bundle: PackedCode) -> None:
+    assert pack_code() == bundle
     names = zipfile.ZipFile(io.BytesIO(bundle.content)).namelist()
     assert len(set(names)) == len(names)
     assert "code/gemmscope/findings.toml" in names

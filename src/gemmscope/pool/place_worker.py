@@ -1,6 +1,6 @@
 """The process at a place of a pool: takes units, measures each as a single-GPU command would, and sends its outcome back.
 
-It reads lines of JSON from its standard input and sends lines to the pool (`pool/lines.py`). It never imports
+It reads lines of JSON from its standard input and sends lines to the pool (`pool/place_messages.py`). It never imports
 torch: each unit has a measuring process of its own. A thread gives signs of life.
 """
 
@@ -26,8 +26,8 @@ from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, node_name
 from gemmscope.gpu.nvml import open_nvml
 from gemmscope.gpu.visible import usable_gpu
-from gemmscope.pool.cores import allowed_cores, divide_cores
-from gemmscope.pool.lines import SiteSetup, content_of
+from gemmscope.pool.gpus import allowed_cores, divide_cores
+from gemmscope.pool.place_messages import PlaceSetup, content_of
 from gemmscope.process import messages_to_parent
 from gemmscope.progress import ProgressLine, Reporter
 
@@ -46,7 +46,7 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return  # not needed any more
-    setup = SiteSetup.of(json.loads(first))
+    setup = PlaceSetup.of(json.loads(first))
     cores = available_cores()
     with ExitStack() as stack:
         out = stack.enter_context(messages_to_parent())
@@ -55,7 +55,7 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = stack.enter_context(temporary_folder())
-        _Site(setup, out, folder).serve(cores)
+        _PlaceWorker(setup, out, folder).serve(cores)
 
 
 def available_cores() -> int:
@@ -86,10 +86,10 @@ def _run_on(cores: Sequence[int]) -> None:
             os.sched_setaffinity(0, cores)
 
 
-class _Site(Reporter):
-    """One site. It is the reporter of what it measures."""
+class _PlaceWorker(Reporter):
+    """One place worker. It is the reporter of what it measures."""
 
-    def __init__(self, setup: SiteSetup, out: IO[str], folder: Path) -> None:
+    def __init__(self, setup: PlaceSetup, out: IO[str], folder: Path) -> None:
         self._setup, self._out, self._folder = setup, out, folder
         self._lock, self._over = threading.Lock(), threading.Event()
         self._reported = 0.0

@@ -1,8 +1,8 @@
-"""The lines that a pool and a site exchange: one JSON object each.
+"""The lines that a pool and a place worker exchange: one JSON object each.
 
-To the site: `begin` (once, how it is set up) and `unit`; the end of its input means that it should end. From the site: `hello` or
-`refused`, then `alive`, `progress`, `outcome` and `failure`. What a unit is goes to the site as a pickle, since it holds Python
-values; nothing that comes back is unpickled.
+To the place worker: `begin` (once, how it is set up) and `unit`; the end of its input means that it should end. From the
+place worker: `hello` or `refused`, then `alive`, `progress`, `outcome` and `failure`. What a unit is goes to the place worker
+as a pickle, since it holds Python values; nothing that comes back is unpickled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gemmscope.pool.units import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed, UnitProgress
+from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed, UnitProgress
 
-SITE = "gemmscope.pool.site"  # the module that a site runs
-ALIVE_S = 5.0  # how often a site gives a sign of life
+PLACE_WORKER = "gemmscope.pool.place_worker"  # the module that a place worker runs
+ALIVE_S = 5.0  # how often a place worker gives a sign of life
 
 
 @dataclass(frozen=True)
-class SiteSetup:
-    """How a site is set up. Its GPU is the one that CUDA_VISIBLE_DEVICES shows it."""
+class PlaceSetup:
+    """How a place worker is set up. Its GPU is the one that CUDA_VISIBLE_DEVICES shows it."""
 
     cpu: bool = False
     """Measure on the CPU."""
@@ -40,24 +40,24 @@ class SiteSetup:
         return _line(type="begin", **asdict(self))
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> SiteSetup:
-        return SiteSetup(**{name: value for name, value in data.items() if name != "type"})
+    def of(data: Mapping[str, Any]) -> PlaceSetup:
+        return PlaceSetup(**{name: value for name, value in data.items() if name != "type"})
 
 
 def unit_line(unit: Unit) -> bytes:
-    """Asks a site for a unit."""
+    """Asks a place worker for a unit."""
     return _line(type="unit", key=unit.key, content=base64.b64encode(pickle.dumps(unit.content)).decode())
 
 
 def content_of(data: Mapping[str, Any]) -> Any:
-    """What a unit is, from its line. Only for a site: it trusts whoever started it."""
+    """What a unit is, from its line. Only for a place worker: it trusts whoever started it."""
     return pickle.loads(base64.b64decode(data["content"]))
 
 
 def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
-    """The event that a line of the site at `place` (its key) tells. `name`: what to call it if it refuses.
+    """The event that a line of the place worker at `place` (its key) tells. `name`: what to call it if it refuses.
 
-    A `ValueError` if it is not a line of a site.
+    A `ValueError` if it is not a line of a place worker.
 
     >>> event_of("a", '{"type": "progress", "text": "round 3"}')
     UnitProgress(place='a', text='round 3')
@@ -79,8 +79,8 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
                 unfit = bool(data.get("unfit"))
                 return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=unfit)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"not a line of a site: {error}") from error
-    raise ValueError("not a line of a site")
+        raise ValueError(f"not a line of a place worker: {error}") from error
+    raise ValueError("not a line of a place worker")
 
 
 def _line(**content: Any) -> bytes:
