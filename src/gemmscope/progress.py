@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
-<<<<<<< HEAD
-from gemmscope.say import ProgressStream, say
-=======
 from gemmscope.say import SafeStandardError, say
->>>>>>> main
 from gemmscope.units import counted
 
 if TYPE_CHECKING:
@@ -191,11 +187,7 @@ def _console() -> RichConsole:
     """Standard error as rich writes to it. No text is markup, and a terminal that has gone is no error."""
     from rich.console import Console as RichConsole
 
-<<<<<<< HEAD
-    return RichConsole(file=cast("IO[str]", ProgressStream()), highlight=False, markup=False)
-=======
     return RichConsole(file=cast("IO[str]", SafeStandardError()), highlight=False, markup=False)
->>>>>>> main
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:
