@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fuzz.hostile import OUTPUTS, TEXTS
 from fuzz.targets import Target, command_line
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
-from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
 
 SIZES = st.sampled_from([0, 1, 7, 8, 16, 64, 128, 4096, 2**20, 2**40, 2**62])
 COUNTS = st.sampled_from([1, 1, 2, 3, 100, 10**9])

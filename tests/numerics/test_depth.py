@@ -7,14 +7,16 @@ import pytest
 
 from gemmscope.commands.numerics import run_numerics
 from gemmscope.errors import UserError
-from gemmscope.numerics.evaluation.requests import DepthModel, ErrorsRequest, RecordingSource
+from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest, RecordingSource
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from gemmscope.numerics.evaluation.depth import depth_errors, depth_of_config, depth_of_factory, depth_report  # noqa: E402
+from gemmscope.numerics.evaluation import depth  # noqa: E402
+from gemmscope.numerics.evaluation.depth import compare_depth, depth_report  # noqa: E402
+from gemmscope.workload.factory import Built  # noqa: E402
 
 COARSER = ["BF16", "FP8Current", "NVFP4"]
 WIDTH, DEPTH = 128, 4
@@ -55,13 +57,21 @@ def model(**how: Any) -> Model:
     return Model(**how)
 
 
+def depth_errors(module: nn.Module, batch: Any, recipes: list[str], loss: Any = None) -> DepthReport:
+    return compare_depth(Built(module, (batch,), {}, loss), recipes)
+
+
+def report_of(subject: DepthModel, *recipes: str) -> DepthReport:
+    """What a worker sends for a request."""
+    return depth_report(ErrorsRequest(RecordingSource("any"), recipes), subject)
+
+
 IDS = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
 def test_error_grows_with_coarser_formats_and_with_depth() -> None:
     report = depth_errors(model(), IDS, COARSER, loss=loss)
-    assert report.layers == tuple(f"layers.{index}" for index in range(DEPTH))
-    assert report.linears == 2 * DEPTH
+    assert [len(one.forward) for one in report.depth] == [DEPTH] * len(COARSER)
     assert [one.recipe for one in report.depth] == COARSER
     for layer in range(DEPTH):
         for side in ("forward", "backward"):
@@ -113,14 +123,6 @@ def test_without_a_loss_gradients_start_from_random_values() -> None:
     assert min(first.backward) > 0.01
 
 
-def test_keep() -> None:
-    everything = depth_errors(model(), IDS, ["NVFP4"], loss=loss, keep=())
-    assert everything.linears == 2 * DEPTH + 1
-    first_kept = depth_errors(model(), IDS, ["NVFP4"], loss=loss, keep=["layers.0", "head"])
-    assert first_kept.depth[0].forward[0] == 0.0
-    assert first_kept.depth[0].forward[1] > 0.0
-
-
 def test_delayed_scaling_has_a_history() -> None:
     current, delayed = depth_errors(model(), IDS, ["FP8Current", "FP8Delayed"], loss=loss).depth
     assert delayed.forward == pytest.approx(current.forward, rel=0.1)
@@ -131,7 +133,6 @@ def test_a_plain_mlp_has_its_linears_as_layers() -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
     report = depth_errors(mlp, torch.randn(32, 128), ["MXFP8"])
-    assert report.layers == ("0", "2")
     assert len(report.depth[0].backward) == 2
 
 
@@ -143,22 +144,17 @@ def test_from_a_factory(tmp_path: Path) -> None:
         "    return nn.Sequential(layer(), layer()), torch.randn(64, 128), lambda y: y.square().mean()\n"
         "\n\ndef broken():\n    return nn.Linear(128, 128), torch.randn(64, 64)\n"
     )
-    report = depth_of_factory(f"{file}:build", ["MXFP8", "NVFP4"], micro_batch=None, sequence=None, device="cpu")
+    report = report_of(DepthModel(f"{file}:build"), "MXFP8", "NVFP4")
     assert report.notes[0] == "the weights are those of the factory"
     assert report.depth[0].forward[-1] < report.depth[1].forward[-1]
-    with pytest.raises(UserError, match="running the module raised RuntimeError"):
-        depth_of_factory(f"{file}:broken", ["MXFP8"], micro_batch=None, sequence=None, device="cpu")
-    with pytest.raises(UserError, match="has no function"):
-        depth_of_factory(f"{file}:missing", ["MXFP8"], micro_batch=None, sequence=None, device="cpu")
+    assert "running the module raised RuntimeError" in report_of(DepthModel(f"{file}:broken"), "MXFP8").failure
+    assert "has no function" in report_of(DepthModel(f"{file}:missing"), "MXFP8").failure
 
 
 def test_report_of_the_worker(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text("from torch import nn, randn\n\n\ndef build():\n    return nn.Linear(128, 128), randn(64, 128)\n")
-    report, failed = (
-        depth_report(ErrorsRequest(RecordingSource("any"), ("FP32", "NVFP4"), depth=model), model)
-        for model in (DepthModel(f"{file}:build"), DepthModel(f"{file}:nothing"))
-    )
+    report, failed = (report_of(DepthModel(f"{file}:{name}"), "FP32", "NVFP4") for name in ("build", "nothing"))
     assert [one.recipe for one in report.depth] == ["NVFP4"]
     assert report.notes[0] == "the weights are those of the factory"
     assert report.failure == ""
@@ -179,23 +175,21 @@ LLAMA = {
 
 def test_from_a_config() -> None:
     pytest.importorskip("transformers", reason="configs need transformers")
-    report = depth_of_config(LLAMA, ["FP8Current"], micro_batch=1, sequence=32, device="cpu")
+    report = report_of(DepthModel(None, LLAMA, 1, 32), "FP8Current")
     assert report.notes[0] == "random weights and random inputs"
-    assert report.linears == 10  # key and value projections have 64 features only
+    assert "5 of 15 linears are not emulated" in report.notes  # key and value projections have 64 features only
     assert len(report.depth[0].forward) == 2
     assert report.depth[0].loss is not None
-    with pytest.raises(UserError, match="would take too long on a CPU"):
-        depth_of_config({**LLAMA, "intermediate_size": 2**20}, ["FP8Current"], micro_batch=8, sequence=8192, device="cpu")
-    with pytest.raises(UserError, match="does not know model_type"):
-        depth_of_config({"model_type": "unheard"}, ["FP8Current"], micro_batch=1, sequence=32, device="cpu")
+    for subject, message in (
+        (DepthModel(None, {**LLAMA, "intermediate_size": 2**20}, 8, 8192), "would take too long on a CPU"),
+        (DepthModel(None, {"model_type": "unheard"}, 1, 32), "does not know model_type"),
+    ):
+        assert message in report_of(subject, "FP8Current").failure
 
 
 @pytest.mark.parametrize(
     ("arguments", "how", "message"),
     [
-        (("model", IDS, ["MXFP8"]), {}, "takes an nn.Module, got str"),
-        ((model(), IDS, []), {}, "recipes must be a list"),
-        ((model(), IDS, "MXFP8"), {}, "recipes must be a list"),
         ((model(), IDS, ["FP9"]), {}, "unknown recipe 'FP9'"),
         ((model(), IDS + 64, ["MXFP8"]), {}, "running the module raised IndexError"),
         ((model(), IDS, ["MXFP8"]), {"loss": lambda output: output}, "not a scalar"),
@@ -204,7 +198,7 @@ def test_from_a_config() -> None:
         ((nn.Embedding(64, 8), IDS, ["MXFP8"]), {}, "has no nn.Linear"),
     ],
 )
-def test_one_message(arguments: tuple[Any, ...], how: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        depth_errors(*arguments, **how)
-    assert message in str(error.value)
+def test_one_message(arguments: tuple[Any, ...], how: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch, recipes = arguments
+    monkeypatch.setattr(depth, "load_factory", lambda *_: Built(module, (batch,), {}, how.get("loss")))
+    assert message in report_of(DepthModel("mine.py:build"), *recipes).failure

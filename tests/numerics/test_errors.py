@@ -188,13 +188,13 @@ def test_powers_of_two_do_not_matter(recipe: str, power: int) -> None:
 
 
 def test_fewer_bits_lose_more_and_the_weight_gradients_cosine_follows() -> None:
-    linear = LinearErrors(recorded(tensors()))
-    errors = {recipe: linear.of(recipe) for recipe in ("BF16", "MXFP8", "NVFP4")}
+    linear = recorded(tensors())
+    errors = {recipe: LinearErrors(linear).of(recipe) for recipe in ("BF16", "MXFP8", "NVFP4")}
     values = [error.error for error in errors.values()]
     assert values == sorted(values, key=lambda value: value or 0.0)
     assert errors["BF16"].error == 0.0
     for name in PASSES:
-        fine, coarse = (error_of(linear.linear, recipe, name) for recipe in ("MXFP8", "NVFP4"))
+        fine, coarse = (error_of(linear, recipe, name) for recipe in ("MXFP8", "NVFP4"))
         assert 0 <= fine.first_share <= 1
         assert coarse.cosine is not None
         assert fine.cosine is not None
@@ -336,7 +336,7 @@ def test_intervals_of_several_steps_are_narrower() -> None:
     whole = tensors(tokens=128, inputs=64, outputs=32)
     linear = recorded(whole)
     step = linear.sampled_steps[0]
-    gemm = SampledGemm(step.sample("fprop"), step.facts.probes, {name: facts.amax for name, facts in step.facts.tensors.items()})
+    gemm = SampledGemm(step, "fprop")
     noise = gemm.noise(operands("NVFP4", "fprop"), {})[0]
     one, four = relative_error([noise]), relative_error([noise] * 4)
     assert four.value == pytest.approx(one.value)

@@ -27,7 +27,7 @@ from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
 from gemmscope.step.worker import StepWorker  # noqa: E402
 from gemmscope.workload.failures import TraceError  # noqa: E402
-from gemmscope.workload.layers import expert_weights, find_layers  # noqa: E402
+from gemmscope.workload.module_parts import expert_weights, find_layers  # noqa: E402
 
 MODULES = """
 import torch

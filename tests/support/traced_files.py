@@ -1,8 +1,8 @@
 """A traced module as its worker would answer: blocks of two linears and attention, a scan, a convolution, a head."""
 
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, gemm_size
-from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
 
 LAYERS, ROWS, WIDTH = 24, 16384, 1024
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemmscope.workload.recorded import Between, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace, as_workload
+from gemmscope.workload.traced_ops import Between, OtherWork, TracedAttention
 from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")

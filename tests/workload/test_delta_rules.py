@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemmscope.model.layer_spec import MixerKind
-from gemmscope.workload.delta_rules import BLOCK
+from gemmscope.workload.scans import DELTA_BLOCK as BLOCK
 from gemmscope.workload.scans import Scan
 
 torch = pytest.importorskip("torch", reason="the reference runs in torch")

@@ -95,7 +95,7 @@ def test_a_long_sequence_is_sampled() -> None:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    from gemmscope.workload.flex import visible_share
+    from gemmscope.workload.stand_ins import visible_share
 
     blocks = torch.zeros(1, 1, 1, dtype=torch.int32, device="meta")
     mask = BlockMask.from_kv_blocks(blocks, blocks[..., None], mask_mod=lambda batch, head, query, key: query >= key)

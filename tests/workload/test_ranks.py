@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
 from gemmscope.model.spec import RunSpec
-from gemmscope.workload.ranks import Given, Ranks, dp_step, model_ranks, solve
+from gemmscope.workload.sharding import Given, Ranks, dp_step, model_ranks, solve
 from support.refusals import refused
 
 small = st.sampled_from([1, 1, 2, 3, 4, 6, 8])

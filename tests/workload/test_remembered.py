@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="tracing needs torch")
 transformers = pytest.importorskip("transformers", reason="traces models of transformers")
 
 from gemmscope.workload import trace_worker  # noqa: E402
-from gemmscope.workload.remembered import RememberedShapes  # noqa: E402
+from gemmscope.workload.interception import RememberedShapes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 aten = torch.ops.aten

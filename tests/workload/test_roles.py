@@ -19,7 +19,7 @@ from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets
 from gemmscope.model.layer_spec import LinearSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.numerics.evaluation.requests import known_linears
+from gemmscope.numerics.evaluation.requests import model_linears
 from gemmscope.numerics.names import name_linears
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
@@ -128,7 +128,7 @@ def test_a_measured_step_keeps_the_same_parts(preset: str, with_roles: Roles) ->
         ops = [op for op in derive(spec(preset), run).ops if isinstance(op, Linear) and roles.kit_part(op.key)]
         mix = f"FP8Current (in BF16: first 1, {', '.join(dict.fromkeys(op.name for op in ops))})"
         check_kept(mix, [op.key for op in ops])
-        return plan_step(spec(preset), run)[0], kept_parts(recipe(mix).kept), known_linears(spec(preset))
+        return plan_step(spec(preset), run)[0], kept_parts(recipe(mix).kept), model_linears(spec(preset))
 
     before = seen()
     with_roles(RENAMED)
@@ -249,7 +249,7 @@ def test_add_a_linear(monkeypatch: pytest.MonkeyPatch, with_roles: Roles) -> Non
     step = job.forecast("h200", recipes=["fp8current"], keep_higher="sink proj").gpus[0].step
     assert step is not None
     assert step.recipes[-1].recipe == "FP8Current (in BF16: Sink Proj)"
-    assert known_linears(spec("llama-3.1-8b")).sizes["sink-proj"] == ((4096, 4096),)
+    assert model_linears(spec("llama-3.1-8b")).sizes["sink-proj"] == ((4096, 4096),)
     with pytest.raises(UserError, match="a step cannot keep Sink Proj in a different precision"):
         check_kept("FP8Current (in BF16: Sink Proj)", ["sink-proj"])
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.workload.scans import Scan
-from gemmscope.workload.ssd import BLOCK, SsdSizes
+from gemmscope.workload.scans import SSD_BLOCK, Scan, seen_positions
 
 torch = pytest.importorskip("torch", reason="the reference runs in torch")
 Tensor = Any
@@ -136,4 +135,4 @@ def test_products_are_those_of_the_kernels() -> None:
 
 def test_kernels_skip_blocks_above_the_diagonal() -> None:
     """Of four blocks, a position sees its own and those before: ten of sixteen pairs of blocks."""
-    assert SsdSizes(chunk=4 * BLOCK, key_dim=8, value_dim=4, heads=1, groups=1).seen == 4 * BLOCK * 10 / 16
+    assert seen_positions(4 * SSD_BLOCK) == 4 * SSD_BLOCK * 10 / 16

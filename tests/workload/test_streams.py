@@ -13,11 +13,11 @@ from gemmscope.model import presets
 from gemmscope.model.layer_spec import CompressedSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.step.stack_plan import plan_step
-from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear
 from gemmscope.workload.rank_ops import visible_pairs
-from gemmscope.workload.streams import StreamMix
+from gemmscope.workload.residual_streams import StreamMix
+from gemmscope.workload.sparse import EntryScores
 from support.refusals import refused
 
 

@@ -17,9 +17,9 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.process import Answer, Ending, worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
-from gemmscope.workload.recorded import TracedLinear
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import ModuleTrace, as_workload, trace_module
+from gemmscope.workload.traced_ops import TracedLinear
 from support.processes import alive, wait_until
 from support.reading import codes
 from support.refusals import refused, refused_with_hint

@@ -50,8 +50,7 @@ from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configur
 from gemmscope.workload.cases import Mode, bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
-from gemmscope.workload.ranks import Given, solve
-from gemmscope.workload.sharding import check, check_schedule
+from gemmscope.workload.sharding import Given, check, check_schedule, solve
 
 SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
 Price = float | Mapping[str, float] | None

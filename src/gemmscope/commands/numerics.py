@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from gemmscope.bench.choose import Choices
 from gemmscope.commands.forecast import forecast
@@ -203,19 +205,13 @@ def _check(bound: float | None, device: str, seed: int) -> None:
 
 def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:
     """Let the worker compute the errors. Progress begins once it has opened the file and knows how many linears there are."""
-    state: list[Any] = []
+    with ExitStack() as stack:
 
-    def progress(done: int, count: int) -> None:
-        if not state:
-            state.append(reporter.counting("linears", count))
-            state.append(state[0].__enter__())
-        state[1](done)
+        @cache
+        def counting(count: int) -> Callable[[int], None]:
+            return stack.enter_context(reporter.counting("linears", count))
 
-    try:
-        return compute_errors(request, progress)
-    finally:
-        if state:
-            state[0].__exit__(None, None, None)
+        return compute_errors(request, lambda done, count: counting(count)(done))
 
 
 def _findings(computed: ComputedErrors, opened: TensorsOpened, backend: str) -> list[Finding]:

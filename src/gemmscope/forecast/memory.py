@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from gemmscope.forecast.memory_blocks import FP32_BYTES, NOTHING, BlockMemory, Blocks, block_memory
+from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, Blocks, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
@@ -19,7 +19,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops, prediction_ops
-from gemmscope.workload.ops import ELEMENT_BYTES
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES
 from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 
-FP32_BYTES = 4
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
 
 _RECOMPUTABLE = ("attention input", "MLP input", "activated", "expert activated")  # written by norms and activations

@@ -2,7 +2,7 @@
 
 from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import PASSES, GroupedLinear, Linear
-from gemmscope.workload.recorded import TracedLinear
+from gemmscope.workload.traced_ops import TracedLinear
 
 
 def linear_case(op: Linear) -> Case:

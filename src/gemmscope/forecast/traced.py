@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from gemmscope.forecast.memory import RankMemory, memory_facts, shards, storage
-from gemmscope.forecast.memory_blocks import FP32_BYTES
 from gemmscope.forecast.training import attention_ms, facts
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec
@@ -18,10 +17,10 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import ELEMENT_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
-from gemmscope.workload.recorded import Between, TracedAttention
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
+from gemmscope.workload.traced_ops import Between, TracedAttention
 
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax

@@ -14,7 +14,7 @@ from gemmscope.model import presets
 from gemmscope.model.limits import check_optional
 from gemmscope.model.readers import names_file, read_config
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
-from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
+from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""

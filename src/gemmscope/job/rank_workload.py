@@ -14,8 +14,8 @@ from gemmscope.results.base import ModelSummary
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear
-from gemmscope.workload.recorded import TracedLinear
 from gemmscope.workload.trace import ModuleTrace, as_workload, trace_huggingface, trace_module
+from gemmscope.workload.traced_ops import TracedLinear
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
-    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-}  # fmt: skip
-TORCH_NAMES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+DTYPES = {  # name in the file → PyTorch's name, and bytes of a value
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2),
+    "U8": ("uint8", 1), "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
 }  # fmt: skip
 ALIGNMENT = 8  # bytes, that the header is padded to
 
@@ -55,21 +52,16 @@ class TensorFile:
     metadata: Mapping[str, str]
     data_bytes: int
 
-    def load(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
-        tensor = self.tensors[name]
-        return self._read(tensor, tensor.begin, tensor.end, tensor.shape)
-
-    def load_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` (exclusive) of a tensor."""
-        tensor = self.tensors[name]
-        row = (tensor.end - tensor.begin) // tensor.shape[0]
-        return self._read(tensor, tensor.begin + first * row, tensor.begin + last * row, (last - first, *tensor.shape[1:]))
-
-    def _read(self, tensor: StoredTensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
+    def load(self, name: str, row: int | None = None) -> Tensor:
+        """A tensor, or one row of it, in memory of its own."""
         import torch
 
-        dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
+        tensor = self.tensors[name]
+        begin, end, shape = tensor.begin, tensor.end, tensor.shape
+        if row is not None:
+            shape, size = shape[1:], (end - begin) // shape[0]
+            begin, end = begin + row * size, begin + (row + 1) * size
+        dtype = getattr(torch, DTYPES[tensor.dtype][0])
         if begin == end:
             return torch.empty(shape, dtype=dtype)
         try:
@@ -124,8 +116,8 @@ def _file_size(path: str | Path, name: str) -> int:
 def _stored(key: str, value: Any, offset: int, name: str, hint: str) -> StoredTensor:
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        valid = dtype in ITEM_BYTES and all(type(size) is int and 0 <= size < 1 << 48 for size in (*shape, begin, end))
-        valid = valid and len(shape) <= 8 and end - begin == prod(shape) * ITEM_BYTES[dtype]
+        valid = dtype in DTYPES and all(type(size) is int and 0 <= size < 1 << 48 for size in (*shape, begin, end))
+        valid = valid and len(shape) <= 8 and end - begin == prod(shape) * DTYPES[dtype][1]
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:
@@ -137,7 +129,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     """Write all tensors to one file, which replaces an old one atomically. A `UserError` if that fails."""
     import torch
 
-    names = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+    names = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # as the safetensors library does: wide types first, so that every tensor is aligned
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

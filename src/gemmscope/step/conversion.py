@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemmscope.step.kits.plain import Kit
-from gemmscope.workload.layers import output_head, why_not_converted
+from gemmscope.workload.module_parts import output_head, why_not_converted
 from gemmscope.workload.ops import why_high_precision
 
 NOT_CALLED = "never called as a module: its weight is used directly, or not at all"

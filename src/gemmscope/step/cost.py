@@ -9,7 +9,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
-from gemmscope.workload.ranks import Given, solve
+from gemmscope.workload.sharding import Given, solve
 
 
 @dataclass(frozen=True)

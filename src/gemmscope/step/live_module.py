@@ -28,8 +28,7 @@ from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, load_factory, own_loss
 from gemmscope.workload.failures import TraceError, naming
 from gemmscope.workload.huggingface import huggingface_model, training_inputs
-from gemmscope.workload.layers import expert_weights, find_layers
-from gemmscope.workload.nested import tensors_in, with_tensors
+from gemmscope.workload.module_parts import expert_weights, find_layers, tensors_in, with_tensors
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0}),

@@ -13,9 +13,9 @@ from gemmscope.model.layer_spec import LayerSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, Gemm, Op
+from gemmscope.workload.residual_streams import StreamMix
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sparse import IndexScores
-from gemmscope.workload.streams import StreamMix
 from gemmscope.workload.trace import MIXER, ModuleTrace
 
 

@@ -11,7 +11,6 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload import sharding
-from gemmscope.workload.compressed import compressed_attention
 from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
     Activation,
@@ -27,8 +26,8 @@ from gemmscope.workload.ops import (
     with_counts,
 )  # fmt: skip
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, visible_pairs
-from gemmscope.workload.sparse import indexer_ops, sparse
-from gemmscope.workload.streams import first_norm, layer_input_ops, stream_ops
+from gemmscope.workload.residual_streams import first_norm, layer_input_ops, stream_ops
+from gemmscope.workload.sparse import compressed_attention, indexer_ops, sparse
 
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from gemmscope.errors import option
 from gemmscope.workload.failures import TraceError, naming
-from gemmscope.workload.nested import named_tensors, tensors_in, with_tensors
+from gemmscope.workload.module_parts import named_tensors, tensors_in, with_tensors
 
 SIZES = ("micro_batch_size", "sequence_length")
 RETURNS = "it must return an nn.Module, (module, inputs) or (module, inputs, loss)"

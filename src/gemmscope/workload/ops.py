@@ -35,6 +35,7 @@ Counted = TypeVar("Counted", bound="Gemm | Op")
 
 ALL_VISIBLE = Fraction(1)
 ELEMENT_BYTES = 2  # bf16
+FP32_BYTES = 4
 
 # Fused AdamW on bf16 parameters and states: reads and writes the parameter and both moments, reads the gradient.
 OPTIMIZER_BYTES_PER_PARAMETER = 7 * ELEMENT_BYTES

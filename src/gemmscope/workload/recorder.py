@@ -12,8 +12,8 @@ How a GEMM is classified (this file imports torch, so only the trace worker impo
 * **Is it attention?** Scaled-dot-product attention is. So is a batched GEMM whose result reaches a softmax, or that reads one.
   Others (a recurrence in chunks, for example) are batched GEMMs and nothing more.
 
-`recording.py` calls the recorder for everything that runs. GEMMs and convolutions without a weight that run inside a mixer are in
-the section `MIXER`: they belong to a fallback for its kernel.
+`interception.py` calls the recorder for everything that runs. GEMMs and convolutions without a weight that run inside a mixer are
+in the section `MIXER`: they belong to a fallback for its kernel.
 """
 
 import contextlib
@@ -27,14 +27,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemmscope.workload import fused
-from gemmscope.workload.layers import why_not_converted
-from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of, tensors
+from gemmscope.workload import stand_ins
+from gemmscope.workload.module_parts import why_not_converted
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
-from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
-from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
+from gemmscope.workload.traced_ops import Unfused
+from gemmscope.workload.traffic import (
+    Operand,
+    Traffic,
+    WorkGroup,
+    flops_of,
+    is_free,
+    is_fusible,
+    kinds,
+    operands,
+    storage_of,
+    tensors,
+)
 
 ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
 MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from
@@ -118,7 +128,7 @@ class Recorder:
         known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
         linear = isinstance(module, torch.nn.Linear) and not why_not_converted(module)
         self._running.append((known, _kind_of(type(module)), linear))
-        self._sections.append(MIXER if fused.is_mixer(module) else self.section())
+        self._sections.append(MIXER if stand_ins.is_mixer(module) else self.section())
 
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:

@@ -21,8 +21,8 @@ from gemmscope.model.limits import LARGEST
 from gemmscope.process import run_worker
 from gemmscope.workload.derive import HEAD, STEP, Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, Op, Optimizer, Pass, gemm_size, why_high_precision
-from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
 from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.traced_ops import OtherWork, TracedAttention, TracedLinear, between
 
 MIXER = "mixer"
 """The section of traced GEMMs and convolutions inside a mixer: the PyTorch fallback for its kernel."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from gemmscope.workload import flex
+from gemmscope.workload import stand_ins
 from gemmscope.workload.confine import limited_memory, offline
 from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
@@ -34,13 +34,13 @@ from gemmscope.workload.huggingface import (
     huggingface_with_values,
     windows,
 )
-from gemmscope.workload.layers import find_layers
+from gemmscope.workload.interception import record
+from gemmscope.workload.module_parts import find_layers
 from gemmscope.workload.ops import Direction, with_counts
-from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
-from gemmscope.workload.recording import record
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
 from gemmscope.workload.traffic import TrafficSum, WorkGroup
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
@@ -155,7 +155,7 @@ def _heads(module: torch.nn.Module) -> tuple[str, ...]:
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
     """Trace the requested Hugging Face config or module factory."""
-    flex.install()
+    stand_ins.install_flex()
     result = _trace_config(request) if "config" in request else _trace_factory(request)
     libraries = [name for name in ("torch", "transformers") if name in sys.modules]
     return replace(result, versions={name: sys.modules[name].__version__ for name in libraries})

@@ -55,10 +55,7 @@ class StoredWeight:
 
     def load(self) -> Tensor:
         """[outputs, inputs]; FP8 weights with their scales applied, in bfloat16."""
-        if self.expert is not None:
-            weight = self.file.load_rows(self.key, self.expert, self.expert + 1)[0]
-        else:
-            weight = self.file.load(self.key)
+        weight = self.file.load(self.key, self.expert)
         if self.stored.dtype.startswith("F8"):
             weight = self._dequantized(weight)
         return weight.T if self.transposed else weight

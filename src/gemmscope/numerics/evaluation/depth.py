@@ -1,18 +1,14 @@
 """Error accumulated along depth: a real module with a recipe in all its linears, compared with the same module without.
 
-    report = depth_errors(model, batch, ["FP8Current", "NVFP4"])      # in the user's own process
-    report.depth[0].forward                                             # relative error of the output of every layer
-
 The module runs forward and backward once as it is and once per recipe (`emulate.py`), on the same batch and with the same random
-numbers (dropout). Its parameters, gradients, buffers and random state are left as they were. Imports torch: it runs in workers
-and in the user's own process.
+numbers (dropout). Its parameters, gradients, buffers and random state are left as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -20,7 +16,7 @@ import torch
 from torch import nn
 
 from gemmscope.errors import UserError, in_a_line, option
-from gemmscope.numerics.evaluation.emulate import Emulation, Keep
+from gemmscope.numerics.evaluation.emulate import Emulation
 from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest
 from gemmscope.process import free_memory_bytes
 from gemmscope.results.numerics import DepthError
@@ -28,83 +24,36 @@ from gemmscope.units import parameters as parameters_text
 from gemmscope.workload.factory import Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError
 from gemmscope.workload.huggingface import build_huggingface, huggingface_model, training_inputs
-from gemmscope.workload.layers import expert_weights, find_layers
+from gemmscope.workload.module_parts import expert_weights, find_layers
 from gemmscope.workload.ops import why_high_precision
 
 MOST_CPU_FLOPS = 2e13  # about ten minutes on a few cores
+RANDOM = ("random weights and random inputs",)
 COPIES = 3  # of the weights in float32: the model's own, and what the largest linears need while they run
-
-
-def depth_errors(
-    module: nn.Module,
-    batch: Any,
-    recipes: Sequence[str],
-    *,
-    loss: Callable[[Any], Any] | None = None,
-    backend: str = "",
-    keep: Keep | None = None,
-    seed: int = 0,
-) -> DepthReport:
-    """Run the module with every recipe in all linears, and compare every layer's output and gradient with those without.
-
-    `batch`: a tensor, a tuple of arguments, or a dict of arguments by name. `loss(output)` gives a scalar; by default the
-    output's own `.loss`, and where there is none, gradients start from random values, the same for all recipes. `keep`: linears
-    that stay as they are (see `Emulation`); by default those outside of the layers (the head), routers and tiny ones.
-    """
-    if not isinstance(module, nn.Module):
-        raise UserError(f"depth_errors() takes an nn.Module, got {type(module).__name__}", "depth_errors(model, batch, recipes)")
-    if isinstance(recipes, str) or not recipes:
-        raise UserError("recipes must be a list of names that is not empty", 'recipes=["FP8Current", "NVFP4"]')
-    args, kwargs = (
-        ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, (tuple, list)) else (batch,), {})
-    )
-    with _one_message():
-        return _compared(Built(module, tuple(args), kwargs, loss), recipes, backend, keep, seed)
-
-
-def depth_of_factory(
-    reference: str, recipes: Sequence[str], *, micro_batch: int | None, sequence: int | None, device: str, backend: str = ""
-) -> DepthReport:
-    """The same for the module of `file.py:factory`, with the inputs and the loss that the factory returns."""
-    with _one_message():
-        built = load_factory(reference, micro_batch, sequence, device)
-        report = _compared(built, recipes, backend, None, 0)
-    notes = ("the weights are those of the factory", *(() if built.own_inputs else ("the inputs are random token ids",)))
-    return replace(report, notes=(*notes, *report.notes))
-
-
-def depth_of_config(
-    config: dict[str, Any],
-    recipes: Sequence[str],
-    *,
-    micro_batch: int | None,
-    sequence: int | None,
-    device: str,
-    backend: str = "",
-) -> DepthReport:
-    """The same for a model of a Hugging Face config, in float32 with random weights and random inputs, if it is small enough."""
-    batch = micro_batch or 1
-    with _one_message():
-        empty, _ = build_huggingface(config, batch, sequence)
-        _check_size(sum(parameter.numel() for parameter in empty.parameters()), batch * (sequence or 1), len(recipes), device)
-        with torch.random.fork_rng(_devices(device)):
-            torch.manual_seed(0)
-            module = huggingface_model(config, device, torch.float32)
-            inputs = training_inputs(module, batch, sequence, device, torch.float32)
-        report = _compared(Built(module, (), inputs), recipes, backend, None, 0)
-    return replace(report, notes=("random weights and random inputs", *report.notes))
 
 
 def depth_report(request: ErrorsRequest, model: DepthModel) -> DepthReport:
     """The errors along depth that a request asks for, or why there are none."""
-    how: dict[str, Any] = {"micro_batch": model.micro_batch, "sequence": model.sequence, "device": request.device}
     recipes = [name for name in request.recipes if name != "FP32"]
     try:
-        if model.module is not None:
-            return depth_of_factory(model.module, recipes, **how, backend=request.backend)
-        return depth_of_config(model.config or {}, recipes, **how, backend=request.backend)
-    except UserError as error:
-        return DepthReport(failure=f"{error.message}; {error.hint}" if error.hint else error.message)
+        if model.module is None:
+            return compare_depth(_random_model(model, len(recipes), request.device), recipes, request.backend, RANDOM)
+        built = load_factory(model.module, model.micro_batch, model.sequence, request.device)
+        notes = ("the weights are those of the factory", *(() if built.own_inputs else ("the inputs are random token ids",)))
+        return compare_depth(built, recipes, request.backend, notes)
+    except Exception as error:  # of the user's code
+        return DepthReport(failure=_why(error))
+
+
+def _random_model(model: DepthModel, recipes: int, device: str) -> Built:
+    """A model of a Hugging Face config in float32, with random weights and random inputs, if it is small enough."""
+    config, batch = model.config or {}, model.micro_batch or 1
+    empty, _ = build_huggingface(config, batch, model.sequence)
+    _check_size(sum(parameter.numel() for parameter in empty.parameters()), batch * (model.sequence or 1), recipes, device)
+    with torch.random.fork_rng(_devices(device)):
+        torch.manual_seed(0)
+        module = huggingface_model(config, device, torch.float32)
+        return Built(module, (), training_inputs(module, batch, model.sequence, device, torch.float32))
 
 
 def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None:
@@ -122,31 +71,30 @@ def _check_size(parameters: int, tokens: int, recipes: int, device: str) -> None
         raise UserError(f"{name}: {have}", fewer)
 
 
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """Turn any exception of the module into a `UserError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except TraceError as error:
-        raise UserError(str(error), error.hint) from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise UserError("the module does not fit in the remaining memory", "use a smaller batch") from error
-    except Exception as error:
-        reentrant = "incompatible with .grad()" in str(error) or "not compatible with .grad()" in str(error)
-        hint = "checkpoint activations with use_reentrant=False" if reentrant else ""
-        raise UserError(f"running the module raised {in_a_line(error)}", hint) from error
+def _why(error: Exception) -> str:
+    """Why the module cannot be compared, and what to do about it."""
+    hint = ""
+    if isinstance(error, (UserError, TraceError)):
+        message, hint = error.message if isinstance(error, UserError) else str(error), error.hint
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        message, hint = "the module does not fit in the remaining memory", "use a smaller batch"
+    else:
+        message = f"running the module raised {in_a_line(error)}"
+        if "incompatible with .grad()" in str(error) or "not compatible with .grad()" in str(error):
+            hint = "checkpoint activations with use_reentrant=False"
+    return f"{message}; {hint}" if hint else message
 
 
-def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | None, seed: int) -> DepthReport:
+def compare_depth(built: Built, recipes: Sequence[str], backend: str = "", about: Sequence[str] = ()) -> DepthReport:
+    """Run the module with every recipe in all linears of its layers, and compare every layer's output and gradient with those
+    without. Routers and tiny linears stay as they are. Without a loss, gradients start from random values, the same for all."""
     layers = find_layers(built.module)
     if not layers:  # a plain MLP: its linears are its layers
         layers = [path for path, child in built.module.named_modules() if isinstance(child, nn.Linear)]
-    emulations = {name: _emulation(built.module, name, backend, keep, seed, layers) for name in recipes}
+    emulations = {name: _emulation(built.module, name, backend, layers) for name in recipes}
     with _restored_buffers(built.module):
         reference = _run(built, layers)
-        errors, notes = [], []
+        errors, notes = [], list(about)
         for name, emulation in emulations.items():
             with emulation:
                 if emulation.delayed:  # the scales come from an earlier step: here from the same batch
@@ -165,17 +113,17 @@ def _compared(built: Built, recipes: Sequence[str], backend: str, keep: Keep | N
         notes.append(f"{len(kept)} of {len(kept) + len(next(iter(emulations.values())).linears)} linears are not emulated")
     if expert_weights(built.module):
         notes.append("the weights of experts that are not nn.Linear are not emulated")
-    return DepthReport(tuple(errors), reference.layers, max(len(one.linears) for one in emulations.values()), tuple(notes))
+    return DepthReport(tuple(errors), tuple(notes))
 
 
-def _emulation(module: nn.Module, recipe: str, backend: str, keep: Keep | None, seed: int, layers: Sequence[str]) -> Emulation:
+def _emulation(module: nn.Module, recipe: str, backend: str, layers: Sequence[str]) -> Emulation:
     def high(path: str) -> bool:
         linear = module.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         outside = not any(path == layer or path.startswith(f"{layer}.") for layer in layers)
         return outside or bool(why_high_precision(path, linear.in_features, linear.out_features))
 
-    emulation = Emulation(module, recipe, backend=backend, keep=high if keep is None else keep, seed=seed)
+    emulation = Emulation(module, recipe, backend=backend, keep=high)
     if not emulation.linears:
         path, reason = next(iter(emulation.kept.items()))
         linear = module.get_submodule(path)

@@ -31,11 +31,11 @@ from torch.nn.functional import pad
 
 from gemmscope.engine.stats import student
 from gemmscope.interval import Interval
-from gemmscope.numerics.probes import Probes, pair_key, probe_key, recorded_key, reference_quantizers
+from gemmscope.numerics.probes import pair_key, probe_key, recorded_key, reference_quantizers
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, GemmOperand, Quantizer
-from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample, PassSample
+from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample
 from gemmscope.results.numerics import OperandError
-from gemmscope.workload.ops import TensorName
+from gemmscope.workload.ops import Pass, TensorName
 
 UNKNOWN = 0.3
 """Without a probe: the standard deviation of ‖EA‖², relative to the estimate for uncorrelated errors."""
@@ -94,11 +94,6 @@ class OperandNoise:
     """‖EA‖² of uncorrelated errors, relative to Σ A²·e."""
 
 
-def _by_block(values: Tensor) -> Tensor:
-    """Sums over the blocks of the reduced dimension: [s, R] → [s, R / 128]."""
-    return pad(values, (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2)
-
-
 def ratio_of(numerators: Tensor, denominators: Tensor, rows: Tensor, blocks: Tensor) -> Ratio:
     """Σ rows·blocks·numerators over the same sum of denominators [s, b]; `rows` [s] and `blocks` [b] are weights of the draw.
 
@@ -123,7 +118,8 @@ def sums_of(quantized: SampledQuantization, energy: Tensor, parallel: float) -> 
     exact, error = quantized.exact / scale, quantized.error / scale
     weighted = energy / energy.max().clamp(min=1e-30)
     squares = (exact.square(), exact * error, (error - parallel * exact).square())
-    below, across, above = (_by_block(values * weighted) for values in squares)
+    padding = (0, -len(weighted) % BLOCK)
+    below, across, above = (pad(values * weighted, padding).unflatten(1, (-1, BLOCK)).sum(2) for values in squares)
     return below, across, above
 
 
@@ -153,7 +149,7 @@ def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: Operand
 
 
 def operand_error(
-    sample: OperandSample, operand: GemmOperand, quantized: SampledQuantization, columns: Tensor, octaves: float | None
+    step: LinearStep, sample: OperandSample, operand: GemmOperand, quantized: SampledQuantization, columns: Tensor
 ) -> OperandError:
     """The error of the operand itself: its relative error, and the values that are lost."""
     weights = sample.weights.float()
@@ -170,7 +166,7 @@ def operand_error(
         relative=sqrt(total((quantized.error / scale).square()) / norm) if norm else 0.0,
         underflow=total(quantized.zero) / nonzero if nonzero else 0.0,
         saturated=total(quantized.saturated) / float(weights.sum() * columns.sum()),
-        octaves=octaves,
+        octaves=_octaves(step, operand.tensor),
     )
 
 
@@ -180,10 +176,10 @@ def sampled_error(
     """The error of one operand by itself; `amax`: the maximum that its scale comes from, by default its own."""
     generator = torch.Generator(sample.rows.device).manual_seed(seed)
     quantized = quantize_sample(sample, operand.quantizer, sample.amax if amax is None else amax, generator)
-    return operand_error(sample, operand, quantized, columns, octaves(step, operand.tensor))
+    return operand_error(step, sample, operand, quantized, columns)
 
 
-def octaves(step: LinearStep, tensor: TensorName) -> float | None:
+def _octaves(step: LinearStep, tensor: TensorName) -> float | None:
     """Powers of two between the largest and the smallest value; None where all are zero. Subnormals of float32 count as zero."""
     present = torch.nonzero(step.exponents(tensor)[1:255]).flatten()
     return float(present[-1] - present[0]) if len(present) else None
@@ -246,15 +242,16 @@ def relative_error(noises: Sequence[GemmNoise]) -> Interval:
 class SampledGemm:
     """One GEMM of one recorded step: estimates its error in any recipe."""
 
-    def __init__(self, sample: PassSample, probes: Probes, maxima: Mapping[TensorName, float], seed: int = 0) -> None:
-        """`maxima`: of the whole tensors. `seed`: of stochastic rounding."""
+    def __init__(self, step: LinearStep, pass_name: Pass, seed: int = 0) -> None:
+        """`seed`: of stochastic rounding."""
+        self.step, sample = step, step.sample(pass_name)
         facts = sample.facts
         assert sample.first is not None
         assert sample.second is not None
         assert facts.product
         assert facts.norm
         self.sample, self.sides = sample, (sample.first, sample.second)
-        self._probes, self._maxima = probes, maxima
+        self._probes = step.facts.probes
         self._blocks = sample.first.energy.new_tensor(facts.weights)
         self._gain = facts.product / facts.norm**2
         self._generator = torch.Generator(sample.first.energy.device).manual_seed(seed)
@@ -272,7 +269,7 @@ class SampledGemm:
     def _operand(
         self, place: int, operand: GemmOperand, history: Mapping[TensorName, float]
     ) -> tuple[SampledQuantization, OperandNoise]:
-        quantizer, own = operand.quantizer, self._maxima[operand.tensor]
+        quantizer, own = operand.quantizer, self.step.facts.tensors[operand.tensor].amax
         amax = history.get(operand.tensor, own) if quantizer.delayed else own
         key = recorded_key(probe_key(self.sample.pass_name, operand.tensor, quantizer), self._probes)
         if quantizer.signs and key in self._probes:

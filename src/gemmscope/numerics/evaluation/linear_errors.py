@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import sqrt
+from statistics import fmean
 
 from gemmscope import units
 from gemmscope.numerics.evaluation.gemm_errors import (
     GemmNoise,
     SampledGemm,
-    octaves,
     operand_error,
     relative_error,
     sampled_error,
 )
 from gemmscope.numerics.quantizers import GemmOperand, operands
-from gemmscope.numerics.recording import ZERO_OUTPUT, LinearStep, RecordedLinear, earlier_maxima, nonfinite_values, scale_maxima
+from gemmscope.numerics.recording import (
+    ZERO_OUTPUT,
+    LinearFacts,
+    LinearStep,
+    RecordedLinear,
+    earlier_maxima,
+    nonfinite_values,
+    scale_maxima,
+)
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, PassError, StaleScale
@@ -27,55 +35,45 @@ class LinearErrors:
     """One linear, its samples loaded once for all recipes."""
 
     def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
-        self.linear, self._seed = linear, seed
+        self.facts, self._seed = linear.facts, seed
         self._steps = [_on_device(step, device) for step in linear.sampled_steps]
-        self._gemms: dict[tuple[int, Pass], SampledGemm] = {}
+        self._gemms = {name: self._sampled(name) for name in OPERANDS}
 
     def of(self, recipe: str, backend: str = "") -> LinearError:
         """The errors of the linear in a recipe, or why there are none."""
-        facts = self.linear.facts
         known = recipe_named(recipe)
-        about = LinearError(
-            name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
-            experts=facts.experts, tokens=self._tokens(), recipe=known.name,
-        )  # fmt: skip
-        if failure := self._failure(known, backend):
-            return about.model_copy(update={"failure": failure})
+        about = without_errors(self.facts, known.name, self._failure(known, backend))
+        if about.failure:
+            return about
         if not self._has_gemms():
             return about.model_copy(update={"weight": self._weight(operands(known.name, "fprop", backend)[0])})
-        passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in self._measurable())
+        passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in OPERANDS if self._gemms[name])
+        dropped = tuple(self._dropped())
         if not passes:
-            return about.model_copy(update={"failure": self._without_passes()})
-        return about.model_copy(update={"passes": passes, "dropped": tuple(self._dropped())})
-
-    def _tokens(self) -> float | None:
-        counts = [step.tokens for step in self.linear.facts.steps if step.tokens]
-        return sum(counts) / len(counts) if counts else None
+            reason = f"{ZERO_OUTPUT} in all of its GEMMs, so there is no relative error"
+            why = f"{dropped[0].reason} in {units.steps(dropped[0].steps)}" if dropped else reason
+            return about.model_copy(update={"failure": why})
+        return about.model_copy(update={"passes": passes, "dropped": dropped})
 
     def _failure(self, recipe: Recipe, backend: str) -> str:
-        facts = self.linear.facts
-        if facts.failure or not self._steps:
-            return facts.failure or "no step of it was sampled"
-        sizes = {"input features": facts.inputs, "output features": facts.outputs}  # tokens can be padded: zeros have no error
-        multiple = recipe.multiple_in(backend)
-        if misaligned := next(((name, size) for name, size in sizes.items() if size % multiple), None):
-            name, size = misaligned
-            padded = -(-size // multiple) * multiple
-            return f"{name} = {size} is not a multiple of {multiple}: pad it to {padded}"
+        if self.facts.failure or not self._steps:
+            return self.facts.failure or "no step of it was sampled"
+        multiple = recipe.multiple_in(backend)  # tokens can be padded: zeros have no error
+        for name, size in (("input features", self.facts.inputs), ("output features", self.facts.outputs)):
+            if size % multiple:
+                return f"{name} = {size} is not a multiple of {multiple}: pad it to {size + -size % multiple}"
         weight = self._steps[0].facts.tensors.get("W")
         if self._has_gemms() or weight is None:
             return ""
         return nonfinite_values("W") if weight.nonfinite else "" if weight.amax else "W is zero, so there is no relative error"
 
+    def _sampled(self, name: Pass) -> list[SampledGemm]:
+        """One pass in the steps in which it has an error."""
+        return [SampledGemm(step, name, self._seed) for step in self._steps if name in step.passes and not step.problem(name)]
+
     def _has_gemms(self) -> bool:
         """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
         return any(len(step.facts.tensors) > 1 for step in self._steps)
-
-    def _measurable(self) -> Iterator[Pass]:
-        """Passes whose error is known in some sampled step."""
-        for name in OPERANDS:
-            if any(name in step.passes and not step.problem(name) for step in self._steps):
-                yield name
 
     def _dropped(self) -> Iterator[DroppedPass]:
         """Passes that ran but cannot be computed, in all sampled steps or in some. An output of zeros has no error to compute."""
@@ -87,50 +85,38 @@ class LinearErrors:
             for reason, steps in reasons.items():
                 yield DroppedPass.model_validate({"pass": name, "steps": tuple(steps), "reason": reason})
 
-    def _without_passes(self) -> str:
-        """Why no pass has an error."""
-        dropped = next(self._dropped(), None)
-        if dropped is None:
-            return f"{ZERO_OUTPUT} in all of its GEMMs, so there is no relative error"
-        return f"{dropped.reason} in {units.steps(dropped.steps)}"
-
     def _pass(self, name: Pass, pair: tuple[GemmOperand, GemmOperand]) -> PassError:
         noises: list[GemmNoise] = []
-        errors: list[tuple[OperandError, OperandError]] = []
-        for index, step in enumerate(self._steps):
-            if name not in step.passes or step.problem(name):
-                continue
-            gemm = self._gemm(index, name)
-            noise, quantized = gemm.noise(pair, scale_maxima(self.linear.facts.steps, step.facts))
-            first, second = (
-                operand_error(sample, operand, values, gemm.sample.column_weights, octaves(step, operand.tensor))
-                for sample, operand, values in zip(gemm.sides, pair, quantized, strict=True)
-            )
+        errors: tuple[list[OperandError], list[OperandError]] = ([], [])
+        for gemm in self._gemms[name]:
+            noise, quantized = gemm.noise(pair, scale_maxima(self.facts.steps, gemm.step.facts))
             noises.append(noise)
-            errors.append((first, second))
-        count = len(noises)
+            for own, sample, operand, values in zip(errors, gemm.sides, pair, quantized, strict=True):
+                own.append(operand_error(gemm.step, sample, operand, values, gemm.sample.column_weights))
         return PassError.model_validate(
             {
                 "pass": name,
                 "relative": relative_error(noises),
-                "first_share": sum(one.first_share for one in noises) / count,
-                "cosine": sum(one.cosine for one in noises) / count,
-                "operands": (averaged([first for first, _ in errors]), averaged([second for _, second in errors])),
+                "first_share": fmean(one.first_share for one in noises),
+                "cosine": fmean(one.cosine for one in noises),
+                "operands": tuple(map(averaged, errors)),
             }
         )
-
-    def _gemm(self, index: int, name: Pass) -> SampledGemm:
-        if (index, name) not in self._gemms:
-            step = self._steps[index]
-            maxima = {tensor: facts.amax for tensor, facts in step.facts.tensors.items()}
-            self._gemms[index, name] = SampledGemm(step.sample(name), step.facts.probes, maxima, self._seed)
-        return self._gemms[index, name]
 
     def _weight(self, operand: GemmOperand) -> OperandError:
         step = self._steps[0]
         sample = step.sample("fprop")
         assert sample.first is not None
         return sampled_error(step, sample.first, operand, sample.column_weights, self._seed)
+
+
+def without_errors(facts: LinearFacts, recipe: str, failure: str = "") -> LinearError:
+    """What is known of a linear besides its errors, or why it has none."""
+    counts = [step.tokens for step in facts.steps if step.tokens]
+    return LinearError(
+        name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
+        experts=facts.experts, tokens=sum(counts) / len(counts) if counts else None, recipe=recipe, failure=failure,
+    )  # fmt: skip
 
 
 def averaged(errors: Sequence[OperandError]) -> OperandError:
@@ -151,7 +137,8 @@ def _on_device(step: LinearStep, device: str) -> LinearStep:
     return step if device == "cpu" else replace(step, load=lambda name: step.load(name).to(device))
 
 
-PLACES: tuple[tuple[Pass, int, TensorName], ...] = (("fprop", 1, "X"), ("fprop", 0, "W"), ("dgrad", 1, "dY"))
+DELAYED: tuple[tuple[Pass, int, TensorName], ...] = (("fprop", 1, "X"), ("fprop", 0, "W"), ("dgrad", 1, "dY"))
+"""A pass that reads each tensor, and which operand of it the tensor is."""
 
 
 def stale_scales(linear: RecordedLinear, seed: int = 0) -> Iterator[StaleScale]:
@@ -160,7 +147,7 @@ def stale_scales(linear: RecordedLinear, seed: int = 0) -> Iterator[StaleScale]:
         return
     step = linear.sampled_steps[-1]
     history = earlier_maxima(linear.facts.steps, step.facts.step)
-    for pass_name, place, tensor in PLACES:
+    for pass_name, place, tensor in DELAYED:
         if tensor not in history or pass_name not in step.passes or step.facts.tensors[tensor].nonfinite:
             continue
         sample = step.sample(pass_name)

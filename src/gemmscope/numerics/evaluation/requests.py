@@ -122,12 +122,9 @@ class LinearComputed:
 
 @dataclass(frozen=True)
 class DepthReport:
-    """The errors of every recipe along depth, the layers they belong to in the order they run, and notes for the reader."""
+    """The errors of every recipe along depth, and notes for the reader."""
 
     depth: tuple[DepthError, ...] = ()
-    layers: tuple[str, ...] = ()
-    linears: int = 0
-    """That were emulated."""
     notes: tuple[str, ...] = ()
     failure: str = ""
     """Why there are no errors."""

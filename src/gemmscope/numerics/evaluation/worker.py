@@ -9,7 +9,7 @@ import torch
 
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
-from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales
+from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales, without_errors
 from gemmscope.numerics.evaluation.requests import (
     MESSAGE,
     REQUEST,
@@ -29,7 +29,6 @@ from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.quantizers import operands
 from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
 from gemmscope.process import messages_to_parent
-from gemmscope.results.numerics import LinearError
 from gemmscope.workload.ops import OPERANDS
 
 
@@ -103,13 +102,9 @@ def errors_of(linear: RecordedLinear, request: ErrorsRequest) -> LinearComputed:
         stale = stale_scales(linear, request.seed) if "FP8Delayed" in request.recipes else ()
         return LinearComputed(tuple(errors.of(recipe, request.backend) for recipe in request.recipes), tuple(stale))
     except (RuntimeError, ValueError, ArithmeticError, UserError) as error:  # of values that are no sample of tensors
-        facts = linear.facts
         reason = error.message if isinstance(error, UserError) else in_a_line(error)[:200]
-        failed = LinearError(
-            name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs,
-            outputs=facts.outputs, recipe="", failure=f"its errors cannot be computed: {reason}",
-        )  # fmt: skip
-        return LinearComputed(tuple(failed.model_copy(update={"recipe": recipe}) for recipe in request.recipes))
+        failure = f"its errors cannot be computed: {reason}"
+        return LinearComputed(tuple(without_errors(linear.facts, recipe, failure) for recipe in request.recipes))
 
 
 if __name__ == "__main__":

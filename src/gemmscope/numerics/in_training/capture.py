@@ -22,7 +22,7 @@ from gemmscope.errors import in_a_line
 from gemmscope.numerics.probes import measure_linear
 from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]

@@ -35,7 +35,7 @@ from gemmscope.numerics.in_training.capture import (
     running_passes,
     unchanged,
 )
-from gemmscope.workload.nested import tensors_in
+from gemmscope.workload.module_parts import tensors_in
 from gemmscope.workload.ops import Pass
 
 

@@ -1,28 +1,31 @@
 """Runs a module so that a `Recorder` sees everything it runs. Imports torch: only the trace worker imports this file.
 
-Scaled-dot-product attention, FlexAttention (`flex.py`), grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by
+Scaled-dot-product attention, FlexAttention, grouped GEMMs and the kernels of mixers (`stand_ins.py`) are replaced by
 functions that only produce shapes, because the operators they dispatch on the meta device are not those that a GPU runs.
+
+PyTorch computes the outputs of most operators on the meta device in Python, about half a millisecond each, which is most of the
+time of a trace. The layers of a model run the same operators on the same shapes, so `RememberedShapes` computes each once.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gemmscope.workload import flex, fused
-from gemmscope.workload.operators import tensors
+from gemmscope.workload import stand_ins
 from gemmscope.workload.ops import ALL_VISIBLE
-from gemmscope.workload.recorded import Unfused
 from gemmscope.workload.recorder import AttentionCall, Recorder
-from gemmscope.workload.remembered import RememberedShapes
+from gemmscope.workload.traced_ops import Unfused
+from gemmscope.workload.traffic import tensors
 
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DETECT_CAUSAL = torch.nn.modules.transformer._detect_is_causal_mask
@@ -44,10 +47,10 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        calls, functions = fused.KernelCalls(recorder.scan, recorder.barrier), _Functions(recorder)
+        calls, functions = stand_ins.KernelCalls(recorder.scan, recorder.barrier), _Functions(recorder)
         with (
-            fused.replaced(module, calls),
-            flex.recorded(functions.flex_attention),
+            stand_ins.replaced(module, calls),
+            stand_ins.recorded_flex(functions.flex_attention),
             _Dispatch(recorder, between_gemms, longest_s),
             functions,
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
@@ -151,7 +154,7 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
         _check_sizes(query, key, value, grouped=True)
         mask = ("explicit", ALL_VISIBLE, ()) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, ())
-        computed = None if query.is_meta else fused.blank(query, (*query.shape[:-1], value.shape[-1]))
+        computed = None if query.is_meta else stand_ins.blank(query, (*query.shape[:-1], value.shape[-1]))
         return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
 
 
@@ -231,7 +234,7 @@ class _Grouped(torch.autograd.Function):  # type: ignore[misc]
         ctx.size = (rows.shape[0], inputs, outputs)
         recorder.linear(ctx.path, "fprop", ctx.size, groups)
         recorder.linear_paths.add(ctx.path)
-        output = fused.blank(rows, (rows.shape[0], outputs))
+        output = stand_ins.blank(rows, (rows.shape[0], outputs))
         recorder.barrier([rows, weights], [output])
         return output
 
@@ -245,3 +248,76 @@ class _Grouped(torch.autograd.Function):  # type: ignore[misc]
         gradients = [torch.empty_like(rows), torch.empty_like(weights)]
         ctx.recorder.barrier([gradient, rows, weights], gradients)
         return None, *gradients
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_HASHABLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None))
+
+
+class _UnknownError(Exception):
+    """The outputs of this call cannot be remembered."""
+
+
+class RememberedShapes:
+    """`run(operator, args, kwargs)` returns outputs like those of `operator(*args, **kwargs)`, without values."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if operator._schema.is_mutable:
+            return operator(*args, **kwargs)
+        try:
+            inputs: list[Tensor] = []
+            key = (operator, *_key(args, inputs), *((name, *_key((value,), inputs)) for name, value in kwargs.items()))
+        except _UnknownError:
+            return operator(*args, **kwargs)
+        if key in self._known:
+            return _rebuilt(self._known[key])
+        output = operator(*args, **kwargs)
+        try:
+            described = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
+        except _UnknownError:
+            return output
+        self._known[key] = described
+        return output
+
+
+def _key(values: tuple[Any, ...] | list[Any], inputs: list[Tensor]) -> tuple[Any, ...]:
+    """Everything that the shapes of the outputs depend on."""
+    key: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN or value.device.type != "meta" or value.layout != torch.strided or value.is_complex():
+                raise _UnknownError
+            inputs.append(value)
+            key.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            key.append((len(value), *_key(value, inputs)))
+        elif isinstance(value, (int, float)) or type(value) in _HASHABLE:
+            key.append((type(value), value))  # 1, 1.0 and True are equal
+        else:
+            raise _UnknownError
+    return tuple(key)
+
+
+def _described(output: Any, storages: set[int]) -> Any:
+    """Sizes and type of each tensor. Views of inputs are not remembered: they must stay views."""
+    if isinstance(output, (list, tuple)):
+        return type(output), [_described(item, storages) for item in output]
+    if output is None:
+        return None
+    plain = type(output) is Tensor and output.device.type == "meta" and output.layout == torch.strided and not output.is_complex()
+    if not plain or output.storage_offset() or output.untyped_storage()._cdata in storages:
+        raise _UnknownError
+    return output.shape, output.stride(), output.dtype
+
+
+def _rebuilt(described: Any) -> Any:
+    """New meta tensors with the described sizes and types."""
+    if described is None:
+        return None
+    if isinstance(described[0], type):
+        return described[0](map(_rebuilt, described[1]))
+    shape, stride, dtype = described
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
