@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from gemmscope.commands.numerics import run_numerics
 from gemmscope.numerics.probes import measure_probes
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import random_for, sample_linear
+from support.commands import run_numerics
 
 LINEARS = {
     "self_attn.qkv_proj": (4096, 6144),

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from gemmscope.errors import MissingFactError
 from gemmscope.findings import Finding, Level, catalog, finding, sentence
 from gemmscope.interval import Interval
 from support.sources import PACKAGE, TREES
@@ -81,5 +82,5 @@ def test_an_interval_of_a_run_file_is_an_interval_again() -> None:
 
 
 def test_an_unknown_code_is_a_mistake() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(MissingFactError, match="no-such-code"):
         finding("no-such-code")

@@ -11,7 +11,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from gemmscope import units
-from gemmscope.errors import in_shell
+from gemmscope.errors import MissingFactError, in_shell
 from gemmscope.interval import Interval
 from gemmscope.toml import load_data
 
@@ -47,6 +47,8 @@ def finding(code: str, **facts: Fact) -> Finding:
     >>> finding("nothing-measured")
     Finding(code='nothing-measured', level='warning', facts={})
     """
+    if code not in catalog():
+        raise MissingFactError("findings.toml", code)
     return Finding(code, catalog()[code]["level"], facts)
 
 

@@ -56,6 +56,7 @@ def pretended_ray(answers: list[Answer]) -> Any:
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
     return SimpleNamespace(
         nodes=lambda: [node],
+        exceptions=SimpleNamespace(RayError=ActorError),
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "head"),
         cloudpickle=SimpleNamespace(register_pickle_by_value=lambda _: None),
         remote=lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: actor)),

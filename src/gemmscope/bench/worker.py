@@ -26,7 +26,7 @@ import torch
 _mark("torch imported")
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import Backend, OperandStore, Options
+from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
 from gemmscope.bench.heat import heat_for, heating
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
@@ -64,7 +64,7 @@ class Worker(MeasuringProcess):
             if make is None:
                 return
             backend: Backend = make(
-                self.operands, Options(**{name: self.request[name] for name in OPTIONS if name in self.request})
+                self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
             )
             _mark("backend loaded")
             self.say(Hello(dict(backend.versions()), self.device_facts(), _TIMELINE))

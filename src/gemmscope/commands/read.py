@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from gemmscope.errors import UserError
 from gemmscope.results.read import read_result
 from gemmscope.results.sweep import SweepResult
 
@@ -13,7 +14,7 @@ def continues(result: SweepResult, path: Path) -> bool:
     """Whether the file holds an unfinished run of the same sweep, with no more points than this result."""
     try:
         old = read_result(path, ["sweep"])
-    except Exception:  # not a run file of this sweep
+    except UserError:  # not a run file of this sweep
         return False
     assert isinstance(old, SweepResult)
     return _subject(old) == _subject(result) and old.interrupted and old.sample_count <= result.sample_count

@@ -21,7 +21,7 @@ from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Sampled, parse
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.engine.store import ResultStore, identity
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import MissingFactError, UserError, option, shown
 from gemmscope.findings import finding
 from gemmscope.process import ProcessEndedError, WorkerProcess
 from gemmscope.signals import DeferredSignals, defer_signals
@@ -232,7 +232,7 @@ class Campaign(ABC, Generic[Results]):
         try:
             for message in earlier[:end]:
                 self.results.take(message)
-        except (KeyError, TypeError) as error:  # tasks, or findings, that this measurement does not have
+        except (KeyError, TypeError, MissingFactError) as error:  # tasks, or findings, that this measurement does not have
             raise misfit from error
         return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
 

@@ -3,20 +3,20 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.gemms import is_shape
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
-from gemmscope.explain.trace_view import TimedWork, add_up
+from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.recipe.precisions import precisions
 from gemmscope.results.explain import AttentionTotal, Cause
 from gemmscope.toml import load_data
 
+RATES: list[dict[str, Any]] = load_data("gemmscope.explain", "attention.toml")["rate"]
 MATH_OPERATOR = "_scaled_dot_product_attention_math"
 LONG = 1024  # the least number of keys for which the rates of the table hold
 SLOW = 0.7  # a backend below this share of another one's rate is slow: closer rates depend on the shape
@@ -80,54 +80,38 @@ def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
                 softmax.append(item)
             else:
                 groups.setdefault(_key(item), []).append(item)
-    if not softmax and not any(_is_softmax(item) for item in step.items):  # GEMMs of something else, such as DLRM's interactions
+    names = {item.work.name.lower() for item in step.items if item.name != "loss"}  # losses use the logarithm of a softmax
+    normalizes = any("softmax" in name and "log" not in name for name in names)
+    if not softmax and not normalizes:  # GEMMs of something else, such as DLRM's interactions
         groups = {key: items for key, items in groups.items() if key.backend != MATH or items[0].scope.inside(MATH_OPERATOR)}
-    _share_softmax(groups, softmax)
+    math = [items for key, items in groups.items() if key.backend == MATH]
+    if softmax and math:  # the softmax between two bmm belongs to the longest attention by bmm
+        max(math, key=lambda items: sum(item.work.time for item in items)).extend(softmax)
     _share_helpers(groups)
     rows = [(_row(step, key, items), items) for key, items in groups.items()]
     return sorted(rows, key=lambda row: -row[0].time_ms)
 
 
-def _is_softmax(item: TimedWork) -> bool:
-    """Whether it normalizes scores: not the logarithm of a softmax, which losses use."""
-    name = item.work.name.lower()
-    return "softmax" in name and "log" not in name and item.name != "loss"
-
-
-def _share_softmax(groups: dict[_Key, list[TimedWork]], softmax: list[TimedWork]) -> None:
-    """The softmax between two bmm belongs to the longest attention by bmm."""
-    math = [key for key in groups if key.backend == MATH]
-    if softmax and math:
-        groups[max(math, key=lambda key: sum(item.work.time for item in groups[key]))] += softmax
-
-
 def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
     """Kernels without a shape (reductions, conversions of dQ) belong to the only shape of their backend and pass."""
     for key in [key for key in groups if key.shape is None]:
-        same = [
-            other
-            for other in groups
-            if other.shape is not None and (other.backend, other.pass_name) == (key.backend, key.pass_name)
-        ]
+        alike = [other for other in groups if (other.backend, other.pass_name) == (key.backend, key.pass_name)]
+        same = [other for other in alike if other.shape is not None]
         if len(same) == 1:
             groups[same[0]] += groups.pop(key)
 
 
 def _key(item: TimedWork) -> _Key:
     name = item.work.name
-    pass_name: PassName = "backward" if BACKWARD.search(name) else "forward" if FORWARD.search(name) else ""
-    backend = attention_backend(name) or "other"
-    operator = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
+    forward = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
     backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)
-    chosen = backward if backward is not None else operator
-    if backward is not None:
-        pass_name = "backward"
-    elif operator is not None and not pass_name:
-        pass_name = "forward"
-    shape = _shape(chosen) if chosen is not None else None
-    causal = _causal(item, operator)
+    chosen = backward or forward
+    pass_name: PassName = "forward" if chosen is not None or FORWARD.search(name) else ""
+    pass_name = "backward" if backward is not None or BACKWARD.search(name) else pass_name
     types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
-    return _Key(backend, pass_name, shape, causal, next((known.title for known in PRECISIONS if known.torch_type in types), ""))
+    precision = next((known.title for known in PRECISIONS if known.torch_type in types), "")
+    shape = _shape(chosen) if chosen is not None else None
+    return _Key(attention_backend(name) or "other", pass_name, shape, _causal(item, forward), precision)
 
 
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:
@@ -144,11 +128,10 @@ def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:
 
 
 def _causal(item: TimedWork, operator: Operator | None) -> bool | None:
-    if operator is not None and operator.concrete:
-        at = CAUSAL_AT.get(operator.name)
-        value = operator.concrete[at] if at is not None and at < len(operator.concrete) else ""
-        if value in ("True", "False"):
-            return bool(value == "True")
+    at = CAUSAL_AT.get(operator.name, 0) if operator is not None else 0
+    value = operator.concrete[at] if operator is not None and at < len(operator.concrete) else ""
+    if at and value in ("True", "False"):
+        return bool(value == "True")
     template = FLASH_TEMPLATE.search(item.work.name[:2000])
     if template is not None:
         return template[1] in ("true", "1")
@@ -177,9 +160,9 @@ def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> Attention
     main = main_kernels(items, 1)[0]
     # Several kernels make up one attention: the one that runs longest counts. Where shapes are not known, layers of different
     # kinds may run different ones, each about as long.
-    times = add_up((item.work.name, item.work.time) for item in items)
-    longest = max(times, key=lambda name: times[name])
-    counted = {name for name, time in times.items() if name == longest or (key.shape is None and time > times[longest] / 2)}
+    times = largest_sums((item.work.name, item.work.time) for item in items)
+    longest, *others = times
+    counted = {longest, *(name for name in others if key.shape is None and times[name] > times[longest] / 2)}
     runs = sum(item.work.name in counted for item in items)
     flops = _flops(key, items, runs)
     tflops = flops / time_us / 1e6 if flops and time_us else None
@@ -207,7 +190,7 @@ def _rates(step: StepEvidence) -> tuple[list[dict[str, Any]], float | None]:
     spec = spec_of(step.view.trace.gpu_name)
     capability = spec.capability[0] if spec is not None else 7 if "V100" in step.view.trace.gpu_name else None
     peak = step.gpu.peak("BF16") or step.gpu.peak("FP16") if step.gpu is not None else None
-    return [rate for rate in _facts()["rate"] if rate["capability"] == capability], peak
+    return [rate for rate in RATES if rate["capability"] == capability], peak
 
 
 def _flops(key: _Key, items: Sequence[TimedWork], runs: int) -> float:
@@ -234,8 +217,3 @@ def _with_faster(row: AttentionTotal, step: StepEvidence) -> AttentionTotal:
             faster_ms = row.time_ms * row.tflops / (reached * peak)
             return row.model_copy(update={"faster": rate["name"], "faster_ms": faster_ms})
     return row
-
-
-@cache
-def _facts() -> dict[str, Any]:
-    return load_data("gemmscope.explain", "attention.toml")

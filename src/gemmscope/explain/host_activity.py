@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -18,16 +18,16 @@ class HostActivity:
 
     name: str
     cause: str
-    names: re.Pattern[str] | None
-    calls: re.Pattern[str] | None
+    names: re.Pattern[str]
+    calls: re.Pattern[str]
 
 
-@cache
-def host_activities() -> tuple[HostActivity, ...]:
-    """The activities of the CPU in the order in which they are tried, the most specific first."""
-    entries = load_data("gemmscope.explain", "host_activity.toml")["activity"]
-    patterns = [[re.compile(entry[key]) if key in entry else None for key in ("names", "calls")] for entry in entries]
-    return tuple(HostActivity(entry["name"], entry["cause"], *pair) for entry, pair in zip(entries, patterns, strict=True))
+NEVER = r"(?!)"
+# In the order in which they are tried, the most specific first
+HOST_ACTIVITIES = tuple(
+    HostActivity(entry["name"], entry["cause"], *(re.compile(entry.get(key, NEVER)) for key in ("names", "calls")))
+    for entry in load_data("gemmscope.explain", "host_activity.toml")["activity"]
+)
 
 
 @lru_cache(10_000)
@@ -41,7 +41,7 @@ def activity_of(name: str) -> str:
     >>> activity_of("torch/serialization.py(943): save"), activity_of("torch/utils/checkpoint.py(264): backward")
     ('saving a checkpoint', '')
     """
-    return next((entry.name for entry in host_activities() if entry.names is not None and entry.names.search(name)), "")
+    return next((entry.name for entry in HOST_ACTIVITIES if entry.names.search(name)), "")
 
 
 @lru_cache(10_000)
@@ -51,7 +51,7 @@ def activity_of_call(name: str) -> str:
     >>> [activity_of_call(name) for name in ("hipFree", "cudaMalloc", "cudaMallocAsync", "cudaLaunchKernel", "cuMemFree_v2")]
     ['memory allocation', 'memory allocation', '', '', 'memory allocation']
     """
-    return next((entry.name for entry in host_activities() if entry.calls is not None and entry.calls.search(name)), "")
+    return next((entry.name for entry in HOST_ACTIVITIES if entry.calls.search(name)), "")
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -150,7 +150,8 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     if min(counts[1:]) < 0.9 * counts[0] or per_gemm < 1.2:
         return
     shares = _weight_shares(forward)
-    weights_ms = sum(item.share * shares.get(_layer(item), shares[""]) for item in casts) / 1000
+    layers = [item.scope.operators[-1].name if item.scope.operators else "" for item in casts]
+    weights_ms = sum(item.share * shares.get(layer, shares[""]) for item, layer in zip(casts, layers, strict=True)) / 1000
     cost = weights_ms * (count - 1) / count
     kernels = ", ".join(f"{number:.0f}" for number in counts[:8])
     evidence = [
@@ -165,23 +166,16 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
 
 def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
     """The casts of each stretch of forward in the first step, and how many micro-batches the stretch holds."""
-    stretches: list[list[TimedWork]] = []
-    in_forward = False
+    stretches: list[list[TimedWork]] = [[]]
     for item in in_launch_order(next(step.view.by_step())):
         if item.scope.phase == "forward":
-            if not in_forward:
-                stretches.append([])
-            in_forward = True
             stretches[-1].append(item)
-        elif item.scope.phase == "backward" and item.is_gemm:
-            in_forward = False
+        elif item.scope.phase == "backward" and item.is_gemm and stretches[-1]:
+            stretches.append([])
+    stretches = list(filter(None, stretches))
     batches = forwards([sum(item.is_gemm for item in stretch) for stretch in stretches])
     casts = [[item for item in stretch if item.name == "quantization"] for stretch in stretches]
     return list(zip(casts, batches, strict=True))
-
-
-def _layer(cast: TimedWork) -> str:
-    return cast.scope.operators[-1].name if cast.scope.operators else ""
 
 
 def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE
+from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE, as_table
 from gemmscope.explain.trace_file import EventStream
 from gemmscope.files import replacing, text_into
 from gemmscope.folders import temporary_folder
@@ -161,7 +161,7 @@ class _Clock:
     def __init__(self) -> None:
         self.readings: list[dict[str, Any]] = []
         self._done = threading.Event()
-        self._gpu: Any = None
+        self.gpu: Any = None
         try:
             import torch
 
@@ -170,23 +170,19 @@ class _Clock:
             nvml = open_nvml() if torch.cuda.is_available() else None
             if nvml is not None:
                 uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-                self._gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+                self.gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         except Exception:  # the trace is useful without it
-            self._gpu = None
-        if self._gpu is not None:
+            self.gpu = None
+        if self.gpu is not None:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         with suppress(Exception):  # the trace is useful without it
             while not self._done.wait(CLOCK_SECONDS):
-                self.readings.append(asdict(self._gpu.read()))
+                self.readings.append(asdict(self.gpu.read()))
 
     def stop(self) -> None:
         self._done.set()
-
-    @property
-    def max_sm_mhz(self) -> int | None:
-        return self._gpu.max_sm_mhz() if self._gpu is not None else None
 
 
 def _facts(clock: _Clock | None) -> dict[str, Any]:
@@ -195,7 +191,7 @@ def _facts(clock: _Clock | None) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__} | package_versions()}
     if clock is not None and clock.readings:
-        facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
+        facts["clock"] = {"max_sm_mhz": clock.gpu.max_sm_mhz(), "readings": clock.readings[-200:]}
     return facts
 
 
@@ -230,13 +226,8 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
     return False
 
 
-def _arguments(event: dict[str, Any]) -> dict[str, Any]:
-    arguments = event.get("args")
-    return arguments if isinstance(arguments, dict) else {}
-
-
 def _external_id(event: dict[str, Any]) -> int | str | None:
-    identifier = _arguments(event).get("External id")
+    identifier = as_table(event.get("args")).get("External id")
     return identifier if isinstance(identifier, (int, str)) else None
 
 
@@ -247,5 +238,5 @@ def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
     times = {key: event[key] for key in ("ts", "dur") if key in event}
     small |= {key: round(time, 3) if isinstance(time, float) else time for key, time in times.items()}
     kept = (*KEPT_ARGUMENTS, CONCRETE) if ATTENTION_FORWARD.match(str(event.get("name"))) else KEPT_ARGUMENTS
-    arguments = {key: value for key, value in _arguments(event).items() if key in kept and value not in ([], "", None)}
+    arguments = {key: value for key, value in as_table(event.get("args")).items() if key in kept and value not in ([], "", None)}
     return {**small, "args": arguments} if arguments else small

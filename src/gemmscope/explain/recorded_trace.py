@@ -145,7 +145,11 @@ class RecordedTrace:
     activities: list[Call] = field(default_factory=list)
     stream_waits: list[Call] = field(default_factory=list)
     memory: list[tuple[float, float, float]] = field(default_factory=list)
-    head: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+    world_size: int = 1
+    gpu_name: str = ""
+    gpu_properties: dict[str, Any] = field(default_factory=dict)  # as the profiler describes it: compute capability, and so on
+    facts: dict[str, Any] = field(default_factory=dict)  # that `trace_me` recorded in addition to the events
     other_gpus: int = 0  # whose work is ignored
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
@@ -167,28 +171,12 @@ class RecordedTrace:
         """Whether operators were recorded, or annotations of an inference engine, and nothing trains."""
         return (self.has_operators or self.has_engine) and not self.trains
 
-    @property
-    def rank(self) -> int | None:
-        return _integer(_table(self.head.get("distributedInfo")).get("rank"))
-
-    @property
-    def world_size(self) -> int:
-        return _integer(_table(self.head.get("distributedInfo")).get("world_size")) or 1
-
-    @property
-    def gpu_name(self) -> str:
-        names = [_table(device).get("name") for device in _list(self.head.get("deviceProperties"))]
-        return next((printable(name) for name in names if name), "")
-
-    @property
-    def gpu_properties(self) -> dict[str, Any]:
-        """What the profiler says about the GPU: its name, compute capability, and so on."""
-        return next((_table(device) for device in _list(self.head.get("deviceProperties")) if device), {})
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What `trace_me` recorded in addition to the events."""
-        return _table(self.head.get("gemmscope"))
+    def take_head(self, head: dict[str, Any]) -> None:
+        """What the file says besides its events."""
+        job, devices = as_table(head.get("distributedInfo")), list(map(as_table, _list(head.get("deviceProperties"))))
+        self.rank, self.world_size = _integer(job.get("rank")), _integer(job.get("world_size")) or 1
+        self.gpu_name = next((printable(device["name"]) for device in devices if device.get("name")), "")
+        self.gpu_properties, self.facts = next(filter(None, devices), {}), as_table(head.get("gemmscope"))
 
     def operators_by_id(self) -> dict[Any, Operator]:
         return {operator.external: operator for operator in self.operators if operator.external is not None}
@@ -207,8 +195,10 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
             _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
-    trace.head = stream.head
-    trace.trains = _trains(trace)
+    trace.take_head(stream.head)
+    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
+    names_of_work = {record.name for some in records for record in some}.union(trace.operator_names.values())
+    trace.trains = any(map(TRAINING.search, names_of_work))
     trace.has_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
     _require_gpu_work(trace)
     _one_device(trace)
@@ -216,12 +206,6 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     _align(trace)
     _from_zero(trace)
     return trace
-
-
-def _trains(trace: RecordedTrace) -> bool:
-    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
-    names = {record.name for some in records for record in some}.union(trace.operator_names.values())
-    return any(map(TRAINING.search, names))
 
 
 def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
@@ -237,7 +221,7 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase is None:
         return
-    arguments, thread = _table(event.get("args")), _key(event.get("tid"))
+    arguments, thread = as_table(event.get("args")), _key(event.get("tid"))
     if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
         trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
     if phase != "X":
@@ -299,7 +283,8 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
     attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
-    if operator.name.startswith(("aten::", "triton_")) and not attention and not _explains(operator.name):
+    telling = attention or GEMM_OPERATORS.match(operator.name) or CONVOLUTION.match(operator.name)
+    if operator.name.startswith(("aten::", "triton_")) and not telling:  # it says nothing about the kernels that it launches
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
@@ -309,14 +294,9 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     trace.operators.append(operator)
 
 
-def _explains(name: str) -> bool:
-    """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
-    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
-
-
 def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
     """A reading of the caching allocator, which the profiler makes with `profile_memory=True`."""
-    arguments = _table(event.get("args"))
+    arguments = as_table(event.get("args"))
     moment, device = _number(event.get("ts")), _integer(arguments.get("Device Type"))
     allocated, reserved = _number(arguments.get("Total Allocated")), _number(arguments.get("Total Reserved"))
     if moment is not None and device == 1 and allocated is not None and len(trace.memory) < MOST_MEMORY:
@@ -327,7 +307,7 @@ def _require_gpu_work(trace: RecordedTrace) -> None:
     foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
     if not all(work.copy for work in trace.work) and not foreign:
         return
-    reject_foreign(trace.path, trace.categories, trace.processes)
+    reject_foreign(trace.path, categories=trace.categories, processes=trace.processes)
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
     raise UserError(
@@ -435,7 +415,8 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _table(value: Any) -> dict[str, Any]:
+def as_table(value: Any) -> dict[str, Any]:
+    """A value of a trace, if it is a table; else an empty one."""
     return value if isinstance(value, dict) else {}
 
 

@@ -37,9 +37,9 @@ class Scope:
         """Whether the name of an operator contains one of the texts."""
         return any(text in operator.name for operator in self.operators for text in texts)
 
-    def backward_node(self) -> Operator | None:
-        """The node of the backward graph that was running."""
-        return next((operator for operator in self.operators if operator.name.startswith(EVALUATES)), None)
+    def backward_nodes(self) -> list[Operator]:
+        """The nodes of the backward graph that were running, the outermost first."""
+        return [operator for operator in self.operators if operator.name.startswith(EVALUATES)]
 
 
 def find_scopes(trace: RecordedTrace) -> list[Scope]:
@@ -109,17 +109,14 @@ def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
     After the last function come norms, activations and sums, until the node that asked for the layer does its own work.
     """
     nodes: dict[int, list[int]] = {}
-    recomputing: set[int] = set()
     for number, scope in enumerate(result):
-        node = scope.backward_node() if scope.phase in ("backward", "recomputed") else None
-        if node is not None and scope.launched is not None:
-            nodes.setdefault(id(node), []).append(number)
-            if scope.phase == "recomputed":
-                recomputing.add(id(node))
-    for node_id in recomputing:
-        numbers = sorted(nodes[node_id], key=lambda number: result[number].launched or 0.0)
+        around = scope.backward_nodes() if scope.phase in ("backward", "recomputed") else []
+        if around and scope.launched is not None:
+            nodes.setdefault(id(around[0]), []).append(number)
+    for numbers in nodes.values():
+        numbers.sort(key=lambda number: result[number].launched or 0.0)
         again = [place for place, number in enumerate(numbers) if result[number].phase == "recomputed"]
-        for place in range(again[0], len(numbers)):
+        for place in range(again[0], len(numbers)) if again else ():
             number = numbers[place]
             if place > again[-1] and _is_backward(result[number], trace.operator_names.get(trace.work[number].external, "")):
                 break
@@ -130,7 +127,7 @@ def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
 
 def _is_backward(scope: Scope, launcher: str) -> bool:
     """Whether work after a recomputed layer belongs to backward: to a node inside the node, or by its operator."""
-    nested = sum(operator.name.startswith(EVALUATES) for operator in scope.operators) > 1
+    nested = len(scope.backward_nodes()) > 1
     return nested or not launcher.startswith("aten::") or "backward" in launcher or GEMM_OPERATORS.match(launcher) is not None
 
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from gemmscope.explain.host_activity import host_activities
+from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of, spans_of
 from gemmscope.explain.timeline import Gap, incomplete_replays
 from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up, largest_sums
@@ -37,7 +37,7 @@ def _gaps(step: StepEvidence, *reasons: str) -> tuple[list[Gap], float]:
 
 def _host_activities(step: StepEvidence) -> Iterator[Cause]:
     """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
-    for activity in host_activities():
+    for activity in HOST_ACTIVITIES:
         gaps, time = _gaps(step, activity.name)
         if time > WAITING * step.step_ms:
             waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)

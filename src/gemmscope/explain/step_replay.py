@@ -22,6 +22,7 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
+from gemmscope.explain.host_activity import Covered
 from gemmscope.explain.recorded_trace import Call
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.timeline import Gap
@@ -103,16 +104,14 @@ class Replay:
         every = 1 + sum(len(items) for _, items in steps) // MOST_WORK
         return [_graph(self._view, step, items) for step, items in steps[::every]]
 
-    def recorded_us(self) -> float:
-        return sum(graph.step.time for graph in self._graphs)
-
-    def replayed_us(self, change: StepChange) -> float:
-        """The time of the same steps with the change."""
-        return sum(_replay(graph, change) for graph in self._graphs)
-
     def speedup(self, change: StepChange) -> float:
         """The speedup of the step; 1 if the change gains nothing."""
-        return max(self.recorded_us() / max(self.replayed_us(change), 1e-6), 1.0)
+        recorded_us = sum(graph.step.time for graph in self._graphs)
+        return max(recorded_us / max(self.replayed_us(change), 1e-6), 1.0)
+
+    def replayed_us(self, change: StepChange) -> float:
+        """The time of the steps with the change."""
+        return sum(_replay(graph, change) for graph in self._graphs)
 
 
 def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _StepGraph:
@@ -135,20 +134,17 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _
         _follow_ends(nodes, streams)
     for node in nodes:
         base = _base(nodes, node)
-        if base == node.launched:
-            node.latency = max(node.start - base, 0.0)
-        else:
-            node.slack = max(node.start - base, 0.0)
-    _launch_times(nodes)
-    known = [call for call in calls if call is not None]
+        late = max(node.start - base, 0.0)
+        node.latency, node.slack = (late, 0.0) if base == node.launched else (0.0, late)
+    for (moment, _), (next_moment, place) in pairwise(_launched(nodes)):
+        nodes[place].launching = min(next_moment - moment, LAUNCH_US)
     waits = _waits(nodes, trace.waits, step)
-    return _StepGraph(step, nodes, waits, _host_us(view, step, known, waits))
+    return _StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
 
 
-def _launch_times(nodes: Sequence[_Node]) -> None:
-    launched = sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
-    for (before, _), (moment, place) in pairwise(launched):
-        nodes[place].launching = min(moment - before, LAUNCH_US)
+def _launched(nodes: Sequence[_Node]) -> list[tuple[float, int]]:
+    """The moments of launches in order, with the places of the work."""
+    return sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
 
 
 def _base(nodes: Sequence[_Node], node: _Node) -> float:
@@ -160,10 +156,10 @@ def _base(nodes: Sequence[_Node], node: _Node) -> float:
 def _follow_waits(nodes: Sequence[_Node], streams: Sequence[object], calls: Sequence[Call]) -> None:
     """The next work launched after `cudaStreamWaitEvent` waits for work of another stream: the last that was launched before and
     had ended when it began."""
-    launched = sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
-    moments = [moment for moment, _ in launched]
-    if not moments:
+    launched = _launched(nodes)
+    if not launched:
         return
+    moments = [moment for moment, _ in launched]
     first, end = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (moments[0], moments[-1]))
     for call in calls[first:end]:
         at = bisect_right(moments, call.start)
@@ -216,30 +212,17 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     usual = median(call.end - call.start for call in calls)
     blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
     blocked += [(wait.start + OWN_US, wait.end) for wait in waits if wait.until is not None and wait.end - wait.start > OWN_US]
-    return max(min(end - begin - _covered(blocked, begin, end), step.time), 0.0)
-
-
-def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """How much of the time from `begin` to `end` the spans cover together.
-
-    >>> _covered([(0, 4), (3, 5), (8, 20)], 1, 10)
-    6.0
-    """
-    total, until = 0.0, begin
-    for first, last in sorted(spans):
-        first, last = max(first, until), min(last, end)
-        if last > first:
-            total, until = total + last - first, last
-    return total
+    blocked = [(first, last) for first, last in blocked if last > first]
+    return max(min(end - begin - Covered(blocked).within(begin, end), step.time), 0.0)
 
 
 def _replay(graph: _StepGraph, change: StepChange) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
-    removed = [(_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end]
-    if change.unlaunched:
-        shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
-        removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
+    gaps = (gap for gap in change.gaps if step.begin <= gap.begin < step.end)  # each ended with a launch, as far as is known
+    removed = [(gap.begin if gap.scope.launched is None else gap.scope.launched, gap.time) for gap in gaps]
+    shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
+    removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
     host = _HostTime(graph.waits, removed, change.saved)
     ends: list[float] = []
     for node in nodes:
@@ -259,11 +242,6 @@ def _replay(graph: _StepGraph, change: StepChange) -> float:
     return min(max(end - step.begin, own, 0.0), step.time)
 
 
-def _host_moment(gap: Gap) -> float:
-    """When the CPU made the launch that ended the gap."""
-    return gap.scope.launched if gap.scope.launched is not None else gap.begin
-
-
 class _HostTime:
     """How much earlier the CPU is than in the recording, at any moment of it."""
 
@@ -272,8 +250,7 @@ class _HostTime:
         events: list[tuple[float, _Wait | float]] = [(wait.end, wait) for wait in waits]
         events += [(moment, time) for moment, time in removed]
         self._events = sorted(events, key=lambda event: event[0])
-        self._moments = [-inf]
-        self._shifts = [0.0]
+        self._moments, self._shifts = [-inf], [0.0]
         self._at = 0
 
     def shift_at(self, moment: float, ends: Sequence[float]) -> float:
@@ -294,6 +271,4 @@ class _HostTime:
             self._moments.append(when)
             self._shifts.append(shift)
             self._at += 1
-        if moment >= self._moments[-1]:
-            return self._shifts[-1]
         return self._shifts[bisect_right(self._moments, moment) - 1]

@@ -54,13 +54,13 @@ class Steps:
 
 def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
     """`count`: the number of steps in the trace, if the user gives it."""
+    begin, end = _recorded_work(trace)[0].start, max(work.end for work in trace.work)
     if count is not None:
         if count > len(trace.work):
             raise UserError(
                 f"{option('steps', count)}: {trace.path} has only {len(trace.work):,} kernels and copies",
                 "give the number of training steps that were recorded",
             )
-        begin, end = _recorded_work(trace)[0].start, max(work.end for work in trace.work)
         if end <= begin:
             raise UserError(f"{trace.path} is not valid: all GPU work begins and ends at the same time", HOW_TO_RECORD)
         steps = tuple(_between([begin + number * ((end - begin) / count) for number in range(count + 1)]))
@@ -70,7 +70,7 @@ def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
         "optimizer annotations": _optimizer_marks,
     }
     if trace.inference:
-        finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: _whole_recording}
+        finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: lambda _: _between([begin, end])}
     else:
         finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():
@@ -112,10 +112,6 @@ def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
         if ENGINE_STEPS.match(mark.name) and (not windows or mark.start >= windows[-1].end):
             windows.append(RecordedStep(mark.name, mark.start, mark.end))
     return _host_windows(trace, windows) if windows else []
-
-
-def _whole_recording(trace: RecordedTrace) -> list[RecordedStep]:
-    return _between([_recorded_work(trace)[0].start, max(work.end for work in trace.work)])
 
 
 def _recorded_work(trace: RecordedTrace) -> Sequence[GpuWork]:

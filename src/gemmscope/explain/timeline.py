@@ -14,21 +14,19 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.host_activity import Covered, by_key
+from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key
 from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
 
-Idle = Literal[
-    "late launch", "late launch after synchronization", "no launch for over 1 ms", "between kernels", "other stream",
-    "launch not recorded", "memory allocation", "compilation", "saving a checkpoint", "data loading", "not recorded",
-]  # fmt: skip
-ACTIVITIES: tuple[Idle, ...] = ("memory allocation", "compilation", "saving a checkpoint", "data loading")  # host_activity.toml
-HOST_IDLE: tuple[Idle, ...] = ("late launch", "late launch after synchronization", "no launch for over 1 ms", *ACTIVITIES)
-NOT_RECORDED: Idle = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
+# Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
+HOST_IDLE = (
+    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry.name for entry in HOST_ACTIVITIES),
+)  # fmt: skip
+NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
@@ -46,7 +44,7 @@ class Gap:
 
     begin: float
     end: float
-    why: Idle
+    why: str
     scope: Scope = NOWHERE
 
     @property
@@ -103,17 +101,26 @@ class _HostTimeline:
         self.main_thread = threads.most_common(1)[0][0] if threads else None
         spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
         self._activities = by_key(spans)
-        self.unrecorded = UnrecordedWork(trace)
+        self._waits, self._replays = by_key(_waits(trace)), Covered(_replays(trace))
+
+    def was_busy(self, begin: float, end: float, next_call: Call | None) -> bool:
+        """Whether the GPU must have been busy in a gap, although nothing was recorded. `next_call`: what launched the work that
+        ended the gap. If that was launched before the gap, a wait was for that."""
+        half = 0.5 * (end - begin)
+        if self._replays.within(begin, end) > half:
+            return True
+        waits = self._waits.get(next_call.thread) if next_call is not None and next_call.start > begin else None
+        return waits is not None and waits.within(begin, end) > half
 
     def thread_before(self, moment: float) -> Any:
         """The thread that launched the last kernel before a moment: of backward, for which the main thread waits at its end."""
         at = bisect_left(self._launches, moment, key=lambda call: call.start)
         return self._launches[at - 1].thread if at else self.main_thread
 
-    def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[Idle, float]]:
+    def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[str, float]]:
         """What the threads were busy with, and for how long; where activities are inside each other, the first of them counts."""
         left = end - begin
-        for name in ACTIVITIES if self._activities else ():
+        for name in [entry.name for entry in HOST_ACTIVITIES] if self._activities else ():
             covered = [self._activities[name, thread] for thread in threads if (name, thread) in self._activities]
             time = min(sum(spans.within(begin, end) for spans in covered), left)
             if time > SHORT_US:
@@ -191,27 +198,27 @@ def _gaps(
 ) -> Iterator[Gap]:
     """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
     call = trace.launches.get(until.correlation) if until is not None else None
-    if end - begin > SHORT_US and host.unrecorded.explains(begin, end, call):
+    if end - begin > SHORT_US and host.was_busy(begin, end, call):
         yield Gap(begin, end, NOT_RECORDED)
         return
-    rest = _gap(trace, begin, end, until, scope, host)
-    if rest.why in HOST_IDLE or call is None:
+    why, at = _reason(trace, begin, end, call, scope, host), begin
+    if call is None and until is None and trace.launches:  # the step ended and nothing more was launched
+        why = "no launch for over 1 ms"
+    if why in HOST_IDLE or call is None:
         thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)
         for activity, time in host.activities({thread, host.thread_before(begin)}, begin, latest):
-            yield Gap(begin, begin + time, activity, scope)
-            begin += time
-    if end > begin:
-        yield Gap(begin, end, rest.why, rest.scope)
+            yield Gap(at, at + time, activity, scope)
+            at += time
+    if end > at:
+        yield Gap(at, end, why, scope if call is not None and call.start > begin else NOWHERE)
 
 
-def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline) -> Gap:
-    """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
-    call = trace.launches.get(until.correlation) if until is not None else None
+def _reason(trace: RecordedTrace, begin: float, end: float, call: Call | None, scope: Scope, host: _HostTimeline) -> str:
+    """Why the GPU was idle: whether the work that ended the gap was launched in time (`call`)."""
     if call is None:
-        ended = until is None and trace.launches  # the step ended and nothing more was launched
-        return Gap(begin, end, "no launch for over 1 ms" if ended else "launch not recorded")
+        return "launch not recorded"
     if call.start <= begin:
-        return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream")
+        return "between kernels" if end - begin < SHORT_US else "other stream"
     calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
@@ -219,8 +226,8 @@ def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, 
     entered = min((operator.start for operator in scope.operators), default=call.start)
     silent_from = max(previous, awaited or previous, begin - NO_LAUNCH_US)
     if scope.phase != "optimizer" and min(entered, call.start) - silent_from > NO_LAUNCH_US:
-        return Gap(begin, end, "no launch for over 1 ms", scope)
-    return Gap(begin, end, "late launch after synchronization" if awaited is not None else "late launch", scope)
+        return "no launch for over 1 ms"
+    return "late launch after synchronization" if awaited is not None else "late launch"
 
 
 def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float | None:
@@ -230,22 +237,6 @@ def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float 
         if wait.start < begin and begin - 20.0 <= wait.end <= launched:
             return wait.end
     return None
-
-
-class UnrecordedWork:
-    """Answers whether the GPU was busy, as far as the CPU shows it, although nothing was recorded."""
-
-    def __init__(self, trace: RecordedTrace) -> None:
-        self._waits = by_key(_waits(trace))
-        self._replays = Covered(_replays(trace))
-
-    def explains(self, begin: float, end: float, next_call: Call | None) -> bool:
-        """`next_call`: what launched the work that ended the gap. If that was launched before the gap, a wait was for that."""
-        half = 0.5 * (end - begin)
-        if self._replays.within(begin, end) > half:
-            return True
-        waits = self._waits.get(next_call.thread) if next_call is not None and next_call.start > begin else None
-        return waits is not None and waits.within(begin, end) > half
 
 
 def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:

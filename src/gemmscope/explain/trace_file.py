@@ -10,7 +10,6 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ A_TRACE = "give a trace file written by the PyTorch profiler"
 
 
 MOST_NAMES = 200  # of categories and processes that are checked
+FOREIGN: list[dict[str, Any]] = load_data("gemmscope.explain", "foreign.toml")["file"]
 OTHER_DEVICES = ("mtia_", "hpu_")  # categories of accelerators that are not GPUs
 
 
@@ -52,14 +52,11 @@ class EventStream:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.source.open(unpack=True) as stream:
             self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
-            yield from self._whole()
-
-    def _whole(self) -> Iterator[dict[str, Any]]:
-        first = self._peek()
-        if first not in "[{":
-            raise UserError(f"{self.source} is not a trace: it does not start like JSON", HOW_TO_RECORD)
-        self._at += 1
-        yield from self._events(may_stop=True) if first == "[" else self._members()
+            first = self._peek()
+            if first not in "[{":
+                raise UserError(f"{self.source} is not a trace: it does not start like JSON", HOW_TO_RECORD)
+            self._at += 1
+            yield from self._events(may_stop=True) if first == "[" else self._members()
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
@@ -69,7 +66,7 @@ class EventStream:
             if not isinstance(key, str) or self._peek() != ":":
                 raise self._invalid()
             self._at += 1
-            reject_member(self.source, key)
+            reject_foreign(self.source, member=key)
             if key == "traceEvents" and self._peek() == "[":
                 has_events = True
                 self._at += 1
@@ -99,27 +96,14 @@ class EventStream:
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""
-        while True:
-            self._at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
-            try:
-                value, self._at = self._decode(self._buffer, self._at)
-            except RecursionError:
-                raise self._too_deep() from None
-            except (ValueError, StopIteration):  # also a number of thousands of digits
-                if self._buffer.startswith("]", self._at):
-                    self._at += 1
-                    return
-                if not self._more():
-                    if may_stop and self._at >= len(self._buffer):
-                        return
-                    raise self._invalid() from None
-                continue
-            self._advanced = True
+        while self._peek(_BETWEEN, may_end=may_stop) not in ("]", ""):
+            value = self._value()
             self._events_read += 1
             if self._events_read > MOST_EVENTS:
                 raise UserError(f"{self.source} has more than {MOST_EVENTS:,} events", "record fewer steps")
             if isinstance(value, dict):
                 yield value
+        self._at += 1
 
     def _value(self) -> Any:
         """The next value; `_length` is the number of its characters."""
@@ -127,25 +111,26 @@ class EventStream:
             at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, end = self._decode(self._buffer, at)
+                if end < len(self._buffer) or isinstance(value, (dict, list, str)):  # a number at the end may continue
+                    self._at, self._length, self._advanced = end, end - at, True
+                    return value
             except RecursionError:
-                raise self._too_deep() from None
-            except (ValueError, StopIteration):  # also a number of thousands of digits
-                end = len(self._buffer)
-            if end < len(self._buffer):  # a number at the end of the buffer may continue
-                self._at, self._length = end, end - at
-                self._advanced = True
-                return value
+                raise UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD) from None
+            except (ValueError, StopIteration):  # incomplete, or a number of thousands of digits
+                pass
             self._at = at
             if not self._more():
                 raise self._invalid()
 
-    def _peek(self, skipped: re.Pattern[str] = _SPACE) -> str:
-        """The next character that is not space."""
+    def _peek(self, skipped: re.Pattern[str] = _SPACE, *, may_end: bool = False) -> str:
+        """The next character that is not space; "" at the end of the file, if it may end here."""
         while True:
             self._at = skipped.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._buffer):
                 return self._buffer[self._at]
             if not self._more():
+                if may_end:
+                    return ""
                 raise self._invalid()
 
     def _more(self) -> bool:
@@ -165,9 +150,6 @@ class EventStream:
         """How many characters of the file come before the one that is next."""
         return self.characters - (len(self._buffer) - self._at)
 
-    def _too_deep(self) -> UserError:
-        return UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD)
-
     def _invalid(self) -> UserError:
         place = self._place()
         if not self.characters:
@@ -181,28 +163,12 @@ class EventStream:
         return UserError(f"{self.source} is not valid JSON from character {place:,} on, {reason}", HOW_TO_RECORD)
 
 
-def reject_member(source: object, key: str) -> None:
-    """Raise a `UserError` if only another profiler writes this member of the outermost object."""
-    for file in _files():
-        if file.get("member") == key:
-            raise _error(source, file)
-
-
-def reject_foreign(source: object, categories: Iterable[str], processes: Iterable[str]) -> None:
-    """Raise a `UserError` if the categories of events or the names of processes are those of another profiler."""
+def reject_foreign(source: object, *, member: str = "", categories: Iterable[str] = (), processes: Iterable[str] = ()) -> None:
+    """Raise a `UserError` if only another profiler writes this member of the outermost object, these categories of events, or
+    processes of these names."""
     kinds, names = tuple(categories), tuple(processes)
-    for file in _files():
+    for file in FOREIGN:
         by_category = "category" in file and any(kind.startswith(file["category"]) for kind in kinds)
         by_process = "process" in file and any(re.search(file["process"], name) for name in names)
-        if by_category or by_process:
-            raise _error(source, file)
-
-
-def _error(source: object, file: dict[str, Any]) -> UserError:
-    return UserError(f"{source} is {file['is']}", file["instead"])
-
-
-@cache
-def _files() -> list[dict[str, Any]]:
-    files: list[dict[str, Any]] = load_data("gemmscope.explain", "foreign.toml")["file"]
-    return files
+        if by_category or by_process or (member and file.get("member") == member):
+            raise UserError(f"{source} is {file['is']}", file["instead"])

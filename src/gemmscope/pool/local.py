@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,7 @@ class LocalPlace:
 class _Slot:
     """A place, and the process that serves it now."""
 
-    key: str
-    name: str
+    place: Place
     local: LocalPlace
     process: WorkerProcess | None = None
     begun: float = 0.0
@@ -69,9 +68,9 @@ class LocalPool:
         self._slots: dict[str, _Slot] = {}
         for place in places:
             key = f"{self._node}/{place.uuid or ('cpu' if place.gpu is None else place.gpu)}"
-            number = sum(slot.local.uuid == place.uuid and slot.local.gpu == place.gpu for slot in self._slots.values()) + 1
-            key += f" #{number}" if number > 1 else ""
-            self._slots[key] = _Slot(key, Place(key, self._node, place.gpu).name, place)
+            turn = sum(slot.local.uuid == place.uuid and slot.local.gpu == place.gpu for slot in self._slots.values()) + 1
+            key += f" #{turn}" if turn > 1 else ""
+            self._slots[key] = _Slot(Place(key, self._node, place.gpu, place.uuid, turn=turn), place)
         self._waiting: deque[Event] = deque()
         self._resources = ExitStack()
 
@@ -122,11 +121,11 @@ class LocalPool:
 
     def pids(self) -> dict[str, int]:
         """The process of each place's place worker, by the place's key."""
-        return {slot.key: slot.process.pid for slot in self._slots.values() if slot.process is not None}
+        return {slot.place.key: slot.process.pid for slot in self._slots.values() if slot.process is not None}
 
     def _start(self, slot: _Slot) -> None:
         slot.starts += 1
-        folder = self._folder / f"{list(self._slots).index(slot.key)}-{slot.starts}"
+        folder = self._folder / f"{list(self._slots).index(slot.place.key)}-{slot.starts}"
         setup = self._setup(slot, folder)
         visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if slot.local.gpu is not None else {}
         slot.begun, slot.restart_at, slot.ready = time.monotonic(), None, False
@@ -160,7 +159,7 @@ class LocalPool:
             slot.process.flush()
             self._listen(slot)
             for line in slot.process.lines():
-                self._tell(slot, event_of(slot.key, line, name=slot.name))
+                self._tell(slot, event_of(slot.place.key, line, name=slot.place.name))
                 if slot.process is None:
                     return
         except ValueError as error:
@@ -171,12 +170,12 @@ class LocalPool:
     def _tell(self, slot: _Slot, event: Event) -> None:
         if isinstance(event, PlaceFound):
             slot.greeted = slot.ready = True
-            place = event.place
-            event = PlaceFound(Place(place.key, place.node, slot.local.gpu, slot.local.uuid or place.uuid, place.facts))
+            place = replace(slot.place, node=event.place.node, uuid=slot.place.uuid or event.place.uuid, facts=event.place.facts)
+            event = PlaceFound(place)
         elif isinstance(event, (UnitDone, UnitFailed)):
             slot.deaths = 0
         elif isinstance(event, PlaceRefused):
-            slot.greeted = True
+            slot.greeted, event = True, replace(event, node=slot.place.node)
             self._close(slot)
         self._waiting.append(event)
 
@@ -195,9 +194,17 @@ class LocalPool:
         again = again and slot.deaths < MOST_DEATHS
         slot.restart_at = time.monotonic() + self._restart_s if again else None
         if slot.greeted:
-            self._waiting.append(PlaceLost(slot.key, why, again=again))
+            self._waiting.append(PlaceLost(slot.place.key, why, again=again))
         elif not again:
-            self._waiting.append(PlaceRefused(slot.name, why, "gemmscope doctor shows what this machine can measure", slot.key))
+            self._waiting.append(
+                PlaceRefused(
+                    slot.place.name,
+                    why,
+                    "gemmscope doctor shows what this machine can measure",
+                    slot.place.key,
+                    node=slot.place.node,
+                )
+            )
 
     def _restart(self) -> None:
         for slot in self._slots.values():

@@ -24,6 +24,8 @@ class Place:
     uuid: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """As its place worker reports them: `asdict(Environment)` with the one GPU of this place, and the version of gemmscope."""
+    turn: int = 1
+    """Which of the places that share its GPU it is: they take turns."""
 
     @property
     def name(self) -> str:
@@ -75,6 +77,8 @@ class PlaceRefused:
     place: str = ""
     gpus: int = 1
     """How many GPUs are not measured because of this."""
+    node: str = ""
+    """The name of the machine, where `name` says more."""
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ class Bridge:
         self.held_s: float = request["held_s"]
         self.slots: dict[int, Slot] = {}
         self.nodes: dict[str, Node] = {}
+        self._gone = (ray.exceptions.RayError, asyncio.TimeoutError, OSError)  # an actor, a node or the connection
         self._numbers = 0
         self._own = ray.get_runtime_context().get_node_id()  # through which this process is connected; a client's is the head
         ray.cloudpickle.register_pickle_by_value(relay)
@@ -248,7 +249,7 @@ class Bridge:
         """The free GPUs of each node; None where Ray does not report them. Asked from inside the cluster: a Ray client cannot see
         them."""
         free: dict[str, float] | None = None
-        with suppress(Exception):  # the node that was asked may be leaving; actors wait for their GPUs, too
+        with suppress(*self._gone):  # the node that was asked may be leaving; actors wait for their GPUs, too
             free = await self._reply(self.ray.remote(relay.free_gpus).options(num_cpus=0).remote(), FREE_S)
         return free
 
@@ -363,13 +364,13 @@ class Bridge:
     async def _end(self, slot: Slot) -> None:
         """End the place worker, remove what it unpacked, end the actor; whatever state they are in."""
         if slot.actor is not None:
-            with suppress(Exception):
+            with suppress(Exception):  # of Ray, whatever it is: another one is started where this one ended
                 await self._reply(slot.actor.stop.remote(), STOP_S if slot.started else 0.0)
             with suppress(Exception):
                 self.ray.kill(slot.actor)
 
     async def _send(self, slot: Slot, line: str) -> None:
-        with suppress(Exception):  # `_serve` sees the same, and reports it
+        with suppress(*self._gone):  # `_serve` sees the same, and reports it
             await slot.actor.send.remote(line)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
