@@ -15,8 +15,8 @@ from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import winner_among
 from gemmscope.results.sweep import GpuSweep, SweepPoint, break_evens
-from gemmscope.results.winner import winner_among
 from gemmscope.workload.derive import derive
 
 AT_A_TIME = 200
