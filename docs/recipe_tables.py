@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.bench.choose import GEMMS_ONLY, ON_GPU
+from gemmscope.recipe.frameworks import backends, frameworks
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
@@ -14,7 +14,7 @@ FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 def on_gpus() -> list[Recipe]:
     """All recipes that run on a GPU."""
-    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(ON_GPU)]
+    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(backends("cuda"))]
 
 
 def where() -> str:
@@ -53,15 +53,15 @@ def backends() -> str:
     """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
     for recipe in on_gpus():
-        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in ON_GPU]
+        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in backends("cuda")]
         flags = recipe.settings.get("megatron", {}).get("flags", "")
         rows.append([recipe.name, *cells, f"`{flags}`" if flags else ""])
-    return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
+    return _table(["recipe", *(f"`{name}`" for name in backends("cuda")), "Megatron-LM"], rows)
 
 
 def _name_in(recipe: Recipe, backend: str) -> str:
     facts = recipe.settings.get(backend, {})
-    if backend in GEMMS_ONLY:
+    if frameworks()[backend].gemms_only:
         return "GEMMs only"
     if "config" in facts:
         prototype = " (prototype)" if ".prototype." in facts["config"] else ""
@@ -115,7 +115,7 @@ def _casts(recipe: Recipe) -> str:
     """How often each backend casts; the backends are named where they differ."""
     casts = {}
     for backend in recipe.backends:
-        if backend not in GEMMS_ONLY:
+        if not frameworks()[backend].gemms_only:
             often = recipe.settings[backend].get("casts", "once")
             casts[backend] = PER_GEMM.get(often, often)
     if len(set(casts.values())) == 1:
