@@ -13,11 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemmscope.commands.numerics import chosen_recipes, dropped_passes, padded_tokens  # noqa: E402
+from gemmscope.commands.numerics import chosen_recipes  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics.evaluation import requests  # noqa: E402
+from gemmscope.numerics.evaluation.error_findings import dropped_passes, padded_tokens  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
