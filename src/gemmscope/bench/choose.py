@@ -33,7 +33,7 @@ class Choices:
 
     @property
     def on_cpu(self) -> bool:
-        return "cpu" in (self.device, self.backend)
+        return self.device == "cpu" or self.backend in backends("cpu")
 
     def named_recipes(self) -> list[str] | None:
         """The recipes that were named, BF16 always among them and first; None if they are to be chosen."""
@@ -105,7 +105,7 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
 
 
 def _device(choices: Choices) -> str:
-    device = choices.device or ("cpu" if choices.backend == "cpu" else "cuda")
+    device = choices.device or ("cpu" if choices.on_cpu else "cuda")
     if device not in ("cuda", "cpu"):
         raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cuda or cpu")
     return device

@@ -5,6 +5,7 @@ from typing import Any
 
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
+from gemmscope.recipe.frameworks import backends
 from gemmscope.results.bench import BenchSettings, Counts
 
 Shape = tuple[int, int, int]
@@ -56,7 +57,7 @@ class BenchTiming:
         counts = self.counts()
         # a burst of fixed counts sends nothing until its end, and may be as long as was requested
         fixed: dict[str, Any] = {"max_rounds": counts.rounds, "silence_s": 3600.0} if counts else {}
-        if backend == "cpu":  # it has no clock to settle
+        if backend in backends("cpu"):  # it has no clock to settle
             fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
         return BenchSettings(
             backend,

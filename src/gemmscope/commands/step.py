@@ -18,6 +18,7 @@ from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
 from gemmscope.progress import QUIET, Reporter
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import Result
 from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
@@ -93,7 +94,7 @@ def run_step(
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
     most_layers = None
     if isinstance(plan, ModulePlan):
-        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend == "cpu")
+        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend in backends("cpu"))
     with (
         closing(open_journal()) as journal,
         journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,
