@@ -18,12 +18,13 @@ import pytest
 
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
-from gemmscope.bench.timing import BenchTiming
-from gemmscope.cli.bench_options import parse_shapes
+from gemmscope.bench.timing import bench_settings, counts_of, stopping_rule
 from gemmscope.engine.journal import VERSION, open_journal
 from gemmscope.engine.messages import Failed
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
+from gemmscope.options.measuring import TimingOptions
+from gemmscope.options.values import bare_shapes
 from gemmscope.results.bench import BenchResult, Counts
 from gemmscope.workload.cases import MODES
 from support.command import Run, run
@@ -158,11 +159,11 @@ def test_the_ladder_is_measured_where_nothing_is_named(run: Run, options: str, p
 
 
 def test_shapes_are_squares_and_triplets() -> None:
-    assert parse_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
-    assert parse_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
-    assert parse_shapes("default") is None
+    assert bare_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
+    assert bare_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
+    assert bare_shapes("default") == []
     with pytest.raises(UserError, match="--shapes is empty"):
-        parse_shapes("")
+        bare_shapes("")
 
 
 def recipes_of(ran: list[LinearCampaign]) -> list[str]:
@@ -289,10 +290,10 @@ def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
 
 
 def test_without_counts_precision_decides() -> None:
-    timing = BenchTiming(precision=0.02, time_limit=30)
-    assert timing.counts() is None
-    assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
-    assert timing.settings("cpu").max_rounds > 100_000  # too many to wait for
+    timing = TimingOptions(precision=0.02, time_limit=30)
+    assert counts_of(timing) is None
+    assert (stopping_rule(timing).target, stopping_rule(timing).longest_s) == (0.02, 30)
+    assert bench_settings(timing, "cpu").max_rounds > 100_000  # too many to wait for
 
 
 def test_the_cpu_is_not_loaded_first(run: Run, pretend: Pretend) -> None:

@@ -32,8 +32,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of proce
 
 SERVER = f"""
 import json, os, resource, signal, sys
-import gemmscope.__main__, gemmscope.cli.forecast, gemmscope.cli.shapes, gemmscope.cli.output, gemmscope.document
-import gemmscope.forecast.gemm, gemmscope.writers.csv, gemmscope.writers.markdown, gemmscope.writers.terminal
+import gemmscope.__main__, gemmscope.commands.forecast, gemmscope.commands.shapes, gemmscope.cli.build, gemmscope.cli.output
+import gemmscope.document, gemmscope.forecast.gemm
+import gemmscope.writers.tables, gemmscope.writers.markdown, gemmscope.writers.terminal
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()

@@ -161,7 +161,7 @@ def test_python_gives_the_same(run: Run, requests: list[ErrorsRequest], tmp_path
     assert requests[0] == requests[1]
     job = gs.load("llama-3.1-8b").on(1, 8192)
     assert job.numerics(synthetic="normal", recipes=["mxfp8"], gpu="b200").speed_origin == "forecast"
-    with pytest.raises(gs.UserError, match="there is no option speeds"):
+    with pytest.raises(gs.UserError, match="no option speeds"):
         gs.quantization_errors("r.safetensors", speeds="x.json")
     with pytest.raises(gs.UserError, match="bound must be between 0 and 1"):
         gs.quantization_errors("r.safetensors", bound=5.0)

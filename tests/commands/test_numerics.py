@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemmscope.commands.numerics import chosen_recipes, dropped_passes, padded_tokens, run_numerics  # noqa: E402
+from gemmscope.commands.numerics import chosen_recipes, dropped_passes, padded_tokens  # noqa: E402
 from gemmscope.errors import UserError  # noqa: E402
 from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
@@ -24,6 +24,7 @@ from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
 from gemmscope.results.numerics import DroppedPass, LinearError, NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
 from gemmscope.signals import Interrupted, raised  # noqa: E402
+from support.commands import run_numerics  # noqa: E402
 from support.workers import forked_workers  # noqa: E402
 
 __all__ = ["forked_workers"]  # the fixture

@@ -31,7 +31,7 @@ import torch
 _mark("torch imported")
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import Backend, OperandStore, Options
+from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
 from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer, start_profiler
@@ -125,7 +125,7 @@ class Worker(MeasuringProcess):
             if make is None:
                 return
             backend: Backend = make(
-                self.operands, Options(**{name: self.request[name] for name in OPTIONS if name in self.request})
+                self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
             )
             _mark("backend loaded")
             self.say(Hello(dict(backend.versions()), self.device_facts(), _TIMELINE))

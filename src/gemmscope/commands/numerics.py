@@ -11,7 +11,6 @@ from math import isfinite
 from pathlib import Path
 from typing import get_args
 
-from gemmscope.bench.choose import Choices
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
@@ -34,6 +33,7 @@ from gemmscope.numerics.evaluation.requests import (
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.numerics.recording import HISTORY, read_recording
+from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
@@ -43,63 +43,42 @@ from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import OPERANDS
 
-PathLike = str | Path
 KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
-def run_numerics(
-    recording: PathLike | None = None,
-    *,
-    checkpoint: PathLike | None = None,
-    synthetic: str | None = None,
-    job: ModelRun | None = None,
-    recipes: Sequence[str] | None = None,
-    backend: str | None = None,
-    speed: PathLike | Result | None = None,
-    gpu: str | None = None,
-    bound: float | None = None,
-    depth: bool = False,
-    device: str = "cpu",
-    seed: int = 0,
-    command: str = "",
-    reporter: Reporter | None = None,
-    deliver: Callable[[NumericsResult], None] = lambda _: None,
-) -> NumericsResult:
+def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: ModelRun | None = None) -> NumericsResult:
     """The errors of every linear in every recipe, and what to keep in a higher precision.
 
-    One source of tensors: a `recording` (of `gemmscope.record_tensors`), a `checkpoint` (weights alone), or `synthetic` tensors
-    of the model in `job`: normal, heavy or outliers. `recipes`: by default BF16 and all of Transformer Engine, or of `backend`.
-    `speed`: a result of bench, step or forecast, or its run file; with `gpu` and `job`, a forecast. `bound`: the largest error
-    that the recommended mix may have. `depth`: also run the model of `job` with each recipe in all linears, for the error that
-    accumulates from layer to layer; a Hugging Face config runs with random weights, a module is run without being asked. Ctrl-C
-    ends it early, with the linears computed until then. `deliver` writes the result.
+    `job`: the model of `synthetic` tensors, of `depth`, and of the forecast for `gpu`. With `depth`, a Hugging Face config runs
+    with random weights; a module is run without being asked. Ctrl-C ends it early, with the linears computed until then.
     """
-    begin, reporter = time.monotonic(), reporter or QUIET
+    begin, backend, speed, device = time.monotonic(), options.backend or "", options.speed, options.device or "cpu"
     request = ErrorsRequest(
-        source=_source(recording, checkpoint, synthetic, job, reporter),
-        recipes=tuple(chosen_recipes(recipes, backend or "")),
-        backend=backend or "",
+        source=_source(options, job, context.reporter),
+        recipes=tuple(chosen_recipes(options.recipes, backend)),
+        backend=backend,
         device=device,
-        seed=seed,
-        depth=_depth(job, depth),
+        seed=options.seed,
+        depth=_depth(job, options.depth),
     )
-    _check(bound, device, seed)
-    speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
+    _check(options.bound, device, options.seed)
+    speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
-        computed = _computed(request, reporter)
+        computed = _computed(request, context.reporter)
         opened = computed.opened
         assert opened is not None
         with damage_reported(*([speeds] if speeds is not None else [])):
-            comparison = recipes_and_mix(computed.linears, speeds, bound, speed_gpu)
+            comparison = recipes_and_mix(computed.linears, speeds, options.bound, speed_gpu)
         result = NumericsResult(
-            command=command,
-            findings=(*_findings(computed, opened, backend or ""), *comparison.findings),
+            command=context.command,
+            findings=(*_findings(computed, opened, backend), *comparison.findings),
             **vars(opened.facts),
             recipes=comparison.recipes,
             linears=tuple(computed.linears),
@@ -112,7 +91,8 @@ def run_numerics(
             mixed=comparison.mixed,
             seconds=time.monotonic() - begin,
         )
-        deliver(result)
+        if context.deliver is not None:
+            context.deliver(result)
     return result
 
 
@@ -138,9 +118,10 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
 
 
 def _source(
-    recording: PathLike | None, checkpoint: PathLike | None, synthetic: str | None, job: ModelRun | None, reporter: Reporter
+    options: NumericsOptions, job: ModelRun | None, reporter: Reporter
 ) -> RecordingSource | CheckpointSource | SyntheticSource:
     """The source of tensors, as the worker is told."""
+    recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
     given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
@@ -351,4 +332,4 @@ def _forecast(gpu: str, job: ModelRun | None, recipes: Sequence[str] | None, rep
             f"{option('sequence_length', '8k')}, or give {option('speed', 'RUNFILE')} instead",
         )
     able = forecastable(gpu, recipes) if recipes is not None else None
-    return forecast(job, [gpu], choices=Choices(able), reporter=reporter)
+    return forecast(job, ForecastOptions(gpu=[gpu], recipes=able), RunContext(reporter=reporter))

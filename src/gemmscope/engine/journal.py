@@ -59,9 +59,9 @@ def fingerprint(*content: Any) -> str:
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
-def open_journal() -> Journal:
-    """The journal of this user."""
-    return Journal(state_folder() / f"journal-{VERSION}.sqlite3")
+def open_journal(folder: Path | None = None) -> Journal:
+    """The journal of this user, or the one in another folder."""
+    return Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3")
 
 
 class Journal:
