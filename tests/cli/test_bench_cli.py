@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import re
@@ -31,6 +32,7 @@ from support.command import Run, run
 from support.fake_gpu import ON_CPU, REFERENCE, SMALL, Pretend, own_state, pretend
 from support.machines import machine
 from support.processes import wait_until
+from support.refusals import unnamed
 from support.workers import forked_workers
 
 __all__ = ["forked_workers", "own_state", "pretend", "run"]  # the fixtures
@@ -104,7 +106,7 @@ def test_profile_runs_one_shape_and_times_nothing(run: Run) -> None:
     assert outcome.code == 0
     line = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope"
     assert f"{line} --capture-range-end=stop gemmscope bench --device cpu --profile --profile-shape 32x16x8" in outcome.err
-    assert "4 of 4 tasks ran, each in an NVTX range with its name; nothing was timed" in outcome.err
+    assert unnamed(outcome.err, "4 of 4 tasks") == []
     assert outcome.out == ""
 
 
@@ -199,7 +201,7 @@ def test_a_recipe_is_not_both_named_and_left_out(run: Run, pretend: Pretend) -> 
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --recipes mxfp8,fp8current --no-fp8")
     assert outcome.code == 2
-    assert "--recipes includes MXFP8, but --no-fp8 skips it" in outcome.err
+    assert unnamed(outcome.err, "--recipes", "MXFP8", "--no-fp8") == []
     assert not ran
 
 
@@ -207,9 +209,7 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused(run: Run, pretend: Pretend)
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --recipes nvfp4")
     assert outcome.code == 2
-    assert "NVFP4 cannot be measured here: " in outcome.err
-    assert "need compute capability 10.0, and this NVIDIA H200 has 9.0" in outcome.err
-    assert "recipes that can run here: BF16, FP8Current, FP8Delayed, FP8Block" in outcome.err
+    assert unnamed(outcome.err, "NVFP4", "10.0", "NVIDIA H200", "9.0", "BF16, FP8Current, FP8Delayed, FP8Block") == []
     assert ran == []
 
 
@@ -224,7 +224,7 @@ def test_an_old_gpu_has_not_even_the_baseline(run: Run, pretend: Pretend) -> Non
     pretend(machine(capability=(7, 0)))
     outcome = run(f"bench {REFERENCE}")
     assert outcome.code == 2
-    assert "need compute capability 8.0" in outcome.err
+    assert unnamed(outcome.err, "8.0") == []
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_profile_of_a_model(run: Run, pretend: Pretend) -> None:
     outcome = run(f"bench {REFERENCE} --profile --recipes fp8current --autocast-only")
     assert outcome.code == 0
     assert ran[0].settings.for_nsight
-    assert "8 of 8 tasks ran" in outcome.err
+    assert unnamed(outcome.err, "8 of 8 tasks") == []
     ran.clear()
     outcome = run("bench --profile --shapes 64 --recipes bf16 --csv -")
     assert [case.op for case in ran[0].results.cases()] == ["4096x4096x4096"]
-    assert "--profile runs --profile-shape 4096 only: --shapes is ignored" in outcome.err
-    assert "--profile times nothing, so --csv is not written" in outcome.err
+    assert unnamed(outcome.err, "--profile", "--profile-shape 4096", "--shapes") == []
+    assert unnamed(outcome.err, "--profile", "--csv") == []
 
 
 # --- results -------------------------------------------------------------------------------------------------------------
@@ -387,8 +387,7 @@ def test_a_disk_that_fills_up_costs_no_measurement(
     outcome = run(f"bench {REFERENCE} --json {tmp_path}/run.json --csv {tmp_path}/run.csv")
     assert outcome.code == 2
     assert "All linears" in outcome.out
-    assert "No space left on device" in outcome.err
-    assert "nothing is lost: all samples are in the journal" in outcome.err
+    assert unnamed(outcome.err, os.strerror(errno.ENOSPC), "journal") == []
     assert "--resume" in outcome.err
     assert (tmp_path / "run.csv").exists()
     with closing(open_journal()) as journal:

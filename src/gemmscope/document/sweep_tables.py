@@ -140,7 +140,7 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
             lambda point: ", ".join(point.winner.rivals) or None if point.winner else None,
             drop=3 if one else 0,
         ),
-        Column("Host-bound", lambda point: _host_bound(point) if point.winner else None, drop=1),
+        Column("Host-bound", lambda point: _few_host_bound(point) if point.winner else None, drop=1),
         Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2 if one else 0),
         Column("Tokens/s/GPU", lambda point: point.tokens_per_s if point.winner else None, ",.0f", drop=5),
         Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
@@ -174,11 +174,18 @@ def _why_not(point: SweepPoint) -> str:
     return point.why_not
 
 
-def _host_bound(point: SweepPoint) -> str | None:
-    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
-    if bound and bound in (every, every[1:]):
-        return "all" if bound == every else f"all but {BASELINE}"
-    return ", ".join(bound) or None if len(bound) < 3 else units.counted(len(bound), "recipe")
+def _host_bound(point: SweepPoint, every: str = "all") -> str | None:
+    """The host-bound recipes: all of them, or all but the baseline, in few words."""
+    low, bound = list(point.speedups), list(point.host_bound)
+    if bound == [BASELINE, *low]:
+        return every
+    return f"all but {BASELINE}" if bound and bound == low else ", ".join(bound) or None
+
+
+def _few_host_bound(point: SweepPoint) -> str | None:
+    """The same in the short view: many are counted."""
+    names = _host_bound(point)
+    return units.counted(len(point.host_bound), "recipe") if names is not None and names.count(",") > 1 else names
 
 
 def _plane(sweep: GpuSweep) -> Table:
@@ -238,7 +245,7 @@ def points_table(sweep: GpuSweep) -> Table:
         Column("Best", lambda point: point.winner.best if point.winner else None),
         Column(f"Faster than {BASELINE}", lambda point: ("yes" if point.gains else "no") if point.winner else None),
         Column("Too close to call against", lambda point: listed(point.winner.rivals) if point.winner else None),
-        Column("Host-bound", lambda point: _all_host_bound(point) if point.winner else None),
+        Column("Host-bound", lambda point: _host_bound(point, "all recipes") if point.winner else None),
         Column("Does not fit", lambda point: _unfit(point) if point.unfit else None),
         Column(titles(sweep).not_ranked, lambda point: listed(point.not_possible) if point.winner else point.reason),
         Column("TFLOP/s, best", _rate, "TFLOP/s", when=measured),
@@ -254,13 +261,6 @@ def _unfit(point: SweepPoint) -> Cell:
 
 def _speedup(name: str, point: SweepPoint) -> Interval | None:
     return point.speedups.get(name)
-
-
-def _all_host_bound(point: SweepPoint) -> str | None:
-    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
-    return (
-        "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or None
-    )
 
 
 def break_even_table(sweep: GpuSweep) -> Table:
