@@ -391,4 +391,4 @@ def test_a_disk_that_fills_up_costs_no_measurement(
     assert "--resume" in outcome.err
     assert (tmp_path / "run.csv").exists()
     with closing(open_journal()) as journal:
-        assert journal.unfinished(ran[0].part) is not None
+        assert journal.unfinished(ran[0].part)

@@ -6,6 +6,7 @@ from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
 from gemmscope.options.measuring import MeasuringOptions, TimingOptions
 from gemmscope.options.values import Shape
+from gemmscope.recipe.frameworks import backends
 from gemmscope.results.bench import BenchSettings, Counts
 
 LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -57,7 +58,7 @@ def bench_settings(
     counts = counts_of(options)
     # a burst of fixed counts sends nothing until its end, and may be as long as was requested
     fixed: dict[str, Any] = {"max_rounds": counts.rounds, "silence_s": 3600.0} if counts else {}
-    if backend == "cpu":  # it has no clock to settle
+    if backend in backends("cpu"):  # it has no clock to settle
         fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
     return BenchSettings(
         backend,

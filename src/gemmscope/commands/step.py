@@ -16,6 +16,7 @@ from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
 from gemmscope.options.measuring import StepOptions
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepResult, StepTimes, VariantResult
 from gemmscope.run_context import PLAIN, RunContext
@@ -61,7 +62,7 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
     most_layers = None
     if isinstance(plan, ModulePlan):
-        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend == "cpu")
+        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend in backends("cpu"))
     with (
         context.recording(fingerprint_of(plan, settings, recipes), resume=options.resume) as recording,
         LocalWorkers() as workers,

@@ -10,6 +10,7 @@ from gemmscope.gpu.visible import visible_gpu
 from gemmscope.job.load import ModelRun
 from gemmscope.options.measuring import Compile, Optimizer, StepOptions
 from gemmscope.process import free_memory_bytes
+from gemmscope.recipe.frameworks import backends
 from gemmscope.results.step import COMPILES, OPTIMIZERS, StepSettings
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 from gemmscope.units import si
@@ -63,7 +64,7 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
         host=backend != "torchao" and not live,
         silence_s=COMPILING_S if live or compile_what == "whole" else StepSettings.silence_s,
     )
-    return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend == "cpu" else settings  # its clock need not settle
+    return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend in backends("cpu") else settings  # its clock need not settle
 
 
 def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:

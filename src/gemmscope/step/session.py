@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemmscope.engine.campaign import Workers
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
@@ -50,7 +50,7 @@ class StepSession:
     precision: float
     time_limit: float
     recording: RecordedRun
-    workers: Workers
+    workers: LocalWorkers
     reporter: Reporter
     most_layers: int | None
     findings: list[Finding] = field(default_factory=list)
