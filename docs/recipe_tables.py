@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.recipe.frameworks import backends, frameworks
+from gemmscope.recipe.frameworks import backends as backends_of, frameworks
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
@@ -14,7 +14,7 @@ FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 def on_gpus() -> list[Recipe]:
     """All recipes that run on a GPU."""
-    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(backends("cuda"))]
+    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(backends_of("cuda"))]
 
 
 def where() -> str:
@@ -53,10 +53,10 @@ def backends() -> str:
     """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
     for recipe in on_gpus():
-        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in backends("cuda")]
+        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in backends_of("cuda")]
         flags = recipe.settings.get("megatron", {}).get("flags", "")
         rows.append([recipe.name, *cells, f"`{flags}`" if flags else ""])
-    return _table(["recipe", *(f"`{name}`" for name in backends("cuda")), "Megatron-LM"], rows)
+    return _table(["recipe", *(f"`{name}`" for name in backends_of("cuda")), "Megatron-LM"], rows)
 
 
 def _name_in(recipe: Recipe, backend: str) -> str:
