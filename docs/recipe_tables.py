@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.recipe.frameworks import backends as backends_of, frameworks
+from gemmscope.recipe.frameworks import backends as backends_of
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
