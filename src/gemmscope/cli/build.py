@@ -175,11 +175,11 @@ def option_help(declared: Declared) -> OptionHelp:
         return OptionHelp(declared.name, (), (), usage, "", option.help)
     spellings = [flag.partition("/") for flag in declared.flags]
     on, off = tuple(flag for flag, _, _ in spellings), tuple(flag for _, _, flag in spellings if flag)
-    default = option.default or _default(declared.default, on, off)
+    default = option.default or _default_in_words(declared.default, on, off)
     return OptionHelp(declared.name, on, off, metavar, default, option.help)
 
 
-def _default(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
+def _default_in_words(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
     """The default in words. That of a flag is one of its spellings, if it has two."""
     if isinstance(value, bool) and off:
         return (on if value else off)[0].removeprefix("--")
