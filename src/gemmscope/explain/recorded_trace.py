@@ -109,13 +109,9 @@ class Call:
 
 
 @dataclass(slots=True)
-class Operator:
+class Operator(Call):
     """An operator on the CPU, or an annotation (mark) set there by a person or a framework."""
 
-    name: str
-    start: float
-    end: float
-    thread: Any
     external: Any = None
     shapes: list[Any] = field(default_factory=list)
     types: list[Any] = field(default_factory=list)
