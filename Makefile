@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types unit docs docs-check package benchmark schema pictures clean
+.PHONY: demo test lint types unit docs docs-check package benchmark api schema pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gemmscope forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
@@ -43,6 +43,11 @@ package: $(VENV)/.developing
 benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/forecast_speed.py
+
+# The keywords of the Python API, from the options that are declared in src/gemmscope/options.
+api: $(VENV)/.developing
+	$(BIN)/python tests/support/api_signatures.py
+	$(BIN)/ruff format src/gemmscope/api
 
 schema: $(VENV)/.installed
 	$(BIN)/python tests/support/schemas.py docs/schema

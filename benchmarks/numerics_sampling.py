@@ -22,7 +22,7 @@ import torch
 
 from gemmscope.numerics import recording
 from gemmscope.numerics.evaluation.linear_errors import LinearErrors
-from gemmscope.numerics.probes import measure_probes
+from gemmscope.numerics.probes import compute_probes
 from gemmscope.numerics.quantizers import operands
 from gemmscope.numerics.recording import LinearFacts, LinearStep, RecordedLinear, StepFacts, TensorFacts
 from gemmscope.numerics.sample import random_for, sample_linear
@@ -139,7 +139,7 @@ def recorded(whole: Tensors, seed: int) -> RecordedLinear:
     """As the recorder keeps it, with one earlier step."""
     maxima = {name: float(tensor.float().abs().max() * STALE[name]) for name, tensor in zip(("X", "W", "dY"), whole, strict=True)}
     facts, kept = sample_linear(*whole, dtype=torch.bfloat16, budget=BUDGET, random=random_for(seed), step=1)
-    probes = measure_probes(*whole, random=random_for(seed, "probes"), history=maxima)
+    probes = compute_probes(*whole, random=random_for(seed, "probes"), history=maxima)
     earlier = StepFacts(step=0, tensors={name: TensorFacts(amax=amax) for name, amax in maxima.items()})
     steps = (earlier, facts.model_copy(update={"probes": probes}))
     outputs, inputs = whole[1].shape

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from gemmscope.commands.numerics import run_numerics
-from gemmscope.numerics.probes import measure_probes
+from gemmscope.numerics.probes import compute_probes
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import random_for, sample_linear
+from support.commands import run_numerics
 
 LINEARS = {
     "self_attn.qkv_proj": (4096, 6144),
@@ -42,7 +42,7 @@ def make_recording(path: Path, layers: int) -> None:
             for shape in ((TOKENS, inputs), (outputs, inputs), (TOKENS, outputs))
         )
         step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(0, linear))
-        step = step.model_copy(update={"probes": measure_probes(x, w, dy, random=random_for(1, linear))})
+        step = step.model_copy(update={"probes": compute_probes(x, w, dy, random=random_for(1, linear))})
         for layer in range(layers):
             name = f"model.layers.{layer}.{linear}"
             facts.append(LinearFacts(name=name, linear=linear, layer=layer, inputs=inputs, outputs=outputs, steps=(step,)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from gemmscope.cli.describe import CommandHelp, OptionHelp, wrapped
-from gemmscope.cli.reference import commands
+from gemmscope.cli.build import every_command
+from gemmscope.cli.help import CommandHelp, OptionHelp, wrapped
 
 SIGNALS = 128  # from here on, a signal ended the command
 OWN = "Options"  # the group of a command's own options
@@ -32,14 +32,14 @@ def summary() -> str:
     lines = ["| command | what it does | more |", "| --- | --- | --- |"]
     lines += [
         f"| [`{command.name}`](#{command.name}) | {command.summary} | [how it works]({PAGES[command.name]}) |"
-        for command in commands()
+        for command in every_command()
     ]
     return "\n".join(lines)
 
 
 def each_command() -> str:
     """Every command: what it does, its own options, the groups that it shares, examples."""
-    return "\n\n".join(_command(command) for command in commands())
+    return "\n\n".join(_command(command) for command in every_command())
 
 
 def _command(command: CommandHelp) -> str:
@@ -58,7 +58,7 @@ def _command(command: CommandHelp) -> str:
 
 def shared_options() -> str:
     """The groups that several commands share, each option once; where not all of these commands have it, they are named."""
-    every = commands()
+    every = every_command()
     longest = sorted(every, key=lambda command: -len(command.groups))
     titles = dict.fromkeys(group.title for command in longest for group in command.groups if group.title != OWN)
     parts = []
@@ -96,13 +96,13 @@ def _safe(text: str) -> str:
 def exit_codes() -> str:
     """Every exit code, what it means, and the commands that end with it."""
     meanings: dict[tuple[int, str], list[str]] = {}
-    for command in commands():
+    for command in every_command():
         for code, meaning in command.exit_codes:
             if code < SIGNALS:
                 meanings.setdefault((code, meaning), []).append(command.name)
     lines = ["| code | means | from |", "| ---: | --- | --- |"]
     for (code, meaning), names in sorted(meanings.items()):
-        others = [f"`{command.name}`" for command in commands() if command.name not in names]
+        others = [f"`{command.name}`" for command in every_command() if command.name not in names]
         most = f"every command except {' and '.join(others)}" if others else "every command"
         where = most if len(names) > len(others) else ", ".join(f"`{name}`" for name in names)
         lines.append(f"| {code} | {_safe(meaning)} | {where} |")

@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import gemmscope as gs
-from gemmscope.cli.describe import wrapped
+from gemmscope.cli.help import wrapped
 from gemmscope.cli.main import main as main_of_the_command_line
 from gemmscope.document import document
 from gemmscope.results.read import read_result

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.added_facts import PackageCopy
 from support.command import Outcome
+from support.package_copy import PackageCopy, package_copy
 
 MODEL = "--preset llama-3.2-1b --micro-batch-size 1 --sequence-length 1k"
 SIZES = {"hidden-size": 64, "intermediate-size": 128, "num-attention-heads": 4, "num-hidden-layers": 1, "sequence-length": 64}
@@ -59,7 +59,7 @@ wgrad = ["te_mx", "te_mx"]
 
 @pytest.fixture
 def copy(tmp_path: Path) -> PackageCopy:
-    return PackageCopy(tmp_path)
+    return package_copy(tmp_path)
 
 
 def missing(outcome: Outcome) -> tuple[str, str] | None:
@@ -73,22 +73,23 @@ def missing(outcome: Outcome) -> tuple[str, str] | None:
 def test_add_a_recipe(copy: PackageCopy) -> None:
     """Without Python: what is missing is asked for, and with all of it every command works."""
     forecast = f"forecast {MODEL} --gpu b200 --recipes mxfp6"
-    copy.append(RECIPES, MXFP6)
-    assert missing(copy.run(forecast)[0]) == (RECIPES, "MXFP6.kept_bytes")
-    copy.replace(RECIPES, "weight_copy_bytes = 1.56\n", "weight_copy_bytes = 1.56\nkept_bytes = 0.78\n")
-    copy.append("recipe/support.toml", SUPPORT)
-    assert missing(copy.run(forecast)[0]) == (PRECISIONS, "precision with e3m2 values and block32 scales")
-    copy.replace(PRECISIONS, "\n[precision.fp8]\n", PRECISION)
-    copy.replace(TRAINING, "NVFP4 = {", "MXFP6 = { bandwidth = 0.6, kernels = 1, in_step = 1.0 }\nNVFP4 = {")
-    assert missing(copy.run(forecast)[0]) == (TRANSFER, "stands_for.mxfp6")
-    copy.replace(TRANSFER, "[stands_for]\n", '[stands_for]\nmxfp6 = ["fp8"]\n')
-    copy.replace(TRANSFER, "other = { bf16", "other = { mxfp6 = 0.5, bf16")
-    copy.replace(TRANSFER, "[slower_than_stand_in]\n", "[slower_than_stand_in]\nmxfp6 = 1.05\n")
-    copy.replace(TRANSFER, "[quantize]\n", "[quantize]\nmxfp6 = [0.004, 1.1]\n")
+    copy.add(RECIPES, MXFP6)
+    assert missing(copy.outcomes(forecast)[0]) == (RECIPES, "MXFP6.kept_bytes")
+    copy.change(RECIPES, "weight_copy_bytes = 1.56\n", "weight_copy_bytes = 1.56\nkept_bytes = 0.78\n")
+    copy.add("recipe/support.toml", SUPPORT)
+    assert missing(copy.outcomes(forecast)[0]) == (PRECISIONS, "precision with e3m2 values and block32 scales")
+    copy.change(PRECISIONS, "\n[precision.fp8]\n", PRECISION)
+    copy.change(TRAINING, "NVFP4 = {", "MXFP6 = { bandwidth = 0.6, kernels = 1, in_step = 1.0 }\nNVFP4 = {")
+    assert missing(copy.outcomes(forecast)[0]) == (TRANSFER, "stands_for.mxfp6")
+    copy.change(TRANSFER, "[stands_for]\n", '[stands_for]\nmxfp6 = ["fp8"]\n')
+    for others in ("bf16 = 0.15, fp8 = 0.20", "bf16 = 0.15, fp8 = 0.15", "bf16 = 0.60"):
+        copy.change(TRANSFER, f"other = {{ {others}", f"other = {{ mxfp6 = 0.5, {others}")
+    copy.change(TRANSFER, "[slower_than_stand_in]\n", "[slower_than_stand_in]\nmxfp6 = 1.05\n")
+    copy.change(TRANSFER, "[quantize]\n", "[quantize]\nmxfp6 = [0.004, 1.1]\n")
     for kind in ("library", "version"):
-        copy.replace(TRANSFER, f"[uncertainty.other_{kind}]\n", f"[uncertainty.other_{kind}]\nmxfp6 = 0.69\n")
-    copy.replace(TRAINING, "uncertainty = { bf16 = 0.07", "uncertainty = { mxfp6 = 0.15, bf16 = 0.07")
-    outcomes = copy.run(
+        copy.change(TRANSFER, f"[uncertainty.other_{kind}]\n", f"[uncertainty.other_{kind}]\nmxfp6 = 0.69\n")
+    copy.change(TRAINING, "uncertainty = { bf16 = 0.07", "uncertainty = { mxfp6 = 0.15, bf16 = 0.07")
+    outcomes = copy.outcomes(
         f"shapes {MODEL}",
         f"forecast {MODEL} --gpu b200,h200 --tp 2 --json forecast.json",
         "forecast --shapes 4096 --gpu b200 --recipes mxfp6,mxfp8 --json gemms.json",
@@ -105,13 +106,13 @@ def test_add_a_recipe(copy: PackageCopy) -> None:
 
 
 def test_add_a_recipe_to_numerics(copy: PackageCopy) -> None:
-    copy.append(RECIPES, MXFP6 + "kept_bytes = 0.78\n")
-    copy.replace(PRECISIONS, "\n[precision.fp8]\n", PRECISION)
-    copy.append(QUANTIZERS, QUANTIZER)
+    copy.add(RECIPES, MXFP6 + "kept_bytes = 0.78\n")
+    copy.change(PRECISIONS, "\n[precision.fp8]\n", PRECISION)
+    copy.add(QUANTIZERS, QUANTIZER)
     numerics = f"numerics --synthetic normal {SMALL} --recipes mxfp6,mxfp8"
-    assert missing(copy.run(numerics)[0]) == (PRECISIONS, "format.e3m2")
-    copy.replace(PRECISIONS, "[format]\n", FORMAT)
-    outcome = copy.run(numerics)[0]
+    assert missing(copy.outcomes(numerics)[0]) == (PRECISIONS, "format.e3m2")
+    copy.change(PRECISIONS, "[format]\n", FORMAT)
+    outcome = copy.outcomes(numerics)[0]
     assert missing(outcome) is None
     assert "MXFP6" in outcome.out
 
@@ -125,24 +126,24 @@ def as_another(text: str, gpu: str, name: str) -> str:
 
 def test_add_a_gpu_and_its_collectives(copy: PackageCopy) -> None:
     specs, collectives = "gpu/specs.toml", "forecast/coefficients/collectives.toml"
-    new = as_another((copy.folder / "gemmscope" / specs).read_text(), "b300", "b400")
-    copy.append(specs, new.replace('network = "infiniband-xdr"\n', ""))
-    assert missing(copy.run(f"forecast {MODEL} --gpu b400")[0]) == (specs, "b400.network")
-    copy.replace(specs, new.replace('network = "infiniband-xdr"\n', ""), new)
+    new = as_another((copy.package / specs).read_text(), "b300", "b400")
+    copy.add(specs, new.replace('network = "infiniband-xdr"\n', ""))
+    assert missing(copy.outcomes(f"forecast {MODEL} --gpu b400")[0]) == (specs, "b400.network")
+    copy.change(specs, new.replace('network = "infiniband-xdr"\n', ""), new)
     layouts = ("", "--tp 2", "--tp 8 --gpus 64")
     commands = [
         *(f"forecast {MODEL} --gpu b400 {layout}" for layout in layouts),
         f"plan {MODEL} --gpu b400 --gpus 8 --global-batch 64",
     ]
-    assert [missing(outcome) for outcome in copy.run(*commands)] == [None, *[(collectives, "b400")] * 3]
-    copy.append(specs, 'collectives_of = "b300"\n')
-    nearest = copy.run(*commands)
+    assert [missing(outcome) for outcome in copy.outcomes(*commands)] == [None, *[(collectives, "b400")] * 3]
+    copy.add(specs, 'collectives_of = "b300"\n')
+    nearest = copy.outcomes(*commands)
     assert [missing(outcome) for outcome in nearest] == [None] * 4
-    copy.replace(specs, 'collectives_of = "b300"\n', "")
-    own = as_another((copy.folder / "gemmscope" / collectives).read_text(), "b300", "b400")
-    copy.append(collectives, own)
-    assert [outcome.out for outcome in copy.run(*commands)] == [outcome.out for outcome in nearest]
-    copy.append(collectives, "[b400.broadcast]\n2 = [0.01, 3e-06, 9e-10]\n")
+    copy.change(specs, 'collectives_of = "b300"\n', "")
+    own = as_another((copy.package / collectives).read_text(), "b300", "b400")
+    copy.add(collectives, own)
+    assert [outcome.out for outcome in copy.outcomes(*commands)] == [outcome.out for outcome in nearest]
+    copy.add(collectives, "[b400.broadcast]\n2 = [0.01, 3e-06, 9e-10]\n")
     code = (
         "from gemmscope.forecast.communication import collective_ms, network_of; from gemmscope.gpu.specs import gpu\n"
         "for name in ('b400', 'b300'):\n"

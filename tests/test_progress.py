@@ -11,10 +11,11 @@ import pytest
 
 from gemmscope import progress
 from gemmscope.bench.campaign import LinearCampaign
-from gemmscope.bench.timing import BenchTiming
+from gemmscope.bench.timing import bench_settings, stopping_rule
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.messages import Begin, Hello, Message, Ready, Round, Sampled
+from gemmscope.options.measuring import TimingOptions
 from gemmscope.progress import Console, PoolProgress, ProgressLine, Tenths, TimeLeft
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
@@ -24,11 +25,15 @@ class Screen(io.StringIO):
         return True
 
 
-def campaign_for_progress(tmp_path: Path, timing: BenchTiming) -> LinearCampaign:
+def campaign_for_progress(tmp_path: Path, timing: TimingOptions) -> LinearCampaign:
     tasks = tasks_of(bare_gemms([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
     recording = RecordedRun(Journal(tmp_path / "journal.sqlite3"), 1)
     return LinearCampaign(
-        tasks=tasks, settings=timing.settings("cpu"), rule=timing.rule(), recording=recording, workers=LocalWorkers()
+        tasks=tasks,
+        settings=bench_settings(timing, "cpu"),
+        rule=stopping_rule(timing),
+        recording=recording,
+        workers=LocalWorkers(),
     )
 
 
@@ -46,7 +51,7 @@ def messages(campaign: LinearCampaign) -> list[Message]:
 def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("TERM", "xterm")
-    campaign = campaign_for_progress(tmp_path, BenchTiming(precision=0.0001))
+    campaign = campaign_for_progress(tmp_path, TimingOptions(precision=0.0001))
     line = ProgressLine(campaign)
     said = []
     with Console().measuring(campaign) as show:
@@ -61,7 +66,7 @@ def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkey
 
 
 def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = campaign_for_progress(tmp_path, BenchTiming())
+    campaign = campaign_for_progress(tmp_path, TimingOptions())
     with Console().measuring(campaign) as show:
         for message in messages(campaign):
             campaign.results.take(message)
@@ -82,14 +87,14 @@ def test_counting_shows_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("timing", "half_width", "left"),
     [
-        (BenchTiming(precision=0.01, time_limit=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
-        (BenchTiming(precision=0.01, time_limit=10), 0.02, 2.0),  # the limit comes first
-        (BenchTiming(precision=0.01, time_limit=1000), 0.005, 0.0),
-        (BenchTiming(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the precision
-        (BenchTiming(precision=0.01, time_limit=10), None, 2.0),
+        (TimingOptions(precision=0.01, time_limit=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
+        (TimingOptions(precision=0.01, time_limit=10), 0.02, 2.0),  # the limit comes first
+        (TimingOptions(precision=0.01, time_limit=1000), 0.005, 0.0),
+        (TimingOptions(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the precision
+        (TimingOptions(precision=0.01, time_limit=10), None, 2.0),
     ],
 )
-def test_time_left(tmp_path: Path, timing: BenchTiming, half_width: float | None, left: float) -> None:
+def test_time_left(tmp_path: Path, timing: TimingOptions, half_width: float | None, left: float) -> None:
     """Four rounds came in 8 s."""
     now = [100.0]
     campaign = campaign_for_progress(tmp_path, timing)

@@ -36,7 +36,8 @@ def replacing(path: str | Path, hint: str = "") -> Iterator[IO[bytes]]:
         if "\0" in str(path):
             raise OSError(errno.EINVAL, "its name has a zero byte")  # noqa: TRY301
         if (number := descriptor(path)) is not None:
-            _flush_streams()
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
             with os.fdopen(os.dup(number), "wb") as out:
                 yield out
         elif is_special(path):
@@ -79,8 +80,10 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
                 _overwrite(target, out)
             return
         with out:
-            if target.exists():
-                _take_over(target.stat(), beside)
+            if target.exists():  # the new file gets the owner and the permissions of the old one
+                with suppress(OSError):
+                    os.chown(beside, target.stat().st_uid, target.stat().st_gid)
+                beside.chmod(stat.S_IMODE(target.stat().st_mode))
             yield out
             out.flush()
             _if_possible(os.fsync, out.fileno())
@@ -88,13 +91,6 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):
             beside.unlink()
-
-
-def _take_over(old: os.stat_result, beside: Path) -> None:
-    """Give the new file the owner and permissions of the old one."""
-    with suppress(OSError):
-        os.chown(beside, old.st_uid, old.st_gid)
-    beside.chmod(stat.S_IMODE(old.st_mode))
 
 
 def _put(beside: Path, target: Path) -> None:
@@ -142,12 +138,6 @@ def _remove_lost(folder: Path) -> None:
         for path in folder.glob(TEMPORARY.format("*")):
             if time.time() - path.stat().st_mtime > LOST_S:
                 path.unlink()
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def descriptor(path: str | Path) -> int | None:

@@ -163,13 +163,12 @@ class _Guard(io.RawIOBase):
             return False
         if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
             return True
-        if stat.S_ISCHR(kind) and (self._is_terminal() or status.st_rdev == Path(os.devnull).stat().st_rdev):
+        if stat.S_ISCHR(kind) and (
+            (self._number >= 0 and os.isatty(self._number)) or status.st_rdev == Path(os.devnull).stat().st_rdev
+        ):
             return False  # a person types without a time limit
         self.close()
         raise UserError(f"{self.name} is {'a folder' if stat.S_ISDIR(kind) else 'a device'}, not a file", self.hint)
-
-    def _is_terminal(self) -> bool:
-        return self._number >= 0 and os.isatty(self._number)
 
     def readable(self) -> bool:
         return True

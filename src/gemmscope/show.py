@@ -32,7 +32,7 @@ def notebook(result: Result) -> str:
 def _main_figure(told: Document) -> Document:
     """The document with its first chart, and those drawn beside it on the same axis: for other GPUs, for the other mode."""
     charts = told.charts()
-    drawn = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    drawn = [chart for chart in charts if chart.main or chart.figure] or charts
     kept = [chart for chart in drawn if type(chart) is type(drawn[0]) and _unit(chart) == _unit(drawn[0])]
     sections = [replace(section, blocks=tuple(block for block in section.blocks if block in kept)) for section in told.sections]
     return replace(told, sections=tuple(sections))

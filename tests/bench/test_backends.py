@@ -17,8 +17,9 @@ from gemmscope.workload.ops import PASSES
 
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
+
 from gemmscope.bench.backends import torch_gemms  # noqa: E402
-from gemmscope.bench.backends.base import Operands, OperandStore, Options  # noqa: E402
+from gemmscope.bench.backends.base import BackendOptions, Operands, OperandStore  # noqa: E402
 from gemmscope.bench.backends.torch_gemms import E2M1, Quantized, Scaling, quantize, scaling_of, swizzle  # noqa: E402
 from gemmscope.recipe.precisions import precision_facts  # noqa: E402
 
@@ -163,14 +164,14 @@ def test_grouped_layouts_are_those_that_the_gpu_product_takes(pass_name: str, mo
 
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_experts_in_bf16(pass_name: str) -> None:
-    backend = torch_gemms.TorchBackend(OperandStore("cpu"), Options())
+    backend = torch_gemms.TorchBackend(OperandStore("cpu"), BackendOptions())
     prepared = backend.prepare(Task(EXPERTS, "BF16", "pre-quantized", pass_name), recipe("BF16"), 2)
     prepared.run()
     assert prepared.error < 0.01
 
 
 def test_what_torch_does_not_measure_has_a_reason() -> None:
-    backend = torch_gemms.TorchBackend(OperandStore("cpu"), Options())
+    backend = torch_gemms.TorchBackend(OperandStore("cpu"), BackendOptions())
     assert "no GEMM" in backend.why_not(recipe("FP8Delayed"))
     assert "only in pre-quantized mode" in backend.why_not_task(Task(CASE, "BF16", "autocast"))
     assert backend.why_not_task(Task(CASE, "MXFP8", "pre-quantized", "fprop")) == ""
@@ -192,7 +193,7 @@ def torchao_backend() -> Any:
 
 
 def test_torchao_refuses_with_a_reason(torchao_backend: Any) -> None:
-    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options(cache_weights=True))
+    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), BackendOptions(cache_weights=True))
     assert backend.why_not(recipe("FP8Block")) == "torchao has no such recipe"
     assert "prototype" in backend.why_not_task(Task(EXPERTS, "FP8Rowwise", "autocast"))
     assert "in every pass" in backend.why_not_task(Task(CASE, "FP8Rowwise", "autocast"))
@@ -201,7 +202,7 @@ def test_torchao_refuses_with_a_reason(torchao_backend: Any) -> None:
 
 
 def test_torchao_leaves_layers_in_bf16_and_says_so(torchao_backend: Any) -> None:
-    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options())
+    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), BackendOptions())
     asked = recipe("FP8Rowwise")
     assert "too small to gain" in backend._left_in_bf16(CASE, asked)
     assert "not multiples of 16" in backend._left_in_bf16(replace(CASE, inputs=60), asked)
@@ -216,7 +217,7 @@ def test_torchao_leaves_layers_in_bf16_and_says_so(torchao_backend: Any) -> None
 @pytest.mark.parametrize("name", ["BF16", "FP8Tensorwise", "FP8Rowwise", "FP8RowwiseGWHP"])
 def test_torchao_runs_every_pass(torchao_backend: Any, name: str) -> None:
     """Compiled for the CPU, which supports these GEMMs too."""
-    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options(filter_layers=False))
+    backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), BackendOptions(filter_layers=False))
     square = Case("Attn Out", 128, 256, 256)  # fprop and dgrad are of one size
     for task in tasks_of([CASE, FORWARD, square], [name], MODES, {}):
         prepared = backend.prepare(task, recipe(name), 2)
@@ -240,7 +241,7 @@ class TestOnGpu:
             backend_class = pytest.importorskip("gemmscope.bench.backends.torchao").TorchaoBackend
         else:
             backend_class = torch_gemms.TorchBackend
-        backend = backend_class(OperandStore("cuda"), Options(filter_layers=False))
+        backend = backend_class(OperandStore("cuda"), BackendOptions(filter_layers=False))
         reason = backend.why_not(recipe(name))
         if reason:
             pytest.skip(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import re
@@ -18,18 +19,20 @@ import pytest
 
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
-from gemmscope.bench.timing import BenchTiming
-from gemmscope.cli.bench_options import parse_shapes
+from gemmscope.bench.timing import bench_settings, counts_of, stopping_rule
 from gemmscope.engine.journal import VERSION, open_journal
 from gemmscope.engine.messages import Failed
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
+from gemmscope.options.measuring import TimingOptions
+from gemmscope.options.values import bare_shapes
 from gemmscope.results.bench import BenchResult, Counts
 from gemmscope.workload.cases import MODES
 from support.command import Run, run
 from support.fake_gpu import ON_CPU, REFERENCE, SMALL, Pretend, own_state, pretend
 from support.machines import machine
 from support.processes import wait_until
+from support.refusals import unnamed
 from support.workers import forked_workers
 
 __all__ = ["forked_workers", "own_state", "pretend", "run"]  # the fixtures
@@ -103,7 +106,7 @@ def test_profile_runs_one_shape_and_times_nothing(run: Run) -> None:
     assert outcome.code == 0
     line = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope"
     assert f"{line} --capture-range-end=stop gemmscope bench --device cpu --profile --profile-shape 32x16x8" in outcome.err
-    assert "4 of 4 tasks ran, each in an NVTX range with its name; nothing was timed" in outcome.err
+    assert unnamed(outcome.err, "4 of 4 tasks") == []
     assert outcome.out == ""
 
 
@@ -158,11 +161,11 @@ def test_the_ladder_is_measured_where_nothing_is_named(run: Run, options: str, p
 
 
 def test_shapes_are_squares_and_triplets() -> None:
-    assert parse_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
-    assert parse_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
-    assert parse_shapes("default") is None
+    assert bare_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
+    assert bare_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
+    assert bare_shapes("default") == []
     with pytest.raises(UserError, match="--shapes is empty"):
-        parse_shapes("")
+        bare_shapes("")
 
 
 def recipes_of(ran: list[LinearCampaign]) -> list[str]:
@@ -198,7 +201,7 @@ def test_a_recipe_is_not_both_named_and_left_out(run: Run, pretend: Pretend) -> 
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --recipes mxfp8,fp8current --no-fp8")
     assert outcome.code == 2
-    assert "--recipes includes MXFP8, but --no-fp8 skips it" in outcome.err
+    assert unnamed(outcome.err, "--recipes", "MXFP8", "--no-fp8") == []
     assert not ran
 
 
@@ -206,9 +209,7 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused(run: Run, pretend: Pretend)
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --recipes nvfp4")
     assert outcome.code == 2
-    assert "NVFP4 cannot be measured here: " in outcome.err
-    assert "need compute capability 10.0, and this NVIDIA H200 has 9.0" in outcome.err
-    assert "recipes that can run here: BF16, FP8Current, FP8Delayed, FP8Block" in outcome.err
+    assert unnamed(outcome.err, "NVFP4", "10.0", "NVIDIA H200", "9.0", "BF16, FP8Current, FP8Delayed, FP8Block") == []
     assert ran == []
 
 
@@ -223,7 +224,7 @@ def test_an_old_gpu_has_not_even_the_baseline(run: Run, pretend: Pretend) -> Non
     pretend(machine(capability=(7, 0)))
     outcome = run(f"bench {REFERENCE}")
     assert outcome.code == 2
-    assert "need compute capability 8.0" in outcome.err
+    assert unnamed(outcome.err, "8.0") == []
 
 
 @pytest.mark.parametrize(
@@ -289,10 +290,10 @@ def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
 
 
 def test_without_counts_precision_decides() -> None:
-    timing = BenchTiming(precision=0.02, time_limit=30)
-    assert timing.counts() is None
-    assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
-    assert timing.settings("cpu").max_rounds > 100_000  # too many to wait for
+    timing = TimingOptions(precision=0.02, time_limit=30)
+    assert counts_of(timing) is None
+    assert (stopping_rule(timing).target, stopping_rule(timing).longest_s) == (0.02, 30)
+    assert bench_settings(timing, "cpu").max_rounds > 100_000  # too many to wait for
 
 
 def test_the_cpu_is_not_loaded_first(run: Run, pretend: Pretend) -> None:
@@ -316,12 +317,12 @@ def test_profile_of_a_model(run: Run, pretend: Pretend) -> None:
     outcome = run(f"bench {REFERENCE} --profile --recipes fp8current --autocast-only")
     assert outcome.code == 0
     assert ran[0].settings.for_nsight
-    assert "8 of 8 tasks ran" in outcome.err
+    assert unnamed(outcome.err, "8 of 8 tasks") == []
     ran.clear()
     outcome = run("bench --profile --shapes 64 --recipes bf16 --csv -")
     assert [case.op for case in ran[0].results.cases()] == ["4096x4096x4096"]
-    assert "--profile runs --profile-shape 4096 only: --shapes is ignored" in outcome.err
-    assert "--profile times nothing, so --csv is not written" in outcome.err
+    assert unnamed(outcome.err, "--profile", "--profile-shape 4096", "--shapes") == []
+    assert unnamed(outcome.err, "--profile", "--csv") == []
 
 
 # --- results -------------------------------------------------------------------------------------------------------------
@@ -386,9 +387,8 @@ def test_a_disk_that_fills_up_costs_no_measurement(
     outcome = run(f"bench {REFERENCE} --json {tmp_path}/run.json --csv {tmp_path}/run.csv")
     assert outcome.code == 2
     assert "All linears" in outcome.out
-    assert "No space left on device" in outcome.err
-    assert "nothing is lost: all samples are in the journal" in outcome.err
+    assert unnamed(outcome.err, os.strerror(errno.ENOSPC), "journal") == []
     assert "--resume" in outcome.err
     assert (tmp_path / "run.csv").exists()
     with closing(open_journal()) as journal:
-        assert journal.unfinished(ran[0].part) is not None
+        assert journal.unfinished(ran[0].part)

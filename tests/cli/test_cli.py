@@ -16,6 +16,7 @@ import pytest
 from gemmscope.model import presets
 from gemmscope.results.shapes import ShapesResult
 from support.command import Run, run
+from support.refusals import unnamed
 from support.workers import forked_workers
 
 __all__ = ["forked_workers", "run"]  # the fixtures
@@ -134,14 +135,14 @@ def test_a_config_is_not_written_over(run: Run, tmp_path: Path, command: str) ->
     for named in (config, tmp_path):  # the file, and its folder
         outcome = run(f"{command} --config {named} {BATCH} --json {config}")
         assert outcome.code == 2
-        assert f"--json {config} would overwrite an input file" in outcome.err
+        assert unnamed(outcome.err, f"--json {config}") == []
     assert config.read_text() == "{}"
 
 
 def test_one_file_by_two_names_is_one_place(run: Run, tmp_path: Path) -> None:
     outcome = run(f"shapes --preset gpt2 {BATCH} --json {tmp_path}/a --csv {tmp_path}/../{tmp_path.name}/a")
     assert (outcome.code, list(tmp_path.iterdir())) == (2, [])
-    assert "two outputs go to the same place" in outcome.err
+    assert unnamed(outcome.err, "--json", "--csv", f"{tmp_path}/a") == []
 
 
 def test_options_win_over_the_file(run: Run, tmp_path: Path) -> None:
@@ -302,7 +303,7 @@ def test_modules_that_fail(run: Run, factory: Path, name: str, message: str) -> 
 def test_traced_models_are_not_sharded(run: Run, factory: Path) -> None:
     outcome = run(f"shapes --module {factory}:build {BATCH} --tp 2")
     assert outcome.code == 2
-    assert "cannot be sharded" in outcome.err
+    assert unnamed(outcome.err, "sharded") == []
 
 
 def config_file(tmp_path: Path, config: dict[str, Any]) -> Path:
@@ -339,13 +340,12 @@ def test_a_type_nobody_knows(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip("transformers", reason="asking transformers needs it")
     outcome = run(f"shapes --config {path} {BATCH}")
     assert outcome.code == 2
-    assert "does not know model_type 'martian'" in outcome.err
+    assert unnamed(outcome.err, "'martian'") == []
     assert len(outcome.err) < 600
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = run(f"shapes --config {path} {BATCH}")
     assert outcome.code == 2
-    assert "torch is needed" in outcome.err
-    assert "pip install torch" in outcome.err
+    assert unnamed(outcome.err, "'martian'", "pip install torch") == []
 
 
 def test_the_architecture_hints_at_a_known_type(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from gemmscope.cli import complete
-from gemmscope.cli.describe import settings_of
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
+from gemmscope.options.declare import options_of
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipes
 from support.command import Run, run
@@ -52,7 +53,7 @@ def test_the_names_are_those_that_are_accepted() -> None:
     assert list(complete.gpus()) == list(gpus())
     assert list(complete.recipes()) == list(recipes())
     assert tuple(complete.presets()) == presets.names()
-    assert settings_of("backend", "bench")["choices"] == list(backends())
+    assert list(options_of(BenchOptions)["backend"].choices) == list(backends())
 
 
 def test_completion_imports_nothing_heavy() -> None:

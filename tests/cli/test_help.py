@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from gemmscope.cli import describe
-from gemmscope.cli.commands import build
-from gemmscope.cli.describe import COMMANDS, GROUPS, OPTIONS, OWN, CommandHelp, wrapped
-from gemmscope.cli.options import PARSERS, TYPES
-from gemmscope.cli.reference import commands
+from gemmscope.cli.build import build, function_of, shell_options
+from gemmscope.cli.build import every_command as every_help
+from gemmscope.cli.help import COMMANDS, CommandHelp, OptionHelp, wrapped
+from gemmscope.options.declare import GROUPS, OWN
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
 
-REFERENCE = {command.name: command for command in commands()}
+REFERENCE = {command.name: command for command in every_help()}
 every_command = pytest.mark.parametrize("name", COMMANDS)
 
 
-def options(command: CommandHelp) -> dict[str, describe.OptionHelp]:
+def options(command: CommandHelp) -> dict[str, OptionHelp]:
     return {option.name: option for group in command.groups for option in group.options}
 
 
@@ -65,9 +64,8 @@ def test_the_program_fits_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 @every_command
 def test_groups_in_their_order(run: Run, name: str) -> None:
     titles = [group.title for group in REFERENCE[name].groups]
-    wanted = [OWN, *GROUPS.values()]
-    assert titles == [title for title in wanted if title in titles]
-    headings = [line for line in run(f"{name} --help").out.splitlines() if line.rstrip(":") in wanted]
+    assert titles == [title for title in GROUPS if title in titles]
+    headings = [line for line in run(f"{name} --help").out.splitlines() if line.rstrip(":") in GROUPS]
     assert headings == [f"{title}:" for title in titles]
 
 
@@ -85,17 +83,6 @@ def test_every_option_is_in_exactly_one_group(name: str) -> None:
     listed = [option.name for group in REFERENCE[name].groups for option in group.options]
     shown = [parameter.name for parameter in parameters(name) if not getattr(parameter, "hidden", False)]
     assert sorted(listed) == sorted(shown)
-
-
-def test_every_entry_of_the_table_is_used() -> None:
-    """Every entry of the table belongs to an option of a command."""
-    used = {name: {parameter.name for parameter in parameters(name)} for name in COMMANDS}
-    for name, table in OPTIONS["commands"].items():
-        assert table.keys() <= used[name]
-    for group in ("own", *GROUPS):
-        assert OPTIONS[group].keys() <= set().union(*used.values())
-    members = [name for group in ("own", *GROUPS) for name in OPTIONS[group]]
-    assert len(members) == len(set(members))
 
 
 @every_command
@@ -128,11 +115,9 @@ def test_options_of_the_table_are_as_typer_has_them(name: str) -> None:
         option = known[parameter.name]
         assert {*option.flags, *option.negative} <= {*parameter.opts, *parameter.secondary_opts}
         assert bool(option.metavar) is not bool(getattr(parameter, "is_flag", False))
-        entry = describe.settings_of(parameter.name, name)
-        if "default" in entry and parameter.default is not None:  # help text and code must agree
-            parse = PARSERS[entry["parse"]] if "parse" in entry else TYPES[type(parameter.default)][0]
-            if parse is not None:
-                assert parse(option.default) == pytest.approx(parameter.default)
+        declared = shell_options(function_of(name))[parameter.name]
+        if declared.option.default and parameter.default is not None and declared.parse is not None:
+            assert declared.parse(option.default) == pytest.approx(parameter.default)  # help text and code must agree
 
 
 @every_command

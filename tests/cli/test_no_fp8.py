@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.cli.bench_options import ChoiceOptions, RecipeOptions
-from gemmscope.cli.describe import settings_of
+from gemmscope.cli.commands import _explain_no_fp8
+from gemmscope.options.declare import options_of
+from gemmscope.options.measuring import BenchOptions, MeasuringOptions, RecipeOptions
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
@@ -22,15 +23,15 @@ OTHERS = "To skip the other FP8 recipes, add --no-fp8-current --no-fp8-delayed -
         (RecipeOptions(no_fp8=True, no_fp8_block=True), ["h200"], "add --no-fp8-current --no-fp8-delayed\n"),
         (RecipeOptions(no_fp8=True, no_fp8_block=True), ["b200"], ""),  # users who know that flag know what --no-fp8 means
         (RecipeOptions(no_fp8=True, no_fp8_block=True, no_fp8_current=True, no_fp8_delayed=True), ["h200"], ""),
-        (RecipeOptions(no_fp8=True, recipes="fp8block"), ["h200"], ""),
+        (RecipeOptions(no_fp8=True, recipes=["fp8block"]), ["h200"], ""),
         (RecipeOptions(no_fp8_block=True), ["h200"], ""),
-        (ChoiceOptions(no_fp8=True, device="cpu"), None, ""),
+        (MeasuringOptions(no_fp8=True, device="cpu"), None, ""),
     ],
 )
 def test_a_note_where_it_surprises(
     capsys: pytest.CaptureFixture[str], options: RecipeOptions, gpus: list[str] | None, note: str
 ) -> None:
-    options.explain_no_fp8(gpus)
+    _explain_no_fp8(options, gpus)
     said = capsys.readouterr().err
     assert said.endswith(note)
     assert said.count("\n") == bool(note)
@@ -45,4 +46,4 @@ def test_it_skips_mxfp8_alone(run: Run) -> None:
 
 
 def test_the_help_says_so() -> None:
-    assert settings_of("no_fp8", "bench")["help"].startswith("Skip MXFP8 only.")
+    assert options_of(BenchOptions)["no_fp8"].option.help.startswith("Skip MXFP8 only.")

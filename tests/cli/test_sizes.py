@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from gemmscope.cli.bench_options import parse_shapes
-from gemmscope.cli.commands import build
-from gemmscope.cli.options import ModelOptions
-from gemmscope.cli.sweep_options import SweepOptions, parse_sweep
-from gemmscope.errors import UserError
-from gemmscope.options.values import percentage, size, token_count
+from gemmscope.cli.build import build
+from gemmscope.cli.commands import _gpu_count
+from gemmscope.errors import UserError, shown
+from gemmscope.options.declare import options_of
+from gemmscope.options.job import ModelOptions
+from gemmscope.options.values import axis, bare_shapes, percentage, size, token_count
 from support.command import Run, run
+from support.refusals import refused, unnamed
 
 __all__ = ["run"]  # the fixture
 
@@ -27,13 +28,13 @@ def test_options_of_the_model_and_the_run(run: Run) -> None:
 
 
 def test_every_whole_number_takes_a_size() -> None:
-    names = [name for name, kind in ModelOptions.__annotations__.items() if kind.startswith("int")]
+    names = [name for name, declared in options_of(ModelOptions).items() if int in declared.types]
     arguments = [word for name in names for word in (f"--{name.replace('_', '-')}", "8_192")]
     values = build("shapes").make_context("shapes", [*arguments, "--sequence-length", "1M", "--pp-layers", "1k,2"]).params
     assert {values[name] for name in names} == {8192}
     assert values["sequence_length"] == 1024**2
     values = build("step").make_context("step", ["--tokens", "15.5T", "--gpus", "16k", "--precision", "0.5%"]).params
-    assert (values["tokens"], SweepOptions(gpus=values["gpus"]).gpu_count(), values["precision"]) == (15.5e12, 16384, 0.005)
+    assert (values["tokens"], _gpu_count(values["gpus"]), values["precision"]) == (15.5e12, 16384, 0.005)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_sizes(text: str, value: int) -> None:
     "text", ["1.5", "0.3k", "two", "", "k", "8kk", "8B", "1e", "0x10", "nan", "inf", "٣", "8__1", "1e400", "3%"]
 )
 def test_not_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a whole number such as"):
+    with refused(shown(text), "8k", error=ValueError):
         size(text)
 
 
@@ -59,7 +60,7 @@ def test_token_counts(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["3", "100%", "-1%", "x", "", "%", "nan%"])
 def test_not_percentages(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a percentage such as 3%"):
+    with refused(shown(text), "0.03", error=ValueError):
         percentage(text)
 
 
@@ -78,16 +79,16 @@ def test_other_values_are_refused_with_one_message(run: Run, option: str, messag
 
 
 def test_tokens_that_are_not_a_number(run: Run) -> None:
-    assert "'many' is not a number of tokens such as 2T" in run("step --preset gpt2 --tokens many").err
+    assert unnamed(run("step --preset gpt2 --tokens many").err, "--tokens", "'many'", "2T") == []
 
 
 def test_sweeps_and_shapes() -> None:
-    assert parse_sweep("sequence_length=4k,8K,16384") == ("sequence_length", [4096, 8192, 16384])
-    assert parse_sweep("hidden_size=1k:2k:512") == ("hidden_size", range(1024, 2049, 512))
-    assert parse_shapes("4k,8kx4kx14336") == [(4096,) * 3, (8192, 4096, 14336)]
+    assert axis("sequence_length=4k,8K,16384") == ("sequence_length", [4096, 8192, 16384])
+    assert axis("hidden_size=1k:2k:512") == ("hidden_size", range(1024, 2049, 512))
+    assert bare_shapes("4k,8kx4kx14336") == [(4096,) * 3, (8192, 4096, 14336)]
     for wrong in ("tp=1.5", "tp=1:2", "tp=-1", "tp=1,,2", "tp="):
         with pytest.raises(UserError, match="neither NAME=FIRST:LAST:STEP nor"):
-            parse_sweep(wrong)
+            axis(wrong)
     for shape in ("1.5", "8kx4k", "-4k", "4kx4kx4kx4k"):
-        with pytest.raises(UserError, match="is not a shape"):
-            parse_shapes(shape)
+        with refused(shape):
+            bare_shapes(shape)

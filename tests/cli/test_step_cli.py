@@ -20,6 +20,7 @@ from gemmscope.step.step_measurements import StepMeasurements
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
+from support.refusals import unnamed
 from support.workers import forked_workers
 
 __all__ = ["forked_workers", "run"]  # the fixtures
@@ -122,8 +123,7 @@ def test_a_model_that_is_too_large_for_a_cpu(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr("gemmscope.step.live_settings.free_memory_bytes", lambda: 1000)
     outcome = run(f"step --config {tmp_path}/config.json {options} --hugging-face")
     assert outcome.code == 2
-    assert "the model is too large for a step on this CPU: 2 of its layers need about" in outcome.err
-    assert "use a smaller model, or run it on a GPU" in outcome.err
+    assert unnamed(outcome.err, "CPU", "2 of its layers") == []
     plan = ModulePlan(module=None, config=config, depth=40, micro_batch_size=1, sequence_length=16)
     monkeypatch.setattr("gemmscope.step.live_settings.free_memory_bytes", lambda: 400_000)
     assert layers_that_fit(plan, 40_000, NOTHING, on_cpu=True) == 12

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.commands import forecast
 from gemmscope.forecast import sweep
 from gemmscope.progress import Console, Reporter
 from gemmscope.results.forecast import ForecastResult
+from support.commands import forecast_sweep
 from support.processes import MARKER, left_running
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -100,7 +100,7 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
 
     def swept(reporter: Reporter) -> ForecastResult:
         run, axes = {"micro_batch_size": 1, "sequence_length": 512}, {"gradient_accumulation": range(1, 201)}
-        return forecast.sweep(SIZES, run, axes, ["b300"], reporter=reporter)
+        return forecast_sweep(SIZES, run, axes, ["b300"], reporter=reporter)
 
     calm = swept(Reporter())
     monkeypatch.setattr(sweep, "WORTH_SHARING", 100)
@@ -132,4 +132,4 @@ def test_in_python_ctrl_c_before_the_first_point_is_a_keyboard_interrupt() -> No
             yield lambda done: None
 
     with pytest.raises(KeyboardInterrupt):
-        forecast.sweep(SIZES, {"micro_batch_size": 1, "sequence_length": 512}, {"tp": [1, 2]}, ["b300"], reporter=Early())
+        forecast_sweep(SIZES, {"micro_batch_size": 1, "sequence_length": 512}, {"tp": [1, 2]}, ["b300"], reporter=Early())

@@ -6,27 +6,29 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gemmscope as gs
-from gemmscope.bench.choose import Choices
-from gemmscope.bench.timing import BenchTiming
-from gemmscope.cli.fleet import FleetOptions
 from gemmscope.commands import fleet as fleet_command
-from gemmscope.commands.fleet import TOLERANCE, RunFile, gather_fleet, run_fleet, run_own_gpu, unhealthy
+from gemmscope.commands.fleet import TOLERANCE, RunFile, gather_fleet, run_own_gpu, unhealthy
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.measured import file_name
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.fleet.summaries import RunSummary
+from gemmscope.options.declare import options_of
+from gemmscope.options.measuring import BenchOptions, FleetOptions
+from gemmscope.options.values import percentage
 from gemmscope.pool.gpus import Launched
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.results.fleet import FleetResult
+from gemmscope.run_context import RunContext
+from support.commands import run_fleet
 from support.fleets import run_of
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
@@ -109,7 +111,8 @@ def test_every_gpu_is_measured_and_the_slow_one_is_named(monkeypatch: pytest.Mon
     assert unhealthy(result) == ["node GPU 3"]
     content = pool.assigned[0].content
     assert isinstance(content, MeasureUnit)
-    assert content.arguments["shapes"] == SHAPES
+    assert isinstance(content.options, BenchOptions)
+    assert content.options.shapes == SHAPES
 
 
 def test_a_fast_gpu_is_named_and_not_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +183,14 @@ def test_gpus_that_were_not_measured_are_tried_again(monkeypatch: pytest.MonkeyP
 def test_another_measurement_does_not_resume_it(monkeypatch: pytest.MonkeyPatch) -> None:
     measure(monkeypatch, InstantPool(interrupt_after=5))
     pool = InstantPool()
-    measure(monkeypatch, pool, resume=True, choices=Choices(recipes=["fp8block"]))
+    measure(monkeypatch, pool, resume=True, recipes=["fp8block"])
     assert len(pool.assigned) == 8
 
 
 def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pool = InstantPool(2)
     result = measure(monkeypatch, pool, folder=tmp_path / "runs", repeat=2)
-    writers = [unit.content.arguments["deliver"] for unit in pool.assigned]
+    writers = [unit.content.deliver for unit in pool.assigned]
     assert all(isinstance(writer, RunFile) for writer in writers)
     assert len({writer.name for writer in writers}) == 4
     assert result.has("fleet-files-missing")  # nobody wrote them
@@ -205,9 +208,9 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
         ({"step": True}, "no training step"),
         ({"gpus": "0", "ray": "auto"}, "ray"),
         ({"shapes": [(0, 1, 1)]}, "not a shape"),
-        ({"timing": BenchTiming(precision=-1)}, "precision"),
-        ({"choices": Choices(recipes=["nonsense"])}, "nonsense"),
-        ({"step_options": {"hugging_face": True}}, "training steps"),
+        ({"precision": -1}, "precision"),
+        ({"recipes": ["nonsense"]}, "nonsense"),
+        ({"hugging_face": True}, "training steps"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
@@ -290,34 +293,36 @@ def test_the_run_file_of_a_gpu_has_a_name_of_its_own() -> None:
 
 
 def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[BenchOptions, Path | None]] = []
 
-    def run_bench(_: Any, **arguments: Any) -> Any:
-        calls.append({**arguments, "state": os.environ["XDG_STATE_HOME"]})
-        arguments["deliver"](recorded_bench("first"))
+    def run_bench(_: Any, options: BenchOptions, context: RunContext) -> Any:
+        calls.append((options, context.state))
+        assert context.deliver is not None
+        context.deliver(recorded_bench("first"))
         return recorded_bench("first")
 
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
-    rank, before = Launched("srun", 3, 8, 1, 2), os.environ["XDG_STATE_HOME"]
-    choices = Choices(device="cpu")
-    result, file = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices)
+    rank = Launched("srun", 3, 8, 1, 2)
+    options = FleetOptions(shapes=SHAPES, folder=str(tmp_path / "out"), device="cpu")
+    resumed = replace(options, resume=True)
+    result, file = run_own_gpu(rank, None, options)
     assert result is not None
     assert file.is_file()
     assert file.name.endswith("-cpu-1.json")
-    assert calls[0]["state"] != before == os.environ["XDG_STATE_HOME"]
-    again, same = run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
+    assert calls[0][1] is not None
+    assert not calls[0][1].is_relative_to(tmp_path)  # a journal of its own
+    again, same = run_own_gpu(rank, None, resumed)
     assert (again, same) == (None, file)
     assert len(calls) == 1
-    told = {"shapes": SHAPES, "folder": tmp_path / "out", "choices": choices, "resume": True}
     own = recorded_bench("first").model_copy(update={"command": "gemmscope fleet --shapes 64 --folder out"})
     file.write_text(own.to_json())
-    run_own_gpu(rank, **told, command=f"gemmscope fleet --resume --shapes 64 --folder {tmp_path}")
+    run_own_gpu(rank, None, resumed, RunContext(f"gemmscope fleet --resume --shapes 64 --folder {tmp_path}"))
     assert len(calls) == 1
-    run_own_gpu(rank, **told, command="gemmscope fleet --shapes 128 --folder out --resume")
+    run_own_gpu(rank, None, resumed, RunContext("gemmscope fleet --shapes 128 --folder out --resume"))
     assert len(calls) == 2, "the run file of another measurement"
     calls.pop()
     file.write_text("{}")  # cut short by a full disk
-    run_own_gpu(rank, shapes=SHAPES, folder=tmp_path / "out", choices=choices, resume=True)
+    run_own_gpu(rank, None, resumed)
     assert len(calls) == 2
 
 
@@ -327,18 +332,19 @@ def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: 
     def full(*_: object) -> None:
         raise UserError("a.json cannot be written: No space left on device", "give another folder")
 
-    def run_bench(_: Any, **arguments: Any) -> Any:
+    def run_bench(_: Any, __: BenchOptions, context: RunContext) -> Any:
+        assert context.deliver is not None
+        deliver = context.deliver
         with closing(open_journal()) as journal, journal.recording("mark", "command", resume=False) as recording:
-            recording.deliver(lambda: arguments["deliver"](recorded_bench("first")), complete=True)
+            recording.deliver(lambda: deliver(recorded_bench("first")), complete=True)
         return recorded_bench("first")
 
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
     monkeypatch.setattr(fleet_command, "write_text", full)
     with pytest.raises(UserError, match="No space left") as error:
-        run_own_gpu(Launched("srun", 3, 8, 1, 2), shapes=SHAPES, folder=tmp_path, choices=Choices(device="cpu"))
+        run_own_gpu(Launched("srun", 3, 8, 1, 2), None, FleetOptions(shapes=SHAPES, folder=str(tmp_path), device="cpu"))
     assert error.value.hint == "give another folder"
 
 
-def test_command_line_and_python_have_the_tolerance_of_the_rule() -> None:
-    in_python = signature(gs.gather_fleet).parameters["tolerance"].default
-    assert FleetOptions().tolerance == in_python == TOLERANCE
+def test_help_names_the_tolerance_of_the_rule() -> None:
+    assert percentage(options_of(FleetOptions)["tolerance"].option.default) == TOLERANCE

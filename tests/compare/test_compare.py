@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.compare import compare
 from gemmscope.compare.runs import BETWEEN_RUNS, change
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.read import read_result
 from support.command import Run, run
+from support.commands import compare
 from support.traces import DATA, fact, recorded
 
 __all__ = ["run"]  # the fixture

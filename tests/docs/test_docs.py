@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import gemmscope
-from gemmscope.bench.timing import BenchTiming
+from gemmscope.bench.timing import stopping_rule
 from gemmscope.interval import Interval
 from gemmscope.model import presets
 from gemmscope.model.families import known_model_types
+from gemmscope.options.measuring import TimingOptions
 from gemmscope.results.bench import BenchSettings
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
@@ -50,7 +51,7 @@ def test_bench_is_described_as_it_measures() -> None:
     text, settings = " ".join((ROOT / "docs" / "bench.md").read_text().split()), BenchSettings("transformer_engine")
     assert f"the first {settings.drop_ms:g} ms of each burst are discarded" in text
     assert f"Bursts of {settings.keep_ms / 1000:g} s" in text
-    assert BenchTiming().rule().least_rounds == 2
+    assert stopping_rule(TimingOptions()).least_rounds == 2
     first, second = re.findall(r"Wall time ([\d.]+) s and ([\d.]+) s", H200)[0]
     assert f"took {first} s and {second} s" in text
 

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from gemmscope.commands.explain import explain
 from gemmscope.document import document
 from gemmscope.document.charts import BarChart
 from gemmscope.document.model import Document
@@ -17,6 +16,7 @@ from gemmscope.writers.html import page
 from gemmscope.writers.markdown import markdown
 from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
+from support.commands import explain
 from support.explain_files import explanation
 from support.traces import recorded
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.commands.compare import compare
 from gemmscope.document import document
 from gemmscope.document.charts import HeatMap, RankChart
 from gemmscope.document.fleet_tables import MOST_POINTS, FleetView, rank_chart, thinned
@@ -17,6 +16,7 @@ from gemmscope.errors import UserError
 from gemmscope.fleet.gather import fleet_result
 from gemmscope.results.fleet import FleetResult, GpuCondition
 from gemmscope.writers import html, terminal
+from support.commands import compare
 from support.fleet_files import runs, shown_fleet
 from support.fleets import HEALTH, run_of, simulated_fleet
 from support.run_files import recorded_bench

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.commands.compare import compare
 from gemmscope.document import document
 from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
 from gemmscope.document.model import Document, decisive
@@ -18,6 +17,7 @@ from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.results.numerics import LinearError, Mix, NumericsResult
 from gemmscope.writers import figure, html, markdown, tables, terminal
+from support.commands import compare
 from support.numerics_files import linear_errors, numerics_result
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from gemmscope.commands.shapes import shapes
 from gemmscope.document import document
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
@@ -19,6 +18,7 @@ from gemmscope.workload.check import Difference
 from gemmscope.writers.markdown import markdown
 from gemmscope.writers.tables import csv_text
 from gemmscope.writers.terminal import text
+from support.commands import shapes
 
 
 def result_of(preset: str, **run: object) -> ShapesResult:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.explain import explain
 from gemmscope.document import document
 from gemmscope.explain.record_trace import slim_file
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain import ExplainTables
+from support.commands import explain
 from support.traces import BF16, FP8, Builder, recorded, shared_trace
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

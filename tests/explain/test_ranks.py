@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.commands.explain import explain
 from gemmscope.document.explain import explain_document
 from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
+from support.commands import explain
 from support.traces import ADAM, BF16, Builder, codes, fact, shared_trace, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

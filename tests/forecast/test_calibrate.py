@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choice
-from gemmscope.bench.timing import DEFAULT_TIMING
 from gemmscope.commands import calibrate as calibrating
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, open_journal
@@ -30,6 +29,7 @@ from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.spec import RunSpec, from_hyperparameters
+from gemmscope.options.measuring import CalibrateOptions
 from gemmscope.parts import StepPart
 from gemmscope.progress import QUIET
 from gemmscope.results.forecast import ForecastResult
@@ -327,7 +327,9 @@ def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch:
 
 def session(backend: str = "cpu") -> Any:
     choice = Choice(backend, ["BF16"], ["autocast"])
-    return calibrating._CalibrationRun(choice, DEFAULT_TIMING, gpu("h200"), RecordedRun(open_journal(), 1), LocalWorkers(), QUIET)
+    return calibrating._CalibrationRun(
+        choice, CalibrateOptions(), gpu("h200"), RecordedRun(open_journal(), 1), LocalWorkers(), QUIET
+    )
 
 
 def test_cached_weights_are_cached_on_both_sides() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.commands.forecast import forecast
 from gemmscope.document import document
 from gemmscope.job.load import load_model, model_run
 from gemmscope.results.forecast import ForecastResult
 from support.command import Run, run
+from support.commands import forecast
 
 __all__ = ["run"]  # the fixture
 

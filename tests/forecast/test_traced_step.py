@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.bench.choose import Choices
-from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
@@ -21,6 +19,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.workload.derive import derive
 from gemmscope.workload.trace import as_workload
+from support.commands import forecast
 from support.reading import codes
 from support.traced_files import ATTENTION, LAYERS, TRACE
 
@@ -89,7 +88,7 @@ def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     measured = {"BF16": 59.5, "FP8Tensorwise": 90.7}
     monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
     job = model_run(load_model(module="tower.py:build"))
-    one_by_one = forecast(job, ["h200"], choices=Choices(recipes=("fp8tensorwise",)))
+    one_by_one = forecast(job, ["h200"], recipes=("fp8tensorwise",))
     [about] = [finding for finding in one_by_one.gpus[0].findings if finding.code == "traced-step-layers"]
     times = about.facts["times"]
     assert isinstance(times, dict)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.load import ModelRun, choose_run, load_model, model_run
 from gemmscope.model import megatron, torchtitan
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
+from support.commands import forecast
 from support.reading import codes, facts
 
 __all__ = ["run"]  # the fixture

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from gemmscope.bench.choose import Choices
-from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.pool import measure_unit
 from gemmscope.pool import measure_unit as travelling
 from gemmscope.pool.measure_unit import MeasureUnit, module_files, with_files
@@ -47,12 +46,8 @@ def module(tmp_path: Path) -> str:
 def test_a_module_is_measured_where_its_files_are_not(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job, _ = loaded(module)
-    arguments: dict[str, Any] = {
-        "job": job,
-        "choices": Choices(device="cpu", recipes=["BF16"], modes=["autocast"]),
-        "timing": BenchTiming(num_iters=1, num_warmup=0),
-    }
-    sent = unit_line(Unit("a", MeasureUnit("bench", arguments, f"{__name__}:names").for_other_machines()))
+    options = BenchOptions(device="cpu", recipes=["BF16"], modes=("autocast",), num_iters=1, num_warmup=0)
+    sent = unit_line(Unit("a", MeasureUnit(options, job, reduce=f"{__name__}:names").for_other_machines()))
     shutil.rmtree(tmp_path / "models")
     unit: MeasureUnit = content_of(json.loads(sent))
     assert set(unit.files) == {"net.py", "parts/sizes.py", "size.json"}

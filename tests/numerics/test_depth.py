@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.numerics import run_numerics
 from gemmscope.errors import UserError
 from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest, RecordingSource
+from support.commands import run_numerics
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402

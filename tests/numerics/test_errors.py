@@ -14,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 from gemmscope.numerics import recording  # noqa: E402
 from gemmscope.numerics.evaluation.gemm_errors import SampledGemm, relative_error  # noqa: E402
 from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales  # noqa: E402
-from gemmscope.numerics.probes import measure_probes  # noqa: E402
+from gemmscope.numerics.probes import compute_probes  # noqa: E402
 from gemmscope.numerics.quantizers import operands  # noqa: E402
 from gemmscope.numerics.recording import (  # noqa: E402
     HISTORY,
@@ -52,7 +52,7 @@ def recorded(
     facts, kept = sample_linear(*whole, dtype=whole[0].dtype, budget=100_000, random=random_for(seed), step=len(earlier))
     if probes:
         history = scale_maxima(earlier, facts) if with_history else None
-        facts = facts.model_copy(update={"probes": measure_probes(*whole, random=random_for(seed, "probes"), history=history)})
+        facts = facts.model_copy(update={"probes": compute_probes(*whole, random=random_for(seed, "probes"), history=history)})
     outputs, inputs = whole[1].shape
     linear = LinearFacts(name="layers.0.q", linear="q", layer=0, inputs=inputs, outputs=outputs, steps=(*earlier, facts))
     return RecordedLinear(linear, tuple(LinearStep(step, linear, kept.__getitem__) for step in linear.steps))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets
@@ -20,6 +19,7 @@ from gemmscope.results.numerics import Mix, MixedPrecision, NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.workload.derive import derive
 from support.command import Run, run
+from support.commands import forecast
 from support.numerics_files import numerics_result
 from support.results import RESULTS
 

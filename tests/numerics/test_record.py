@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import gemmscope  # noqa: E402
-from gemmscope.numerics.probes import measure_linear  # noqa: E402
+from gemmscope.numerics.probes import sample_with_probes  # noqa: E402
 from gemmscope.numerics.recording import TensorRecording, read_recording  # noqa: E402
 from support.recorded import LINEARS, Network, prepared, te_class, trained  # noqa: E402
 
@@ -25,7 +25,7 @@ KINDS = ["eager", "reentrant", "non-reentrant", "layers", "wrapped layers", "who
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip probes, which take time and have their own tests, except in one test."""
     if "autocast" not in request.node.name:
-        monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, **__: {})
+        monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_maxima_of_every_step_and_samples_of_the_last_ones(tmp_path: Path) -> No
 
 def test_probes_know_the_maxima_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, history, **__: given.append(history) or {})
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, history, **__: given.append(history) or {})
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=4, steps=3, after=0)
     head = recorded(tmp_path).linears[-1]
     assert given[0] == {}
@@ -175,7 +175,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("megabytes", [1, 3])
 def test_the_file_is_smaller_than_asked(megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probes = {f"fprop/W/e4m3-{number}": (0.0006972316768951714,) * 4 for number in range(25)}
-    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, **__: probes)
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: probes)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(8)))
     with gemmscope.record_tensors(
         model, tmp_path / "t.safetensors", steps=3, samples=2, after=0, megabytes=megabytes
@@ -239,7 +239,7 @@ def test_failures_are_said_and_the_training_goes_on(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory\nsomewhere")
 
-    monkeypatch.setattr("gemmscope.numerics.in_training.capture.measure_linear", fails)
+    monkeypatch.setattr("gemmscope.numerics.in_training.capture.sample_with_probes", fails)
     trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
     assert capsys.readouterr().err == "gemmscope: no tensors were recorded: RuntimeError: out of memory\n"
     assert all(not module._forward_hooks for module in model.modules())
@@ -247,14 +247,14 @@ def test_failures_are_said_and_the_training_goes_on(
 
 
 def test_what_fails_with_one_linear_is_said_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measure_linear
+    real = sample_with_probes
 
     def fails(x: Any, w: torch.Tensor, *rest: Any, **settings: Any) -> Any:
         if w.shape == (64, 32):
             raise RuntimeError("no memory")
         return real(x, w, *rest, **settings)
 
-    monkeypatch.setattr("gemmscope.numerics.in_training.capture.measure_linear", fails)
+    monkeypatch.setattr("gemmscope.numerics.in_training.capture.sample_with_probes", fails)
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
     failures = {linear.name: linear.facts.failure for linear in recorded(tmp_path).linears}
     assert failures == {name: "RuntimeError: no memory" if "up_proj" in name else "" for name in LINEARS}
@@ -264,7 +264,7 @@ def test_without_memory_for_probes_the_sample_is_kept(tmp_path: Path, monkeypatc
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", fails)
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", fails)
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
     for linear in recorded(tmp_path).linears:
         assert linear.facts.failure == ""

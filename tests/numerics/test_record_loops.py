@@ -21,7 +21,7 @@ ALL = ("fprop", "dgrad", "wgrad")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, **__: {})
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
 
 
 class Pair(nn.Module):

@@ -24,7 +24,7 @@ def sizes(hidden: int = 128) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.numerics.probes.measure_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
 
 
 @pytest.mark.parametrize("kind", MAKERS)

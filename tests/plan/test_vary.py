@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.commands.plan import plan
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model
 from gemmscope.model import presets
@@ -12,6 +11,7 @@ from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.model.vary import varied
 from gemmscope.workload.derive import derive
+from support.commands import plan
 from support.plan_files import varied_plan
 
 

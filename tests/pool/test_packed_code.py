@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from gemmscope.pool.ray_bridge import NOT_NEEDED, OF_THE_NODE, REQUIREMENTS, PackedCode, pack_code
+from gemmscope.pool.ray_bridge import OF_THE_NODE, REQUIREMENTS, PackedCode, pack_code
 
+NOT_NEEDED = ("matplotlib", "rich", "typer")  # what only the driver uses: figures and the command line
 ROOT = Path(__file__).resolve().parents[2]
 
 # A Python that has the standard library, the bundle and numpy, and no other package.

@@ -17,7 +17,6 @@ from gemmscope.engine.campaign import NotStartedError
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.nvml import Nvml
 from gemmscope.pool import place_worker as site
-from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.place_messages import PlaceSetup, event_of, unit_line
 from gemmscope.pool.pool import Event, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
 from support.machines import NOTHING, machine
@@ -110,9 +109,8 @@ def test_a_measuring_process_that_does_not_start_is_the_fault_of_the_machine(
 
 
 def test_what_a_unit_cannot_do_is_its_own_failure(serve: Serve) -> None:
-    impossible = Unit(
-        "u", MeasureUnit("bench", {**tiny_bench("u").content.arguments, "shapes": [(0, 1, 1)]}, "support.pools:times")
-    )
+    unit = tiny_bench("u").content
+    impossible = Unit("u", replace(unit, options=replace(unit.options, shapes=[(0, 1, 1)])))
     _, failed, done = serve([NOTHING] * 3, impossible, ANSWER, setup=PlaceSetup(cpu=True))
     assert isinstance(failed, UnitFailed)
     assert "every size must be at least 1" in failed.why

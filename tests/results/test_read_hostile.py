@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from gemmscope import reading
-from gemmscope.commands.compare import compare
-from gemmscope.commands.explain import explain
 from gemmscope.commands.report import report
 from gemmscope.document.table import Cell, Head, Table
 from gemmscope.errors import UserError
@@ -20,6 +18,7 @@ from gemmscope.results import read
 from gemmscope.results.base import damage_reported
 from gemmscope.results.read import read_result
 from gemmscope.show import text
+from support.commands import compare, explain
 from support.predictions import bench_run, step_run
 from support.report_files import RunData, put, run_data
 from support.results import RESULTS

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.linears import Winner
-from gemmscope.results.winner import find_winner
+from gemmscope.results.linears import Winner, find_winner
 
 NAMES = ("FP8Current", "FP8Delayed", "FP8Block", "MXFP8")
 GAINS = st.floats(0.5, 3)

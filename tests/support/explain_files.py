@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from gemmscope.commands.explain import explain
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.results.explain import ExplainResult
+from support.commands import explain
 from support.traces import recorded
 
 FIRST_CAUSE = {

@@ -173,7 +173,15 @@ def _case(arguments: list[str], folder: str, kind: str, at: int) -> None:
 
 
 def main() -> None:
-    for module in (*WORKERS, *WARM, "gemmscope.cli.bench", "gemmscope.cli.step", "gemmscope.writers.terminal", "pydantic"):
+    for module in (
+        *WORKERS,
+        *WARM,
+        "gemmscope.cli.commands",
+        "gemmscope.commands.bench",
+        "gemmscope.commands.step",
+        "gemmscope.writers.terminal",
+        "pydantic",
+    ):
         importlib.import_module(module)
     for line in sys.stdin:
         case = json.loads(line)

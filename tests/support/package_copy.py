@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,7 +10,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.command import Outcome
 from support.sources import PACKAGE
+
+OUTCOMES = """
+import contextlib, io, json, sys
+from gemmscope.cli.main import main
+outcomes = []
+for line in json.load(sys.stdin):
+    sys.argv, out, err, code = ["gemmscope", *line.split()], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+    outcomes.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(outcomes))
+"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,20 @@ class PackageCopy:
         )
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
+
+    def python(self, code: str, given: str = "") -> str:
+        """What Python code prints that imports the copy."""
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{code}"]
+        ended = subprocess.run(
+            command, input=given, capture_output=True, text=True, env=environment, cwd=self.folder, timeout=120, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def outcomes(self, *lines: str) -> list[Outcome]:
+        """What command lines do with the copy, all in one process."""
+        return [Outcome(*outcome) for outcome in json.loads(self.python(OUTCOMES, json.dumps(lines)))]
 
 
 def package_copy(folder: Path) -> PackageCopy:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from gemmscope.bench.choose import Choices
-from gemmscope.commands.plan import plan
 from gemmscope.job.load import load_model
 from gemmscope.results.plan import PlanResult
+from support.commands import plan
 
 
 def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **options: Any) -> PlanResult:
-    recipes = options.pop("recipes", None)
     flags = f"--preset {preset} --gpu {gpu} --gpus {gpus} --global-batch {batch} --sequence-length {sequence}"
     return plan(
         load_model(preset=preset),
@@ -20,7 +18,6 @@ def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **optio
         gpus,
         global_batch=batch,
         sequence_length=sequence,
-        choices=Choices(recipes),
         command=f"gemmscope plan {flags}",
         **options,
     )

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemmscope.bench.choose import Choices
-from gemmscope.bench.timing import BenchTiming
 from gemmscope.errors import DoesNotFitError, UserError
-from gemmscope.folders import state_folder
 from gemmscope.gpu.environment import Environment
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Unit
 from gemmscope.progress import Reporter
@@ -23,12 +21,9 @@ from gemmscope.results.bench import BenchResult
 
 def tiny_bench(key: str, *, side: int = 64, iterations: int = 2) -> Unit:
     """A real measurement of one small GEMM on the CPU."""
-    arguments: dict[str, Any] = {
-        "shapes": [(side, side, side)],
-        "choices": Choices(device="cpu", recipes=["BF16"], modes=["autocast"]),
-        "timing": BenchTiming(num_iters=iterations, num_warmup=0),
-    }
-    return Unit(key, MeasureUnit("bench", arguments, "support.pools:times"))
+    measured = {"device": "cpu", "recipes": ["BF16"], "autocast_only": True, "num_iters": iterations, "num_warmup": 0}
+    options = BenchOptions(shapes=[(side, side, side)], **measured)  # type: ignore[arg-type]
+    return Unit(key, MeasureUnit(options, reduce="support.pools:times"))
 
 
 def times(result: BenchResult) -> dict[str, Any]:
@@ -47,8 +42,10 @@ class Script:
         if self.what == "refuse":
             raise UserError("no torch here", "install it")
 
-    def run(self, reporter: Reporter) -> Any:
+    def run(self, reporter: Reporter, state: Path) -> Any:
         reporter.say(f"doing {self.what}")
+        if self.what == "folder":
+            return str(state)
         return getattr(self, f"_{self.what}")()
 
     def _answer(self) -> Any:
@@ -58,9 +55,6 @@ class Script:
     def _nap(self) -> int:
         time.sleep(self.value)
         return os.getpid()
-
-    def _folder(self) -> str:
-        return str(state_folder())
 
     def _visible(self) -> list[Any]:
         return [os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))]

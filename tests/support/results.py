@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-from gemmscope.commands import compare as comparing
-from gemmscope.commands import shapes as shaping
 from gemmscope.job.load import load_model, model_run
 from gemmscope.results.base import Result
+from support import commands
 from support.explain_files import explanation
 from support.fleet_files import shown_fleet
 from support.forecast_files import forecast_result, plane, several_gpus, sweep
@@ -25,11 +24,11 @@ TRACES = sorted(
 
 
 def shapes(preset: str, **run: int) -> Result:
-    return shaping.shapes(model_run(load_model(preset=preset), **run), command=f"gemmscope shapes --preset {preset}")
+    return commands.shapes(model_run(load_model(preset=preset), **run), command=f"gemmscope shapes --preset {preset}")
 
 
 def compared() -> Result:
-    return comparing.compare([recorded_bench("first"), recorded_bench("again")], fail_if_slower=0.03)
+    return commands.compare([recorded_bench("first"), recorded_bench("again")], fail_if_slower=0.03)
 
 
 _MAKERS: dict[str, Callable[[], Result]] = {

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.bench.choose import Choices
-from gemmscope.bench.timing import BenchTiming
-from gemmscope.commands import sweep as sweeping
 from gemmscope.commands.read import continues
 from gemmscope.document import document
 from gemmscope.document.sweep import _begins
@@ -39,11 +36,11 @@ from gemmscope.results.sweep import MeasuredPoint, SweepPoint, SweepResult, brea
 from gemmscope.sweep import run as sweep_stream
 from gemmscope.sweep.assembly import point_key
 from gemmscope.sweep.point import bench_point, step_point
-from gemmscope.sweep.run import Places
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.writers import terminal
 from support.bench_results import recorded_measurements
 from support.command import Run, run
+from support.commands import bench_sweep, step_sweep
 from support.processes import MARKER, left_running, wait_until
 from support.run_files import bench_result, put, recorded_bench
 from support.step_files import recorded_step
@@ -51,7 +48,6 @@ from support.sweep_files import PLACES, assembled, linears_at, measured_gemm, me
 
 __all__ = ["run"]  # the fixture
 SIZES = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 24}
-ON_CPU = Choices(device="cpu")
 TINY = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 4 --num-hidden-layers 1 --device cpu --autocast-only"
 
 COUNTS = "--num-iters 2 --num-warmup 0 --gpu-warmup 0"
@@ -97,7 +93,7 @@ class Recorded:
         if unit.key in self.unfit:
             self.waiting.append(UnitFailed(place, unit.key, "it does not fit", "use less", unfit=True))
             return
-        job = unit.content.arguments["job"]
+        job = unit.content.job
         outcome = linears_at(job.run.micro_batch_size, job.run.sequence_length)
         self.waiting.append(UnitDone(place, unit.key, json.loads(json.dumps(outcome))))
 
@@ -107,7 +103,7 @@ class Recorded:
 
 def swept(monkeypatch: pytest.MonkeyPatch, pool: Any, axes: dict[str, list[int]], **options: Any) -> SweepResult:
     monkeypatch.setattr("gemmscope.sweep.run.open_pool", lambda **_: pool)
-    return sweeping.bench_sweep(SIZES, {"micro_batch_size": 1, "sequence_length": 2048}, axes, choices=ON_CPU, **options)
+    return bench_sweep(SIZES, {"micro_batch_size": 1, "sequence_length": 2048}, axes, device="cpu", **options)
 
 
 def test_every_point_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +134,8 @@ def test_one_of_many_processes_does_not_measure_every_point(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="torchrun started 8 processes, and each of them would measure every point") as error:
         swept(monkeypatch, Recorded(), axes)
-    assert "gpus=all" in str(error.value)
-    assert swept(monkeypatch, Recorded(), axes, places=Places(ray="auto")).sample_count == 2
+    assert "gpus='all'" in str(error.value)
+    assert swept(monkeypatch, Recorded(), axes, ray="auto").sample_count == 2
 
 
 def test_whose_file_a_sweep_may_replace(tmp_path: Path) -> None:
@@ -156,7 +152,7 @@ def test_points_that_failed_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     axes = {"micro_batch_size": [1, 2, 4]}
     swept(monkeypatch, Recorded(fails=("micro_batch_size=2",)), axes)
     again = Recorded()
-    whole = swept(monkeypatch, again, axes, resume=True, timing=BenchTiming(precision=0.5))
+    whole = swept(monkeypatch, again, axes, resume=True, precision=0.5)
     assert [unit.key for unit in again.units] == ["micro_batch_size=2"]
     assert whole.sample_count == 3
     another = Recorded()  # it was complete: there is nothing to resume
@@ -421,12 +417,12 @@ def test_steps_are_measured_in_the_recipes_alone(monkeypatch: pytest.MonkeyPatch
     pool = Steps()
     monkeypatch.setattr("gemmscope.sweep.run.open_pool", lambda **_: pool)
     run = {"micro_batch_size": 8, "sequence_length": 1024}
-    result = sweeping.step_sweep(SIZES, run, {"gradient_accumulation": [1, 2]}, choices=ON_CPU)
+    result = step_sweep(SIZES, run, {"gradient_accumulation": [1, 2]}, device="cpu")
     [sweep] = result.sweeps
     recorded = recorded_step("gpt1b").step
     assert [point.winner for point in sweep.points] == [recorded.winner] * 2
     assert sweep.points[0].times_ms == {time.recipe: time.step_ms for time in recorded.recipes}
-    arguments = pool.units[0].content.arguments
-    assert (arguments["try_mixed"], arguments["precision"], arguments["time_limit"]) == (False, 0.02, 20.0)
+    options = pool.units[0].content.options
+    assert (options.try_mixed, options.precision, options.time_limit) == (False, 0.02, 20.0)
     with pytest.raises(UserError, match="a training step includes quantization"):
-        sweeping.step_sweep(SIZES, run, {"tp": [1]}, choices=Choices(device="cpu", modes=["pre-quantized"]))
+        step_sweep(SIZES, run, {"tp": [1]}, device="cpu", modes=["pre-quantized"])

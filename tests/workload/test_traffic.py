@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gemmscope.workload.ops import Direction
-from gemmscope.workload.traffic import Region, Traffic, TrafficSum, WorkGroup
+from gemmscope.workload.traced_ops import Moved
+from gemmscope.workload.traffic import Region, Traffic, WorkGroup
 
 SIZE = 100
 
@@ -27,15 +28,9 @@ class Steps:
         self.traffic.barrier(reads, writes, backward=backward)
         return self
 
-    def sums(self) -> TrafficSum:
+    def sums(self) -> Moved:
         """All groups together."""
-        every, whole = self.traffic.sums().values(), TrafficSum()
-        for traffic in every:
-            whole.bytes_moved += traffic.bytes_moved
-            whole.launches += traffic.launches
-            whole.fused_bytes += traffic.fused_bytes
-            whole.kernels += traffic.kernels
-        return whole
+        return sum(self.traffic.sums().values(), Moved())
 
 
 def test_a_chain_is_one_kernel() -> None:

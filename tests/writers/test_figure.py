@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from gemmscope.commands.explain import explain
 from gemmscope.document import document
 from gemmscope.document.charts import Bar, BarChart, CurveChart, HeatCell, HeatMap, Point, Segment, WaterfallChart
 from gemmscope.document.model import Chart, Document, Section, Subject
 from gemmscope.document.palette import op_keys
 from gemmscope.interval import Interval
 from gemmscope.writers import figure, plots
+from support.commands import explain
 from support.results import RESULTS
 from support.traces import recorded
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader
 
-from gemmscope.commands.explain import explain
 from gemmscope.commands.report import report
 from gemmscope.document.combine import MOST_RUNS
 from gemmscope.results.base import Result
 from gemmscope.writers.html import page
 from support.browser import CHROMIUM, Browser, Tab
+from support.commands import explain
 from support.report_files import RunData, put, run_data
 from support.results import RESULTS
 from support.traces import recorded

@@ -13,6 +13,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, GpuFacts, environment
 from gemmscope.gpu.specs import gpu
 from gemmscope.gpu.visible import usable_gpu, visible_gpu
+from gemmscope.options.measuring import MeasuringOptions, RecipeOptions
 from gemmscope.recipe.frameworks import backends, frameworks, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
@@ -20,56 +21,40 @@ from gemmscope.recipe.support import support
 from gemmscope.workload.cases import MODES, Mode
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What was requested; None leaves it open. `left_out` are recipes not to measure."""
-
-    recipes: Sequence[str] | None = None
-    left_out: Collection[str] = ()
-    modes: Sequence[Mode] | None = None
-    backend: str | None = None
-    device: str | None = None
-    share_gpu: bool = False
-
-    @property
-    def on_cpu(self) -> bool:
-        return "cpu" in (self.device, self.backend)
-
-    def named_recipes(self) -> list[str] | None:
-        """The recipes that were named, BF16 always among them and first; None if they are to be chosen."""
-        if self.recipes is None:
-            return None
-        if not self.recipes:
-            raise UserError(f"{option('recipes')} is empty", f"recipes: {', '.join(all_recipes())}")
-        names = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in self.recipes)]))
-        if both := [name for name in names if name in self.left_out]:
-            raise UserError(f"{option('recipes')} includes {both[0]}, which is also skipped", "use only one of them")
-        return names
-
-    def chosen_modes(self) -> list[Mode]:
-        """Both, or those that were named."""
-        if unknown := [mode for mode in self.modes or () if mode not in MODES]:
-            raise UserError(f"there is no mode {shown(unknown[0])}", f"modes: {', '.join(MODES)}")
-        return list(self.modes) if self.modes else list(MODES)
-
-    def check_for_step(self) -> None:
-        """A `UserError` for what a training step does not have: GEMMs alone."""
-        if self.chosen_modes() == ["pre-quantized"]:
-            message = f"a training step includes quantization; {option('pre_quantize')} is only for GEMMs"
-            raise UserError(message, "remove it, or use gemmscope bench")
+def named_recipes(options: RecipeOptions) -> list[str] | None:
+    """The recipes that were named, BF16 always among them and first; None if they are to be chosen."""
+    if options.recipes is None:
+        return None
+    if not options.recipes:
+        raise UserError(f"{option('recipes')} is empty", f"recipes: {', '.join(all_recipes())}")
+    names = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in options.recipes)]))
+    if both := [name for name in names if name in options.left_out]:
+        raise UserError(f"{option('recipes')} includes {both[0]}, which is also skipped", "use only one of them")
+    return names
 
 
-def _for_framework(choices: Choices, framework: str) -> tuple[Choices, tuple[Finding, ...]]:
-    """The choices, with the backend that this framework trains with unless something else was requested or is installed."""
+def chosen_modes(options: RecipeOptions) -> list[Mode]:
+    """Both, or those that were named."""
+    if unknown := [mode for mode in options.modes or () if mode not in MODES]:
+        raise UserError(f"there is no mode {shown(unknown[0])}", f"modes: {', '.join(MODES)}")
+    return list(options.modes or MODES)
+
+
+def check_for_step(options: RecipeOptions) -> None:
+    """A `UserError` for what a training step does not have: GEMMs alone."""
+    if chosen_modes(options) == ["pre-quantized"]:
+        message = f"a training step includes quantization; {option('pre_quantize')} is only for GEMMs"
+        raise UserError(message, "remove it, or use gemmscope bench")
+
+
+def _for_framework(choices: MeasuringOptions, framework: str) -> tuple[MeasuringOptions, tuple[Finding, ...]]:
+    """The options, with the backend that this framework trains with unless something else was requested or is installed."""
     backend = other_backend(framework)
     if not backend or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
         return choices, ()
     if _missing(backend):
         return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
     return replace(choices, backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
-
-
-DEFAULT_CHOICES = Choices()
 
 
 @dataclass(frozen=True)
@@ -82,10 +67,10 @@ class Choice:
     findings: tuple[Finding, ...] = ()
 
 
-def choose(choices: Choices, machine: Environment, *, cache_weights: bool = False, framework: str = "") -> Choice:
+def choose(choices: MeasuringOptions, machine: Environment, *, cache_weights: bool = False, framework: str = "") -> Choice:
     """Decide, or a `UserError` with the reason. `framework`: whose config it is; its own backend is preferred."""
     choices, findings = _for_framework(choices, framework)
-    modes, named = choices.chosen_modes(), choices.named_recipes()
+    modes, named = chosen_modes(choices), named_recipes(choices)
     device = _device(choices)
     gpu = usable_gpu(machine, share=choices.share_gpu) if device == "cuda" else None
     backend = _backend(choices.backend, device, named)
@@ -104,7 +89,7 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
     return Choice(backend, _recipes(named, choices.left_out, backend, gpu), modes, findings)
 
 
-def _device(choices: Choices) -> str:
+def _device(choices: MeasuringOptions) -> str:
     device = choices.device or ("cpu" if choices.backend == "cpu" else "cuda")
     if device not in ("cuda", "cpu"):
         raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cuda or cpu")

@@ -9,6 +9,7 @@ from typing import Any
 from gemmscope.bench.measurements import Measurements
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.interval import Interval
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.bench import BenchSettings
 from gemmscope.results.linears import Linears, OpTime
@@ -58,7 +59,7 @@ def fixed_counts(settings: BenchSettings) -> Finding:
     """How a run with fixed counts ended."""
     assert settings.counts is not None
     facts = {"runs": settings.counts.num_iters, "warmup": settings.counts.num_warmup}
-    if settings.backend == "cpu":
+    if settings.backend in backends("cpu"):
         return finding("fixed-counts", **facts)
     return finding("fixed-counts-after-load", **facts, seconds=settings.counts.gpu_warmup)
 

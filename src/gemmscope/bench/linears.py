@@ -17,8 +17,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, Recipe, recipe
 from gemmscope.results.bench import TaskResult
-from gemmscope.results.linears import Evidence, Linears, LinearsTotal, Memory, OpTime, Speedup, Winner, linears_total
-from gemmscope.results.winner import find_winner
+from gemmscope.results.linears import Evidence, Linears, LinearsTotal, Memory, OpTime, Speedup, Winner, find_winner, linears_total
 from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES, Pass
 

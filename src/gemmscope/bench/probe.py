@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import OperandStore, Options
+from gemmscope.bench.backends.base import BackendOptions, OperandStore
 from gemmscope.errors import in_a_line
 from gemmscope.process import messages_to_parent
 from gemmscope.recipe.recipes import recipes
@@ -16,7 +16,7 @@ def main() -> None:
     answer: dict[str, Any] = {}
     for name, (module, class_name) in BACKENDS.items():
         try:
-            backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), Options())
+            backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), BackendOptions())
             reasons = {recipe.name: backend.why_not(recipe) for recipe in recipes().values()}
             answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
         except ModuleNotFoundError as error:

@@ -4,12 +4,17 @@ Started by `campaign.py` with the number of an open descriptor; the request is t
 task, profiles the kernels of each (in the state in which it will be measured), then runs rounds of bursts until its input
 ends. It writes JSON messages to the descriptor, one per line, as things happen, so that the parent has every result before
 anything can go wrong. `begin` names the current task, so that a crash can be attributed.
+
+The GPU is kept busy while the process loads and prepares, so that measuring begins on a hot, power-limited GPU. Importing a
+framework and compiling its kernels takes seconds on one CPU core. Meanwhile a second thread makes the operands, loads the
+profiler's library and runs large GEMMs.
 """
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import IO, Any
 
 _TIMELINE: dict[str, float] = {}
@@ -26,15 +31,14 @@ import torch
 _mark("torch imported")
 
 from gemmscope.bench.backends import BACKENDS
-from gemmscope.bench.backends.base import Backend, OperandStore, Options
-from gemmscope.bench.heat import heat_for, heating
+from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
-from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
+from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer, start_profiler
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, plan_rounds
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
-from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
+from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
@@ -42,6 +46,63 @@ OPTIONS = ("cache_weights", "filter_layers", "as_te_benchmark")
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
+
+
+_SIZE, _GEMMS = 8192, 40  # one run keeps the GPU busy for about 60 ms, and does not block the interpreter
+
+
+class Heater:
+    """Large GEMMs as a CUDA graph that is replayed on a separate stream."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._matrix = torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16)
+            torch.mm(self._matrix, self._matrix)
+        self._stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            for _ in range(_GEMMS):
+                torch.mm(self._matrix, self._matrix)
+
+    def run(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+        self._stream.synchronize()
+
+
+@contextmanager
+def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> Iterator[None]:
+    """In this context, a second thread makes the operands of all cases, loads the profiler, and then heats the GPU."""
+    stop = threading.Event()
+
+    def work() -> None:
+        if profile:
+            start_profiler()
+        for case in cases:
+            if stop.is_set():
+                return
+            with suppress(torch.OutOfMemoryError):  # reported when the case is prepared
+                operands.get(case).prepare_references()
+        heater = Heater()
+        while not stop.is_set():
+            heater.run()
+
+    thread = threading.Thread(target=work, name="heating", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def heat_for(seconds: float) -> None:
+    """Heat the GPU for this many seconds."""
+    begin = time.perf_counter()
+    heater = Heater() if seconds > 0 else None
+    while heater is not None and time.perf_counter() - begin < seconds:
+        heater.run()
 
 
 class Worker(MeasuringProcess):
@@ -64,7 +125,7 @@ class Worker(MeasuringProcess):
             if make is None:
                 return
             backend: Backend = make(
-                self.operands, Options(**{name: self.request[name] for name in OPTIONS if name in self.request})
+                self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
             )
             _mark("backend loaded")
             self.say(Hello(dict(backend.versions()), self.device_facts(), _TIMELINE))

@@ -1,11 +1,9 @@
 """Shell completion of values: presets, GPUs, recipes, and the choices of an option. Nothing heavy is imported for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 
+from gemmscope.options.declare import Declared
 from gemmscope.toml import load_data
 
 
@@ -36,14 +34,14 @@ def networks() -> Sequence[str]:
 LISTS: Mapping[str, Callable[[], Sequence[str]]] = {"presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks}
 
 
-def completion(settings: dict[str, Any]) -> Callable[[str], list[str]] | None:
-    """The function that completes the values of an option with these settings; None if the shell completes file names."""
-    if "names" not in settings and "choices" not in settings:
+def completion(declared: Declared) -> Callable[[str], list[str]] | None:
+    """The function that completes the values of an option; None if the shell completes file names."""
+    if not declared.option.names and not declared.choices:
         return None
 
     def complete(incomplete: str) -> list[str]:
-        known = LISTS[settings["names"]]() if "names" in settings else settings["choices"]
-        return matching(known, incomplete, several="," in settings.get("metavar", ""))
+        known = LISTS[declared.option.names]() if declared.option.names else declared.choices
+        return matching(known, incomplete, several="," in declared.option.metavar)
 
     return complete
 

@@ -1,17 +1,156 @@
-"""Lays out the help of a command: usage, what it does, an example, its own options, the groups, more examples, exit codes."""
+"""The help of a command: as data, for the reference page; and laid out for the terminal.
+
+A command's help is: usage, what it does, an example, its own options, the groups, more examples, exit codes. `commands.toml` has
+what it says besides the options.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from gemmscope.cli.describe import WIDTH, CommandHelp, OptionGroup, filled, wrapped
+from gemmscope.options.declare import GROUPS, OWN, Declared
+from gemmscope.toml import load_data
 
+DATA = load_data("gemmscope.cli", "commands.toml")
+COMMANDS: dict[str, dict[str, Any]] = DATA["commands"]
+OUTPUT = GROUPS[-1]
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
+}
+WIDTH = 80
 NARROW = 60
 """Columns below which the help of an option stands under it."""
 MOST_FLAG_COLUMNS = 26
 """A longer option has its help on the next line."""
 SHORT = 4
 """A left side of at most this width stays beside its text on a narrow terminal: exit codes."""
+
+
+@dataclass(frozen=True)
+class OptionHelp:
+    """One option, or one argument (no `flags`). `negative` are the flags that turn it off."""
+
+    name: str
+    flags: tuple[str, ...]
+    negative: tuple[str, ...]
+    metavar: str
+    default: str
+    help: str
+
+    @property
+    def usage(self) -> str:
+        """How it is typed: `-o, --output PATH`, `--sequence-parallel / --no-sequence-parallel`, `TRACE...`."""
+        flags = ", ".join(sorted(self.flags, key=len))
+        spellings = [flags, *self.negative] if self.flags else []
+        return " ".join(part for part in (" / ".join(spellings), self.metavar) if part)
+
+    @property
+    def text(self) -> str:
+        """The help with the default."""
+        return f"{self.help} [default: {self.default}]" if self.default else self.help
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options with a title: the command's own ("Options") or one of the groups that several commands share."""
+
+    title: str
+    options: tuple[OptionHelp, ...]
+
+
+@dataclass(frozen=True)
+class CommandHelp:
+    """One command. Examples are complete command lines, each on one line; `wrapped` breaks them."""
+
+    name: str
+    usage: str
+    summary: str
+    description: str
+    groups: tuple[OptionGroup, ...]
+    examples: tuple[str, ...]
+    exit_codes: tuple[tuple[int, str], ...]
+
+
+HELP = OptionHelp("help", ("--help", "-h"), (), "", "", "Show this help and exit.")
+
+
+def describe(name: str, options: Sequence[Declared]) -> CommandHelp:
+    """The help of a command with these options."""
+    facts = COMMANDS[name]
+    members: dict[str, list[OptionHelp]] = {group: [] for group in GROUPS}
+    for declared in options:
+        if not declared.option.hidden:
+            members[declared.group].append(option_help(declared))
+    shared = [group for group in GROUPS if members[group] and group != OUTPUT]
+    if members[OUTPUT] and not shared:  # nothing but outputs
+        members[OWN], members[OUTPUT] = members[OUTPUT], []
+    members[OUTPUT if members[OUTPUT] else [OWN, *shared][-1]].append(HELP)
+    arguments = [option.metavar for option in members[OWN] if not option.flags]
+    codes = {int(code): text for code, text in {**DATA["exit_codes"], **facts.get("exit_codes", {})}.items()}
+    return CommandHelp(
+        name=name,
+        usage=" ".join(("gemmscope", name, "[OPTIONS]", *arguments)),
+        summary=facts["summary"],
+        description=" ".join(facts["description"].split()),
+        groups=tuple(OptionGroup(group, tuple(listed)) for group, listed in members.items() if listed),
+        examples=tuple(facts["examples"]),
+        exit_codes=tuple(sorted(codes.items())),
+    )
+
+
+def option_help(declared: Declared) -> OptionHelp:
+    """The help of one option."""
+    option, metavar = declared.option, declared.metavar
+    if option.argument:
+        usage = f"{metavar}..." if option.repeated else metavar if option.required else f"[{metavar}]"
+        return OptionHelp(declared.name, (), (), usage, "", option.help)
+    spellings = [flag.partition("/") for flag in declared.flags]
+    on, off = tuple(flag for flag, _, _ in spellings), tuple(flag for _, _, flag in spellings if flag)
+    default = option.default or _default(declared.default, on, off)
+    return OptionHelp(declared.name, on, off, metavar, default, option.help)
+
+
+def _default(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
+    """The default in words. That of a flag is one of its spellings, if it has two."""
+    if isinstance(value, bool) and off:
+        return (on if value else off)[0].removeprefix("--")
+    return "" if value in (None, ()) or isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def wrapped(example: str, width: int = WIDTH, indent: str = "  ") -> list[str]:
+    """An example as lines that can be pasted: broken before options, each line but the last ending in a backslash.
+
+    >>> wrapped("gemmscope bench --preset gpt2 --csv -", 34)
+    ['  gemmscope bench --preset gpt2 \\\\', '    --csv -']
+    """
+    pieces = list[str]()  # the program and its command, each argument, each option with its value
+    for number, word in enumerate(example.split(" ")):
+        if number == 1 or (re.match("--?[A-Za-z]", pieces[-1] if pieces else "") and not re.match("--?[A-Za-z]", word)):
+            pieces[-1] += f" {word}"
+        else:
+            pieces.append(word)
+    lines, line = list[str](), indent + pieces[0]
+    for number, piece in enumerate(pieces[1:], start=2):
+        room = width - (2 if number < len(pieces) else 0)  # for the backslash
+        if len(line) + 1 + len(piece) > room:
+            lines.append(f"{line} \\")
+            line = f"{indent}  {piece}"
+        else:
+            line = f"{line} {piece}"
+    return [*lines, line]
+
+
+def filled(text: str, width: int = WIDTH, indent: str = "  ") -> list[str]:
+    """Text in lines of at most this width; a word that is longer is broken rather than lost."""
+    return textwrap.wrap(
+        text, max(width, len(indent) + 10), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def terminal_width() -> int:

@@ -4,15 +4,14 @@ import errno
 import io
 import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from gemmscope import __version__
-from gemmscope.cli.commands import SETTINGS, build
-from gemmscope.cli.describe import COMMANDS
-from gemmscope.cli.help import program_help, terminal_width
+from gemmscope.cli.help import COMMANDS, SETTINGS, program_help, terminal_width
 from gemmscope.errors import UserError, in_shell
 from gemmscope.say import complain, say
 from gemmscope.signals import Interrupted
@@ -30,14 +29,14 @@ class _OutputClosed(BaseException):
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command's module when that command is called."""
+    """Imports what a command needs when that command is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: to list and to suggest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        return build(cmd_name) if cmd_name in COMMANDS else None
+        return import_module("gemmscope.cli.build").build(cmd_name) if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: Any) -> Any:
         try:

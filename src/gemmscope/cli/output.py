@@ -1,49 +1,64 @@
 """Where results go: files first, then the terminal. If a file cannot be written, the other outputs are still written."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from gemmscope import commands, writers
 from gemmscope.errors import UserError, option, shown
-from gemmscope.files import descriptor, same_file
-from gemmscope.say import say as say  # for the commands
+from gemmscope.files import descriptor, is_special, same_file, write_text
+from gemmscope.options.declare import Option, Options
+from gemmscope.say import say
 
 if TYPE_CHECKING:
     from gemmscope.results.base import Result
+    from gemmscope.results.sweep import SweepResult
 
+PATH = "PATH|-"
+STREAMED = ("json", "html")
+REFRESH_S = 10
 ENDINGS = {"csv": ".csv", "markdown": ".md", "html": ".html"}  # of the formats of options; that of a figure is its file's
 OTHER_ENDINGS = {".json", ".txt", *writers.WRITERS} - {".html"}  # of files that are not pages
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(Options):
     """Where a result goes."""
 
-    json: str | None = None
-    csv: str | None = None
-    markdown: str | None = None
-    detail: bool = False
+    GROUP: ClassVar[str] = "Output"
+
+    detail: Annotated[bool, Option("Print every table and note, not only the summary.")] = False
+    json: Annotated[str | None, Option("Write the result as a run file (JSON).", metavar=PATH)] = None
+    csv: Annotated[str | None, Option("Write every table as CSV, with unrounded numbers.", metavar=PATH)] = None
+    markdown: Annotated[str | None, Option("Write everything as Markdown.", metavar=PATH)] = None
 
     def targets(self) -> dict[str, str]:
         """The outputs that were requested: option → path."""
         places = {"json": self.json, "csv": self.csv, "markdown": self.markdown}
         return {name: place for name, place in places.items() if place is not None}
 
+    def context(self, reads: Iterable[str | None] = (), more: Mapping[str, str | None] = {}) -> "commands.RunContext":
+        """What the command is run with, after a check of the outputs. `reads`: the files that it reads, None where there is none;
+        `more`: other outputs, by their options."""
+        targets = {**self.targets(), **{name: path for name, path in more.items() if path is not None}}
+        check_targets(targets, [path for path in reads if path is not None])
+        return commands.RunContext(typed_command(), commands.Console(), lambda result: deliver(result, self))
+
 
 @dataclass(frozen=True)
 class FigureOptions(OutputOptions):
     """Where a result with charts goes."""
 
-    output: str | None = None
+    output: Annotated[
+        str | None, Option("Draw the main charts (.png, .svg or .pdf).", metavar="PATH", flags=("--output", "-o"))
+    ] = None
 
     def targets(self) -> dict[str, str]:
         """The files to write, the figure included; a `UserError` if its ending is not one that can be drawn."""
@@ -61,7 +76,9 @@ class FigureOptions(OutputOptions):
 class PageOptions(FigureOptions):
     """The options for outputs with the HTML page, for results that are written while they are measured."""
 
-    html: str | None = None
+    html: Annotated[
+        str | None, Option("Write an HTML page. With --sweep, the page is updated as points arrive.", metavar=PATH)
+    ] = None
 
     def targets(self) -> dict[str, str]:
         """The files to write, the page included."""
@@ -69,12 +86,19 @@ class PageOptions(FigureOptions):
         return {**super().targets(), **({"html": self.html} if self.html is not None else {})}
 
 
+@dataclass(frozen=True)
+class FleetOutputs(PageOptions):
+    """Where the result of a fleet goes."""
+
+    html: Annotated[str | None, Option("Write an HTML page.", metavar=PATH)] = None
+
+
 def typed_command() -> str:
     """The command line that is running, ready to be pasted into a shell."""
     return shlex.join(["gemmscope", *(argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:])])
 
 
-def deliver(result: Result, outputs: OutputOptions) -> None:
+def deliver(result: "Result", outputs: OutputOptions) -> None:
     """Write the files that were requested and print the result, unless a file went to standard output.
 
     The run file comes first: it holds everything. Standard output comes last: its reader may be gone.
@@ -155,3 +179,54 @@ def _why_not_writable(path: Path) -> str:
         return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
     except (OSError, ValueError) as error:  # a name too long, a zero byte
         return str(getattr(error, "strerror", None) or error)
+
+
+class StreamedFiles:
+    """The run file and the page of an unfinished result, each replaced as a whole.
+
+    A file that was there before stays until the end, unless it is an unfinished run itself: the points go beside it, as
+    `NAME.partial.EXT`.
+    """
+
+    def __init__(self, outputs: OutputOptions) -> None:
+        targets = outputs.targets()
+        named = {name: targets[name] for name in STREAMED if name in targets}
+        self._paths = {name: place for name, place in named.items() if not to_stdout(place) and not is_special(place)}
+        self._beside: list[Path] = []
+        self._failed = self._decided = False
+
+    def write(self, result: "SweepResult") -> None:
+        """Replace the files, once a point was measured. If that fails, measuring goes on: the journal has everything."""
+        if self._failed or not self._paths or not result.sample_count:
+            return
+        try:
+            self._decide(result)
+            for name, path in self._paths.items():
+                write_text(path, result.to_json() if name == "json" else _page(result))
+        except UserError as error:
+            self._failed = True
+            say(f"note: {error.message}; the points are in the journal, and the measurement continues")
+
+    def _decide(self, result: "SweepResult") -> None:
+        """Decide where to write, once."""
+        if self._decided:
+            return
+        self._decided, ours = True, False
+        for name, place in list(self._paths.items()):
+            path = Path(place)
+            ours = commands.read.continues(result, path) if name == "json" else ours
+            if not ours and path.exists() and path.stat().st_size:
+                self._paths[name] = str(path.with_name(f"{path.stem}.partial{path.suffix}"))
+                self._beside.append(Path(self._paths[name]))
+                until = f"until then, points are written to {self._paths[name]}"
+                say(f"note: {place} exists, and is replaced when the sweep is complete; {until}")
+
+    def finish(self) -> None:
+        """Remove the files that were written beside older ones: the result is written."""
+        for path in self._beside:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _page(result: "SweepResult") -> str:
+    return writers.html.page([commands.result.document(result)], refresh_s=REFRESH_S)

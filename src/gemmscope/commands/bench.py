@@ -1,69 +1,49 @@
 """`gemmscope bench`: times a model's linears, or bare GEMMs, in every precision on this GPU."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
+from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
-from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape, check_te_benchmark
+from gemmscope.bench.timing import LADDER, bench_settings, check_shape, check_te_benchmark, check_timing, limits, stopping_rule
 from gemmscope.engine.campaign import LocalWorkers
-from gemmscope.engine.journal import not_resumed, open_journal
+from gemmscope.engine.journal import not_resumed
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import Environment, environment
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import LinearCases, as_forward_calls, linear_cases, rank_workload
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.options.measuring import BenchOptions
+from gemmscope.options.values import Shape
+from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import recipes
-from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, TaskResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
-LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LADDER_ON_CPU = LADDER[:3]  # larger ones take minutes there and show nothing more
+MEASURED = BenchOptions()
 NSYS = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope --capture-range-end=stop"
 
 
-def run_bench(
-    job: ModelRun | None = None,
-    *,
-    shapes: Sequence[Shape] | None = None,
-    choices: Choices = DEFAULT_CHOICES,
-    timing: BenchTiming = DEFAULT_TIMING,
-    resume: bool = False,
-    verify_dgrad: bool = False,
-    as_te_benchmark: bool = False,
-    fleet: str | Path | Result | None = None,
-    command: str = "",
-    reporter: Reporter = QUIET,
-    deliver: Callable[[BenchResult], None] = lambda _: None,
-) -> BenchResult:
-    """Measure the linears of a model, or bare GEMMs of these shapes; without either, a ladder of square GEMMs.
-
-    Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
-    `verify_dgrad` has no effect: dgrad is always measured. `as_te_benchmark`: every GEMM as a forward call of its own, as
-    Transformer Engine's GEMM benchmark script runs them. `fleet`: a fleet, or its run file; the result then says what another GPU
-    of that fleet would give. `deliver` writes the result; the measurement is finished only after that.
-    """
-    quoted = read_fleet(fleet, "bench") if fleet is not None else None
-    prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
-    with prepared as bench, defer_signals() as signals:
+def run_bench(job: ModelRun | None, options: BenchOptions = MEASURED, context: RunContext = PLAIN) -> BenchResult:
+    """Measure the linears of a model, or bare GEMMs; without either, a ladder of square GEMMs. Ctrl-C ends it early, with what
+    was measured until then."""
+    quoted = read_fleet(options.fleet, "bench") if options.fleet is not None else None
+    with _prepared(job, options, context) as bench, defer_signals() as signals:
         campaign = bench.campaign
         beside = [*bench.linears.findings, *bench.choice.findings]
-        beside += [finding("dgrad-always-measured")] if verify_dgrad else []
-        if resume and (warning := not_resumed(campaign.recording)) is not None:
-            beside.append(warning)
-            reporter.say(warning.text)
-        ended = _measure(campaign, reporter)
+        beside += [finding("dgrad-always-measured")] if options.verify_dgrad else []
+        beside += filter(None, [not_resumed(campaign.recording) if options.resume else None])
+        ended = _measure(campaign, context.reporter)
         shown_recipes = bench.choice.recipes
-        if choices.recipes is None:  # those that were named have their column, measured or not
+        if options.recipes is None:  # those that were named have their column, measured or not
             measured = {task.task.recipe for task in campaign.results.tasks.values() if task.measured}
             shown_recipes = [name for name in shown_recipes if name in measured]
         linears = measured_linears(
@@ -76,13 +56,14 @@ def run_bench(
             cache_weights=campaign.settings.cache_weights,
             as_te_benchmark=campaign.settings.as_te_benchmark,
         )
+        precision, time_limit = limits(options)
         result = BenchResult(
-            command=command,
+            command=context.command,
             **bench.about,
             findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
             settings=campaign.settings,
-            precision=None if campaign.settings.counts else timing.precision,
-            time_limit_s=None if campaign.settings.counts else timing.time_limit,
+            precision=None if campaign.settings.counts else precision,
+            time_limit_s=None if campaign.settings.counts else time_limit,
             environment=bench.machine,
             device=dict(campaign.results.hello.device),
             versions=dict(campaign.results.hello.versions),
@@ -93,24 +74,16 @@ def run_bench(
             tasks=tuple(campaign.results.tasks.values()),
         )
         result = with_spread(result, quoted)
-        campaign.recording.deliver(lambda: deliver(result), complete=not campaign.interrupted)
+        context.finish(campaign.recording, result, complete=not campaign.interrupted)
         signals.answered = True
     return result
 
 
-def run_for_nsight(
-    job: ModelRun | None = None,
-    *,
-    shapes: Sequence[Shape] | None = None,
-    choices: Choices = DEFAULT_CHOICES,
-    timing: BenchTiming = DEFAULT_TIMING,
-    command: str = "",
-    reporter: Reporter = QUIET,
-) -> list[TaskResult]:
+def run_for_nsight(job: ModelRun | None, options: BenchOptions = MEASURED, context: RunContext = PLAIN) -> list[TaskResult]:
     """Run everything a few times in NVTX ranges, for Nsight Systems to record; nothing is timed."""
-    with _prepared(job, shapes, choices, timing, command, reporter, for_nsight=True) as bench:
-        reporter.say(f"to record this with Nsight Systems, run:\n  {NSYS} {command}")
-        with reporter.measuring(bench.campaign) as on_message:
+    with _prepared(job, replace(options, resume=False, as_te_benchmark=False), context, for_nsight=True) as bench:
+        context.reporter.say(f"to record this with Nsight Systems, run:\n  {NSYS} {context.command}")
+        with context.reporter.measuring(bench.campaign) as on_message:
             bench.campaign.on_message = on_message
             bench.campaign.run()
     return list(bench.campaign.results.tasks.values())
@@ -128,48 +101,38 @@ class _Bench:
 
 
 @contextmanager
-def _prepared(
-    job: ModelRun | None,
-    shapes: Sequence[Shape] | None,
-    choices: Choices,
-    timing: BenchTiming,
-    command: str,
-    reporter: Reporter,
-    *,
-    for_nsight: bool = False,
-    resume: bool = False,
-    as_te_benchmark: bool = False,
-) -> Iterator[_Bench]:
+def _prepared(job: ModelRun | None, options: BenchOptions, context: RunContext, *, for_nsight: bool = False) -> Iterator[_Bench]:
     """Check everything, start the worker, derive what to measure."""
-    timing.check()
-    if as_te_benchmark:
-        check_te_benchmark(model=job is not None, cache_weights=timing.cache_weights)
-    if job is not None and shapes is not None:
+    check_timing(options)
+    if options.as_te_benchmark:
+        check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
+    if job is not None and options.shapes is not None:
         raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "give one of the two")
-    for shape in shapes or ():
+    for shape in options.shapes or ():
         check_shape(shape)
     machine = environment()
     framework = job.source.framework if job is not None else ""
-    choice = choose(choices, machine, cache_weights=timing.cache_weights, framework=framework)
+    choice = choose(options, machine, cache_weights=options.cache_weights, framework=framework)
     same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
-    with LocalWorkers() as workers, closing(open_journal()) as journal:
+    with LocalWorkers() as workers:
         workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read
         if job is not None:
-            linears, about = _model_linears(job, reporter)
-            linears = as_forward_calls(linears) if as_te_benchmark else linears
+            linears, about = _model_linears(job, context.reporter)
+            linears = as_forward_calls(linears) if options.as_te_benchmark else linears
         else:
-            linears, about = _bare_gemms(shapes, on_cpu=choices.on_cpu), {"origin": "shapes"}
+            linears, about = _bare_gemms(options.shapes, on_cpu=options.on_cpu), {"origin": "shapes"}
         tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
-        settings = timing.settings(choice.backend, for_nsight=for_nsight, as_te_benchmark=as_te_benchmark)
-        with journal.recording(fingerprint_of(tasks, settings), command, resume=resume) as recording:
-            campaign = LinearCampaign(tasks=tasks, settings=settings, rule=timing.rule(), recording=recording, workers=workers)
+        settings = bench_settings(options, choice.backend, for_nsight=for_nsight, as_te_benchmark=options.as_te_benchmark)
+        with context.recording(fingerprint_of(tasks, settings), resume=options.resume) as recording:
+            rule = stopping_rule(options)
+            campaign = LinearCampaign(tasks=tasks, settings=settings, rule=rule, recording=recording, workers=workers)
             yield _Bench(linears, about, choice, campaign, machine)
 
 
 def _bare_gemms(shapes: Sequence[Shape] | None, *, on_cpu: bool) -> LinearCases:
     """The given shapes, or squares from a ladder of sizes."""
     ladder = LADDER_ON_CPU if on_cpu else LADDER
-    findings = (finding("small-shapes-on-cpu"),) if on_cpu and shapes is None else ()
+    findings = (finding("small-shapes-on-cpu"),) if on_cpu and not shapes else ()
     return LinearCases(tuple(bare_gemms(shapes or [(side, side, side) for side in ladder])), findings)
 
 

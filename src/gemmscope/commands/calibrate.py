@@ -1,16 +1,15 @@
 """`gemmscope calibrate`: measures linears and short steps on this GPU, so that forecasts for it are based on them."""
 
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gemmscope.bench.campaign import LinearCampaign
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choice, Choices, choose
+from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.linears import measured_linears
-from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
+from gemmscope.bench.timing import bench_settings, check_timing, stopping_rule
 from gemmscope.document.table import Column, Table, table
 from gemmscope.engine.campaign import LocalWorkers
-from gemmscope.engine.journal import RecordedRun, fingerprint, open_journal
+from gemmscope.engine.journal import RecordedRun, fingerprint
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
@@ -24,11 +23,13 @@ from gemmscope.gpu.environment import environment
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.gpu.visible import visible_gpu
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.options.measuring import CalibrateOptions
 from gemmscope.parts import StepPart
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.step.answer import profiled_step
 from gemmscope.step.stack_plan import plan_step
@@ -36,6 +37,7 @@ from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.workload.cases import tasks_of
 from gemmscope.workload.derive import derive
 
+CALIBRATED = CalibrateOptions()
 REST_MS, BURST_DROP_MS, BURST_KEEP_MS = 100.0, 2.0, 15.0
 RESTED_PRECISION, RESTED_LIMIT_S = 0.03, 25.0
 STEPS_PRECISION, STEPS_LIMIT_S = 0.02, 8.0
@@ -53,44 +55,36 @@ class Calibrated:
         return f"<Calibrated {self.calibration.gpu} in {str(self.path)!r}>"
 
 
-def calibrate(
-    *,
-    choices: Choices = DEFAULT_CHOICES,
-    timing: BenchTiming = DEFAULT_TIMING,
-    resume: bool = False,
-    command: str = "",
-    reporter: Reporter = QUIET,
-) -> Calibrated | None:
+def calibrate(options: CalibrateOptions = CALIBRATED, context: RunContext = PLAIN) -> Calibrated | None:
     """Measure this GPU and write the factors between measured and forecast times. None if nothing could be measured."""
-    timing.check()
+    check_timing(options)
     machine = environment()
     gpu = visible_gpu(machine)
-    if choices.on_cpu:
-        which = option("device", "cpu") if choices.device == "cpu" else option("backend", "cpu")
+    if options.on_cpu:
+        which = option("device", "cpu") if options.device == "cpu" else option("backend", "cpu")
         raise UserError(f"a CPU cannot be calibrated: forecasts are for NVIDIA GPUs ({which})", f"remove {which}")
     if gpu is None:
         raise UserError(
             "there is no NVIDIA GPU here to calibrate",
             "run this on the machine that has the GPU; gemmscope forecast also works without a calibration",
         )
-    choice = choose(choices, machine, cache_weights=timing.cache_weights)
+    choice = choose(options, machine, cache_weights=options.cache_weights)
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
-    mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(timing))
+    mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(replace(options, resume=False)))
     with (
-        closing(open_journal()) as journal,
-        journal.recording(mark, command, resume=resume) as recording,
+        context.recording(mark, resume=options.resume) as recording,
         LocalWorkers() as workers,
         defer_signals(),
     ):
-        session = _CalibrationRun(choice, timing, chip, recording, workers, reporter)
-        reporter.say("measuring linears at sustained clocks …")
+        session = _CalibrationRun(choice, options, chip, recording, workers, context.reporter)
+        context.reporter.say("measuring linears at sustained clocks …")
         linears, campaign = session.linears()
         if not linears.ops:
             return None
         expected = session.forecast(linears, "sustained")
         gemms, quantize = factors.gemm_factors(linears, expected, chip), factors.quantize_factors(linears, expected)
-        reporter.say("measuring their GEMMs on a rested GPU …")
+        context.reporter.say("measuring their GEMMs on a rested GPU …")
         rested, _ = session.linears(rested=True)
         burst = factors.gemm_factors(rested, session.forecast(rested, "burst"), chip)
         parts, findings = session.parts(Adjustment(gemms, quantize, {}, burst)) if choice.backend != "torch" else ({}, [])
@@ -119,7 +113,7 @@ class _CalibrationRun:
     """Everything that the measurements share."""
 
     choice: Choice
-    timing: BenchTiming
+    options: CalibrateOptions
     chip: GpuSpec
     recording: RecordedRun
     workers: LocalWorkers
@@ -129,14 +123,14 @@ class _CalibrationRun:
         """The designed linears; `rested`: their GEMMs alone, each on a GPU that was idle before."""
         choice = replace(self.choice, modes=["pre-quantized"]) if rested else self.choice
         same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
-        settings, rule = self.timing.settings(choice.backend), self.timing.rule()
+        settings, rule = bench_settings(self.options, choice.backend), stopping_rule(self.options)
         if rested:
             settings = replace(settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
             rule = StoppingRule(target=RESTED_PRECISION, longest_s=RESTED_LIMIT_S)
         tasks = tasks_of(factors.CASES, choice.recipes, choice.modes, same)
         campaign = LinearCampaign(tasks=tasks, settings=settings, rule=rule, recording=self.recording, workers=self.workers)
         self._run(campaign)
-        caches = self.timing.cache_weights
+        caches = self.options.cache_weights
         measured = measured_linears(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
         return measured, campaign
 

@@ -12,12 +12,15 @@ from gemmscope.results.compare import CompareResult
 from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result
 from gemmscope.results.sweep import SweepResult
+from gemmscope.run_context import PLAIN, RunContext
 
 KINDS = ("bench", "step", "sweep", "fleet")  # with rows of times
 Comparable = MeasuredResult | SweepResult | FleetResult
 
 
-def compare(runs: Sequence[str | Path | Comparable], *, fail_if_slower: float | None = None, command: str = "") -> CompareResult:
+def compare(
+    runs: Sequence[str | Path | Comparable], fail_if_slower: float | None = None, context: RunContext = PLAIN
+) -> CompareResult:
     """Compare results of bench, step, their sweeps or fleet, or their run files, the oldest first.
 
     `fail_if_slower`: the slowdown that is allowed, 0.03 for 3%; the result says whether it holds.
@@ -46,11 +49,11 @@ def compare(runs: Sequence[str | Path | Comparable], *, fail_if_slower: float | 
     with damage_reported(*results):
         if FleetResult in several:
             fleets = [result for result in results if isinstance(result, FleetResult)]
-            return compare_fleets(fleets, names, limit=fail_if_slower, command=command)
+            return compare_fleets(fleets, names, limit=fail_if_slower, command=context.command)
         if SweepResult in several:
             sweeps = [result for result in results if isinstance(result, SweepResult)]
-            return compare_sweeps(sweeps, names, limit=fail_if_slower, command=command)
-        return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=command)
+            return compare_sweeps(sweeps, names, limit=fail_if_slower, command=context.command)
+        return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=context.command)
 
 
 def _measured(run: str | Path | Result, name: str) -> Comparable:

@@ -15,39 +15,31 @@ from gemmscope.files import same_file
 from gemmscope.forecast.better_gemms import with_better_recipe
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import rank_workload
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.options.reading import ExplainOptions
 from gemmscope.reading import InputFile, enough_memory
 from gemmscope.results.base import damage_reported
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.workload.summary import totals
 
 PathLike = str | Path
+ALONE = ExplainOptions()
 
 
 def explain(
-    traces: Sequence[PathLike],
-    *,
-    baseline: PathLike | None = None,
-    against: PathLike | StepResult | BenchResult | None = None,
-    recipe: str | None = None,
-    steps: int | None = None,
-    job: ModelRun | None = None,
-    perfetto: PathLike | None = None,
-    command: str = "",
-    reporter: Reporter = QUIET,
+    traces: Sequence[PathLike], options: ExplainOptions = ALONE, context: RunContext = PLAIN, *, job: ModelRun | None = None
 ) -> ExplainResult:
     """Where the time of a recorded step went, and why it is not faster.
 
-    `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `baseline`: the
-    same training in BF16, or in another precision. `against`: a result of step or bench, to compare with what was predicted;
-    `recipe` selects one of its recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to
-    check its FLOPs. `perfetto`: where to write the trace with the diagnosis on tracks of its own.
+    `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `job`: the model,
+    to check its FLOPs.
     """
+    baseline, against, recipe, perfetto = options.baseline, options.against, options.recipe, options.perfetto
     paths = trace_files(traces)
-    _check(paths, baseline, steps, perfetto)
+    _check(paths, baseline, options.steps, perfetto)
     if recipe is not None and against is None:
         raise UserError(
             f"{option('recipe', recipe)} selects a recipe of a run file, but no run file is given",
@@ -59,7 +51,7 @@ def explain(
         for source in sources:
             source.keep()
     with enough_memory(", ".join(map(str, sources[:3]))):
-        diagnosis, twin, ranks = _diagnose(sources, baseline, steps)
+        diagnosis, twin, ranks = _diagnose(sources, baseline, options.steps)
     findings = list(ranks.findings) if ranks is not None else []
     comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
     if isinstance(expected, (StepResult, BenchResult)):
@@ -67,16 +59,16 @@ def explain(
         with damage_reported(expected):
             comparisons.append(with_prediction(diagnosis, expected, recipe, origin))
     if job is not None:
-        subject = rank_workload(job, reporter.say)
+        subject = rank_workload(job, context.reporter.say)
         model_flops = totals(subject.workload, subject.run, subject.source.model).gemm_flops
         findings.append(check_model_flops(diagnosis, model_flops * diagnosis.account.micro_batches, subject.name))
     if perfetto is not None:
         write_annotated(diagnosis, perfetto)
-        reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
+        context.reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
     trace, evidence = diagnosis.trace, diagnosis.evidence
     tables = explain_tables(diagnosis, ranks.waits_us if ranks is not None else {})
     return ExplainResult(
-        command=command,
+        command=context.command,
         findings=(*diagnosis.findings, *findings),
         trace=str(trace.path),
         gpu=trace.gpu_name,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
-from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming, Shape, check_shape
+from gemmscope.bench.choose import chosen_modes, named_recipes
+from gemmscope.bench.timing import check_shape, check_timing
 from gemmscope.commands.bench import run_bench
 from gemmscope.commands.step import run_step
-from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
+from gemmscope.engine.journal import fingerprint
 from gemmscope.errors import UserError, option, shown
 from gemmscope.files import write_text
 from gemmscope.fleet.gather import fleet_result, read_runs
@@ -22,69 +20,53 @@ from gemmscope.fleet.rule import rule_data
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import environment
 from gemmscope.job.load import ModelRun
+from gemmscope.options.declare import shared
+from gemmscope.options.measuring import BenchOptions, FleetOptions, StepOptions
 from gemmscope.pool.gpus import Launched, gpu_of_rank, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Place, Unit
 from gemmscope.pool.schedule import Schedule
-from gemmscope.progress import QUIET, Reporter
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 
 SUMMARY = "gemmscope.fleet.gather:summary"
-STATE = "XDG_STATE_HOME"
 MOST_REPEATS = 100
 TOLERANCE: float = rule_data()["tolerance"]
-STEP_TIME_LIMIT = 30.0  # seconds, as of `gemmscope step`
+EVERY_GPU = FleetOptions()
 STEP_OPTIONS = ("hugging_face", "compile", "optimizer")
+NOT_MEASURED = ("resume", "folder", "at_once", "tolerance", "gpus")
+"""Options that do not change what a GPU measures."""
 
 
-@dataclass(frozen=True)
-class FleetUnit:
-    """What every GPU measures: a bench, or with `step` a training step of the model. `step_options`: further arguments of
-    `run_step`, by name."""
+def unit_of(job: ModelRun | None, options: FleetOptions) -> MeasureUnit:
+    """What every GPU measures: a bench, or with `step` a training step. A `UserError` for what does not go together."""
+    named_recipes(options)
+    chosen_modes(options)
+    check_timing(options)
+    for shape in options.shapes or ():
+        check_shape(shape)
+    if options.step and job is None:
+        what = "a training step needs a model" if options.shapes is None else f"{option('shapes')} has no training step"
+        raise UserError(what, f"name a model, for example {option('preset', 'llama-3.1-8b')}, or remove {option('step')}")
+    if job is not None and options.shapes is not None:
+        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
+    if not options.step and (misplaced := [name for name in STEP_OPTIONS if getattr(options, name)]):
+        raise UserError(f"{option(misplaced[0])} applies only to training steps", f"add {option('step')}, or remove it")
+    alone = replace(options, resume=False)
+    measured = shared(alone, StepOptions) if options.step else shared(alone, BenchOptions)
+    return MeasureUnit(measured, job, reduce=SUMMARY)
 
-    job: ModelRun | None = None
-    step: bool = False
-    shapes: Sequence[Shape] | None = None
-    choices: Choices = DEFAULT_CHOICES
-    timing: BenchTiming = DEFAULT_TIMING
-    step_options: Mapping[str, Any] | None = None
 
-    @property
-    def kind(self) -> Literal["bench", "step"]:
-        return "step" if self.step else "bench"
-
-    def check(self) -> None:
-        """A `UserError` for what does not go together."""
-        self.choices.named_recipes()
-        self.choices.chosen_modes()
-        self.timing.check()
-        for shape in self.shapes or ():
-            check_shape(shape)
-        if self.step and self.job is None:
-            what = "a training step needs a model" if self.shapes is None else f"{option('shapes')} has no training step"
-            raise UserError(what, f"name a model, for example {option('preset', 'llama-3.1-8b')}, or remove {option('step')}")
-        if self.job is not None and self.shapes is not None:
-            raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
-        if not self.step and (misplaced := [name for name, value in (self.step_options or {}).items() if value]):
-            raise UserError(f"{option(misplaced[0])} applies only to training steps", f"add {option('step')}, or remove it")
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `run_bench` or `run_step`, `job` included."""
-        if not self.step:
-            return {"job": self.job, "shapes": self.shapes, "choices": self.choices, "timing": self.timing}
-        limits = {"precision": self.timing.precision, "time_limit": self.timing.time_limit}
-        return {"job": self.job, "choices": self.choices, **limits, **(self.step_options or {})}
-
-    def mark(self) -> list[Any]:
-        """What tells two such measurements apart: plain data."""
-        source = self.job.source if self.job is not None else None
-        model = [repr(source.model), source.origin, source.module, repr(self.job.run)] if source is not None and self.job else []
-        choices = {**asdict(self.choices), "left_out": sorted(self.choices.left_out)}
-        return [self.kind, model, self.shapes, choices, asdict(self.timing), dict(self.step_options or {})]
+def mark_of(job: ModelRun | None, options: FleetOptions, gpus: str) -> str:
+    """A key that is equal for measurements of the same things on the same GPUs."""
+    source = job.source if job is not None else None
+    model = [repr(source.model), source.origin, source.module, repr(job.run)] if source is not None and job is not None else []
+    asked = {name: value for name, value in options.given().items() if name not in NOT_MEASURED}
+    return fingerprint("fleet", model, {**asked, "left_out": sorted(options.left_out)}, gpus)
 
 
 @dataclass(frozen=True)
@@ -102,74 +84,45 @@ class RunFile:
             return
 
 
-def run_fleet(
-    job: ModelRun | None = None,
-    *,
-    step: bool = False,
-    shapes: Sequence[Shape] | None = None,
-    gpus: str | Sequence[int] | None = None,
-    ray: str | None = None,
-    repeat: int = 1,
-    tolerance: float = TOLERANCE,
-    folder: str | Path | None = None,
-    at_once: int | None = None,
-    choices: Choices = DEFAULT_CHOICES,
-    timing: BenchTiming = DEFAULT_TIMING,
-    step_options: Mapping[str, Any] | None = None,
-    command: str = "",
-    resume: bool = False,
-    reporter: Reporter = QUIET,
-    deliver: Callable[[FleetResult], None] = lambda _: None,
-) -> FleetResult:
-    """Measure the linears of a model, bare GEMMs, or with `step` the training step, on every GPU of this machine (`gpus`: "all",
-    or numbers) or of a Ray cluster (`ray`: its address).
-
-    Each GPU is measured `repeat` times. Differences below `tolerance` are never called. `folder`: also write the run file of each
-    GPU there. `at_once`: at most so many GPUs of one machine at the same time. Ctrl-C ends it early, with the GPUs measured until
-    then; `resume` measures the others. `deliver` writes the result; the measurement is finished only after that.
-    """
-    unit = FleetUnit(job, step, shapes, choices, timing, step_options)
-    unit.check()
-    check_rule(repeat, tolerance)
+def run_fleet(job: ModelRun | None, options: FleetOptions = EVERY_GPU, context: RunContext = PLAIN) -> FleetResult:
+    """Measure the linears of a model, bare GEMMs, or with `step` the training step, on every GPU of this machine or of a Ray
+    cluster. Ctrl-C ends it early, with the GPUs measured until then; `resume` measures the others."""
+    unit, tolerance = unit_of(job, options), TOLERANCE if options.tolerance is None else options.tolerance
+    check_rule(options.repeat, tolerance)
+    gpus, ray = options.gpus, options.ray
     named = gpus if isinstance(gpus, str) or gpus is None else ",".join(map(str, gpus))
     if named is not None and ray is not None:
         raise UserError(
             f"{option('gpus')} names GPUs of this machine, but {option('ray')} uses those of a cluster", "use only one of them"
         )
-    into = _create_folder(folder) if folder is not None else None
-    chosen = named or ("all" if ray is None and not choices.on_cpu else None)
-    pool = open_pool(gpus=chosen, ray=ray, on_cpu=choices.on_cpu, share_gpu=choices.share_gpu)
-    mark = fingerprint("fleet", unit.mark(), repeat, named or "", ray or "")
-    with (
-        closing(open_journal()) as journal,
-        journal.recording(mark, command, resume=resume) as recording,
-        defer_signals() as signals,
-    ):
-        if resume and (warning := not_resumed(recording)) is not None:
-            reporter.say(warning.text)
+    into = _create_folder(options.folder) if options.folder is not None else None
+    chosen = named or ("all" if ray is None and not options.on_cpu else None)
+    pool = open_pool(gpus=chosen, ray=ray, on_cpu=options.on_cpu, share_gpu=options.share_gpu)
+    mark = mark_of(job, options, named or "")
+    with context.recording(mark, resume=options.resume) as recording, defer_signals() as signals:
         with pool:
             schedule = Schedule(
                 pool,
                 recording=recording,
-                reporter=reporter,
-                units_of=lambda place: _units(unit, place, repeat, into),
-                at_once=at_once,
-                what="measurement" if repeat > 1 or _repeated(named) else "CPU" if choices.on_cpu else "GPU",
+                reporter=context.reporter,
+                units_of=lambda place: _units(unit, place, options.repeat, into),
+                at_once=options.at_once,
+                what="measurement" if options.repeat > 1 or _repeated(named) else "CPU" if options.on_cpu else "GPU",
             )
             outcomes = schedule.run()
-        measured = MeasuredFleet(outcomes, unit.kind, repeat, into)
+        measured = MeasuredFleet(outcomes, unit.kind, options.repeat, into)
         result = fleet_result(
             measured.runs(),
             failed=measured.failed(),
             of=unit.kind,
             origin=job.source.origin if job is not None else "shapes",
             tolerance=tolerance,
-            command=command,
+            command=context.command,
             interrupted=outcomes.interrupted,
             findings=measured.findings(),
         )
         complete = not (outcomes.interrupted or outcomes.failed or outcomes.refused)  # `resume` tries the others again
-        recording.deliver(lambda: deliver(result), complete=complete)
+        context.finish(recording, result, complete=complete)
         signals.answered = True
     return result
 
@@ -180,38 +133,28 @@ def _repeated(gpus: str | None) -> bool:
     return len(set(numbers)) < len(numbers)
 
 
-def gather_fleet(paths: Sequence[str | Path], *, tolerance: float = TOLERANCE, command: str = "") -> FleetResult:
+def gather_fleet(paths: Sequence[str | Path], tolerance: float | None = None, context: RunContext = PLAIN) -> FleetResult:
     """One result from the run files of single GPUs: folders of them, or files. They must be about the same thing."""
+    tolerance = TOLERANCE if tolerance is None else tolerance
     if not paths:
         raise UserError("no run file is given", "give the folder with one run file per GPU")
     check_rule(1, tolerance)
     runs, findings = read_runs(paths)
-    return fleet_result(runs, tolerance=tolerance, command=command, findings=findings)
+    return fleet_result(runs, tolerance=tolerance, command=context.command, findings=findings)
 
 
 def run_own_gpu(
-    rank: Launched,
-    job: ModelRun | None = None,
-    *,
-    folder: str | Path,
-    step: bool = False,
-    shapes: Sequence[Shape] | None = None,
-    choices: Choices = DEFAULT_CHOICES,
-    timing: BenchTiming = DEFAULT_TIMING,
-    step_options: Mapping[str, Any] | None = None,
-    command: str = "",
-    resume: bool = False,
-    reporter: Reporter = QUIET,
+    rank: Launched, job: ModelRun | None, options: FleetOptions, context: RunContext = PLAIN
 ) -> tuple[BenchResult | StepResult | None, Path]:
     """One of many processes that srun or torchrun started: measures the GPU of its rank, and writes its run file into a folder
     that all of them share. Returns the result and the file; with `resume`, None for a GPU whose file is there already."""
-    unit = FleetUnit(job, step, shapes, choices, timing, step_options)
-    unit.check()
-    into = _create_folder(folder)
-    with gpu_of_rank(rank, on_cpu=choices.on_cpu) as gpu, local_state():
+    unit = unit_of(job, options)
+    assert options.folder is not None
+    into = _create_folder(options.folder)
+    with gpu_of_rank(rank, on_cpu=options.on_cpu) as gpu, temporary_folder() as local:
         uuid = gpu.uuid or "" if gpu is not None else ""
         file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=_cpu_rank(rank))
-        if resume and _is_complete(file, command):
+        if options.resume and _is_complete(file, context.command):
             return None, file
 
         unwritten: list[UserError] = []
@@ -222,9 +165,13 @@ def run_own_gpu(
             except UserError as error:  # raised below: the journal of this process is temporary, so nothing can be resumed
                 unwritten.append(error)
 
-        arguments = {**unit.arguments(), "command": command, "reporter": reporter, "deliver": deliver}
-        measured = arguments.pop("job")
-        result = (run_step if step else run_bench)(measured, **arguments)
+        alone = replace(context, deliver=deliver, state=local)  # a disk that many nodes share is not for SQLite
+        result: BenchResult | StepResult
+        if isinstance(unit.options, BenchOptions):
+            result = run_bench(job, unit.options, alone)
+        else:
+            assert job is not None
+            result = run_step(job, unit.options, alone)
     if unwritten:
         raise unwritten[0]
     return result, file
@@ -252,20 +199,6 @@ def _without_resume(command: str) -> list[str]:
         at = parts.index("--folder")
         del parts[at : at + 2]
     return sorted(parts)
-
-
-@contextmanager
-def local_state() -> Iterator[None]:
-    """Keep the journal on a local disk: many nodes may share a home folder over a network, where SQLite must not be."""
-    before = os.environ.get(STATE)
-    with temporary_folder() as folder:
-        os.environ[STATE] = str(folder)
-        try:
-            yield
-        finally:
-            del os.environ[STATE]
-            if before is not None:
-                os.environ[STATE] = before
 
 
 def check_rule(repeat: int, tolerance: float) -> None:
@@ -297,15 +230,13 @@ def _create_folder(folder: str | Path) -> Path:
     return path
 
 
-def _units(unit: FleetUnit, place: Place, repeat: int, folder: Path | None) -> list[Unit]:
+def _units(unit: MeasureUnit, place: Place, repeat: int, folder: Path | None) -> list[Unit]:
     """What one GPU measures, as often as was asked for."""
     units = []
     for number in range(1, repeat + 1):
-        arguments = unit.arguments()
         measurement = Measurement(place, unit.kind, number)
-        if folder is not None:
-            arguments["deliver"] = RunFile(str(folder), measurement.file)
-        units.append(Unit(measurement.key, MeasureUnit(unit.kind, arguments, SUMMARY), place.key))
+        file = RunFile(str(folder), measurement.file) if folder is not None else None
+        units.append(Unit(measurement.key, replace(unit, deliver=file), place.key))
     return units
 
 
@@ -320,8 +251,3 @@ def unhealthy(result: FleetResult) -> list[str]:
 def has_figures(result: BenchResult | StepResult) -> bool:
     """Whether anything was measured."""
     return bool(result.step.recipes if isinstance(result, StepResult) else result.linears.ops)
-
-
-def with_step_limit(timing: BenchTiming, *, step: bool, given: bool) -> BenchTiming:
-    """The time limit of a step, unless one was given."""
-    return replace(timing, time_limit=STEP_TIME_LIMIT) if step and not given else timing

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gemmscope import signals
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
+from gemmscope.bench.choose import chosen_modes
 from gemmscope.bench.findings import linear_findings
-from gemmscope.bench.timing import Shape, check_shape, check_te_benchmark
+from gemmscope.bench.timing import LADDER, check_shape, check_te_benchmark
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
@@ -36,13 +35,15 @@ from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_ca
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, requested_mix
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.options.estimating import ForecastOptions
+from gemmscope.options.values import Shape
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.base import ModelSummary, Result
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.results.sweep import GpuSweep, SweepPoint
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
@@ -56,54 +57,31 @@ SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpu
 Price = float | Mapping[str, float] | None
 
 
-def forecast(
-    job: ModelRun | None,
-    gpus: Sequence[str],
-    *,
-    shapes: Sequence[Shape] | None = None,
-    choices: Choices = DEFAULT_CHOICES,
-    state: str = "sustained",
-    cache_weights: bool = False,
-    as_te_benchmark: bool = False,
-    network: str | float | None = None,
-    nvlink_domain: int | None = None,
-    tokens: float | None = None,
-    gpu_count: int | None = None,
-    price: Price = None,
-    mix: str | Path | Result | None = None,
-    keep_higher: str | None = None,
-    command: str = "",
-    reporter: Reporter = QUIET,
-) -> ForecastResult:
-    """A model's linears and its training step (or bare GEMMs: `shapes`) on each GPU, with 90% error bars.
-
-    `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
-    `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
-    `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
-    Engine's GEMM benchmark script counts them. The step is also forecast for the mix that a run of numerics chose (`mix`), or for
-    every recipe with `keep_higher` in BF16.
-    """
-    asked = requested_mix(mix, keep_higher)
-    chips, clocks = chips_of(gpus), known_state(state)
-    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
-    known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
-    budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
-    by_gpu = choose_recipes(chips, choices, job.source.framework if job is not None else "")
-    subject = rank_workload(job, reporter.say) if job is not None else None
+def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext = PLAIN) -> ForecastResult:
+    """A model's linears and its training step, or bare GEMMs, on each GPU, with 90% error bars."""
+    asked = requested_mix(options.mix, options.keep_higher)
+    chips, clocks = chips_of(options.gpu), known_state(options.state)
+    networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
+    job = _on_gpus(as_frameworks_run(job) if job is not None else None, options.gpus)
+    known_gpus = options.gpus if job is None or job.run.dp is None else job.run.gpus
+    asks_for_cost = options.tokens is not None or options.price is not None
+    budgets = _budgets(chips, options.tokens, known_gpus, options.price) if asks_for_cost else {}
+    by_gpu = choose_recipes(chips, options, job.source.framework if job is not None else "")
+    subject = rank_workload(job, context.reporter.say) if job is not None else None
     if subject is not None:
         _check_schedule(subject.source, subject.run)
-    linears = _cases(subject, shapes)
-    if as_te_benchmark:
-        check_te_benchmark(model=job is not None, cache_weights=cache_weights)
+    linears = _cases(subject, options.shapes)
+    if options.as_te_benchmark:
+        check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    task = _ForecastTask(subject, linears, choices.chosen_modes(), clocks, asked, cache_weights, as_te_benchmark)
-    _check_step(task, tokens, asks_for_cost=bool(budgets) or gpu_count is not None)
+    counting = options.cache_weights, options.as_te_benchmark
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, *counting)
+    _check_step(task, options.tokens, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
     cheapest = cheapest_finding(forecasts)
     findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
-    common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
+    common = {**common_fields(context.command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
 
@@ -205,32 +183,23 @@ class _StepFindings(NamedTuple):
 
 
 def sweep(
-    model: Mapping[str, Any],
-    run: Mapping[str, Any],
-    axes: Mapping[str, Sequence[int]],
-    gpus: Sequence[str],
-    *,
-    choices: Choices = DEFAULT_CHOICES,
-    state: str = "sustained",
-    network: str | float | None = None,
-    nvlink_domain: int | None = None,
-    command: str = "",
-    reporter: Reporter = QUIET,
+    model: Mapping[str, Any], run: Mapping[str, Any], options: ForecastOptions, context: RunContext = PLAIN
 ) -> ForecastResult:
     """The training step over one size or two: the best recipe at each point, and from where on each recipe is faster than BF16.
 
-    `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
-    it early, with the points that were computed until then.
+    `model` and `run` are the arguments of `load_model` and `model_run`. A signal ends it early, with the points that were
+    computed until then.
     """
-    chips, clocks = chips_of(gpus), known_state(state)
-    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    by_gpu = choose_recipes(chips, choices)
+    axes = options.sweep or {}
+    chips, clocks = chips_of(options.gpu), known_state(options.state)
+    networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
+    by_gpu = choose_recipes(chips, options)
     check_axes(axes, SWEEP_SIZES, model)
     sweeps: list[GpuSweep] = []
     with signals.defer_signals() as deferred:
         possible, impossible = _configurations(model, run, axes, deferred)
         points, wanted = 0, len(possible) * len(chips)
-        with reporter.counting("points", wanted) as show:
+        with context.reporter.counting("points", wanted) as show:
 
             def on_points(count: int) -> None:
                 nonlocal points
@@ -253,7 +222,7 @@ def sweep(
     reasons = by_reason(impossible)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     replicas = {run.data_parallel for _, _, run in possible}
-    common = {**common_fields(command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
+    common = {**common_fields(context.command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
     return ForecastResult(
         **common,
         origin="sweep",
@@ -274,17 +243,17 @@ def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[
     return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
 
 
-def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
+def forecast_gemms(file: str, options: ForecastOptions) -> GemmForecast:
     """Single GEMMs from a CSV file (`-`: standard input), as CSV with four more columns of milliseconds.
 
-    `library`: as this library was measured; without it the user's own calibration is applied.
+    With `library`, as this library was measured; without it the user's own calibration is applied.
     """
-    by = library.strip().lower() if library else None
-    chips, adjustments, findings = chips_of(gpus), {}, list[Finding]()
+    by = options.library.strip().lower() if options.library else None
+    chips, adjustments, findings = chips_of(options.gpu), {}, list[Finding]()
     for chip in chips:
         adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
         findings += about
-    result = forecast_gemm_list(file, chips, adjustments, known_state(state), by)
+    result = forecast_gemm_list(file, chips, adjustments, known_state(options.state), by)
     return GemmForecast(result.csv, (finding("forecast-not-measured"), *result.findings, *findings))
 
 
@@ -322,7 +291,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
         for shape in shapes:
             check_shape(shape)
-        return LinearCases(tuple(bare_gemms(shapes)))
+        return LinearCases(tuple(bare_gemms(shapes or [(side, side, side) for side in LADDER])))
     if shapes is not None:
         raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
     linears = linear_cases(subject.workload)

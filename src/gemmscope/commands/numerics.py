@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import get_args
 
-from gemmscope.bench.choose import Choices
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
-from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
+from gemmscope.numerics.evaluation.error_findings import error_findings
 from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.numerics.evaluation.requests import (
     CheckpointSource,
@@ -28,79 +27,54 @@ from gemmscope.numerics.evaluation.requests import (
     RecordingSource,
     SyntheticKind,
     SyntheticSource,
-    TensorsOpened,
     compute_errors,
     model_linears,
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
-from gemmscope.numerics.recording import HISTORY, read_recording
+from gemmscope.numerics.recording import read_recording
+from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
+from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
-from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import OPERANDS
 
-PathLike = str | Path
 KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
-def run_numerics(
-    recording: PathLike | None = None,
-    *,
-    checkpoint: PathLike | None = None,
-    synthetic: str | None = None,
-    job: ModelRun | None = None,
-    recipes: Sequence[str] | None = None,
-    backend: str | None = None,
-    speed: PathLike | Result | None = None,
-    gpu: str | None = None,
-    bound: float | None = None,
-    depth: bool = False,
-    device: str = "cpu",
-    seed: int = 0,
-    command: str = "",
-    reporter: Reporter | None = None,
-    deliver: Callable[[NumericsResult], None] = lambda _: None,
-) -> NumericsResult:
+def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: ModelRun | None = None) -> NumericsResult:
     """The errors of every linear in every recipe, and what to keep in a higher precision.
 
-    One source of tensors: a `recording` (of `gemmscope.record_tensors`), a `checkpoint` (weights alone), or `synthetic` tensors
-    of the model in `job`: normal, heavy or outliers. `recipes`: by default BF16 and all of Transformer Engine, or of `backend`.
-    `speed`: a result of bench, step or forecast, or its run file; with `gpu` and `job`, a forecast. `bound`: the largest error
-    that the recommended mix may have. `depth`: also run the model of `job` with each recipe in all linears, for the error that
-    accumulates from layer to layer; a Hugging Face config runs with random weights, a module is run without being asked. Ctrl-C
-    ends it early, with the linears computed until then. `deliver` writes the result.
+    `job`: the model of `synthetic` tensors, of `depth`, and of the forecast for `gpu`. With `depth`, a Hugging Face config runs
+    with random weights; a module is run without being asked. Ctrl-C ends it early, with the linears computed until then.
     """
-    begin, reporter = time.monotonic(), reporter or QUIET
+    begin, backend, speed, device = time.monotonic(), options.backend or "", options.speed, options.device or "cpu"
     request = ErrorsRequest(
-        source=_source(recording, checkpoint, synthetic, job, reporter),
-        recipes=tuple(chosen_recipes(recipes, backend or "")),
-        backend=backend or "",
+        source=_source(options, job, context.reporter),
+        recipes=tuple(chosen_recipes(options.recipes, backend)),
+        backend=backend,
         device=device,
-        seed=seed,
-        depth=_depth(job, depth),
+        seed=options.seed,
+        depth=_depth(job, options.depth),
     )
-    _check(bound, device, seed)
-    speeds, speed_gpu = speed_result(speed, gpu, job, recipes, reporter)
+    _check(options.bound, device, options.seed)
+    speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
-        computed = _computed(request, reporter)
-        opened = computed.opened
-        assert opened is not None
+        computed = _computed(request, context.reporter)
         with damage_reported(*([speeds] if speeds is not None else [])):
-            comparison = recipes_and_mix(computed.linears, speeds, bound, speed_gpu)
+            comparison = recipes_and_mix(computed.linears, speeds, options.bound, speed_gpu)
         result = NumericsResult(
-            command=command,
-            findings=(*_findings(computed, opened, backend or ""), *comparison.findings),
-            **vars(opened.facts),
+            command=context.command,
+            findings=(*error_findings(computed, backend), *comparison.findings),
+            **vars(computed.tensors.facts),
             recipes=comparison.recipes,
             linears=tuple(computed.linears),
             stale=tuple(computed.stale),
@@ -112,7 +86,8 @@ def run_numerics(
             mixed=comparison.mixed,
             seconds=time.monotonic() - begin,
         )
-        deliver(result)
+        if context.deliver is not None:
+            context.deliver(result)
     return result
 
 
@@ -138,9 +113,10 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
 
 
 def _source(
-    recording: PathLike | None, checkpoint: PathLike | None, synthetic: str | None, job: ModelRun | None, reporter: Reporter
+    options: NumericsOptions, job: ModelRun | None, reporter: Reporter
 ) -> RecordingSource | CheckpointSource | SyntheticSource:
     """The source of tensors, as the worker is told."""
+    recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
     given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
@@ -214,91 +190,6 @@ def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:
         return compute_errors(request, lambda done, count: counting(count)(done))
 
 
-def _findings(computed: ComputedErrors, opened: TensorsOpened, backend: str) -> list[Finding]:
-    tensors = opened.facts
-    findings = [finding("numerics-recording-note", text=note) for note in opened.notes]
-    if not computed.complete:
-        facts = {"done": computed.done, "count": computed.count}
-        ended = computed.ended
-        findings.append(
-            finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
-        )
-    if tensors.source != "checkpoint" and not opened.probed:
-        findings.append(finding("numerics-no-probes"))
-    if computed.depth.failure:
-        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
-    if computed.depth.notes:
-        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
-    with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
-    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
-    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
-    if tensors.source == "recording" and delayed:
-        earlier = max(len(tensors.steps) - 1, 0)
-        if not computed.stale:
-            findings.append(finding("numerics-no-history"))
-        elif earlier < HISTORY:
-            findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
-    counted = counted_linears(computed.linears)
-    if tensors.source == "recording":
-        passes = {one.pass_name for linear in counted for one in linear.passes}
-        dropped = any(linear.dropped for linear in counted)
-        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
-    return [*findings, *failures(counted), *dropped_passes(counted)]
-
-
-def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
-    """One finding for every number that recipes want tokens to be a multiple of, where they are not."""
-    needs: dict[int, list[str]] = {}
-    for name in names:
-        multiple = recipe(name).multiple_in(backend)
-        if recipe(name).quantizes and tokens % multiple:
-            needs.setdefault(multiple, []).append(name)
-    for multiple, names in needs.items():
-        padded = -(-tokens // multiple) * multiple
-        yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=names, padded=padded)
-
-
-def failures(linears: Sequence[LinearError]) -> list[Finding]:
-    """One finding for every reason: the linears, and the recipes, that it applies to."""
-    reasons: dict[str, list[LinearError]] = {}
-    for linear in linears:
-        if linear.failure:
-            reasons.setdefault(linear.failure, []).append(linear)
-    return [
-        finding(
-            "numerics-failed",
-            linears=list(dict.fromkeys(one.name for one in failed)),
-            recipes=list(dict.fromkeys(one.recipe for one in failed)),
-            reason=reason,
-        )
-        for reason, failed in reasons.items()
-    ]
-
-
-def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
-    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
-    known = {one.pass_name for linear in linears for one in linear.passes}
-    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
-    for linear in linears:
-        computed = {one.pass_name for one in linear.passes}
-        for one in linear.dropped:
-            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
-            key = code, one.reason, steps(one.steps), one.pass_name in known
-            passes, names = groups.setdefault(key, ({}, {}))
-            passes[one.pass_name] = names[linear.name] = None
-    return [
-        finding(
-            code,
-            passes=[name for name in OPERANDS if name in passes],
-            linears=list(names),
-            reason=reason,
-            steps=where,
-            counted="count as the mean of the other linears" if others else "do not count",
-        )
-        for (code, reason, where, others), (passes, names) in groups.items()
-    ]
-
-
 def speed_result(
     speed: str | Path | Result | None,
     gpu: str | None,
@@ -351,4 +242,4 @@ def _forecast(gpu: str, job: ModelRun | None, recipes: Sequence[str] | None, rep
             f"{option('sequence_length', '8k')}, or give {option('speed', 'RUNFILE')} instead",
         )
     able = forecastable(gpu, recipes) if recipes is not None else None
-    return forecast(job, [gpu], choices=Choices(able), reporter=reporter)
+    return forecast(job, ForecastOptions(gpu=[gpu], recipes=able), RunContext(reporter=reporter))

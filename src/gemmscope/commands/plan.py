@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choices
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
@@ -22,15 +21,15 @@ from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
+from gemmscope.options.estimating import LayoutOptions, PlanOptions
 from gemmscope.paste.emit import layout_to_paste
-from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.workload.summary import count_parameters
 
-PARTS = AXES  # of a layout, which can be restricted
 VARIED = (*SIZES, "sequence")
 ALSO_CALLED = {
     "hidden_size": "hidden",
@@ -51,42 +50,24 @@ OF_FILE = (*SETTINGS, "vocab_multiple", "separate_projections", "sequence_parall
 """Settings taken from the model's file: those that are not part of a layout."""
 
 
-def plan(
-    source: ModelSource,
-    gpu: str | Sequence[str],
-    gpus: int | None,
-    *,
-    global_batch: int | None = None,
-    sequence_length: int | None = None,
-    restrict: Mapping[str, Any] = {},
-    vary: Mapping[str, Sequence[int]] = {},
-    settings: Mapping[str, Any] = {},
-    choices: Choices = DEFAULT_CHOICES,
-    state: str = "sustained",
-    network: str | float | None = None,
-    nvlink_domain: int | None = None,
-    tokens: float | None = None,
-    price: float | None = None,
-    command: str = "",
-    reporter: Reporter = QUIET,
-) -> PlanResult:
-    """The layouts of a model on `gpus` GPUs of one type, with a global batch of so many sequences: the fastest first.
-
-    `restrict` fixes axes of the search, each to some values (tp, pp, vp, cp, ep, etp, micro_batch_size, recompute, zero);
-    `settings` are other fields of `RunSpec` that all layouts have. `vary` gives sizes of the model their values. `tokens` and a
-    `price` per GPU-hour: what the run costs. A signal ends it early, with the layouts that were computed until then.
-    """
-    chip, clocks = one_chip(gpu), known_state(state)
-    links = network_of(chip, network, nvlink_domain)
+def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN) -> PlanResult:
+    """The layouts of a model on a number of GPUs of one type: the fastest first. A signal ends it early, with the layouts that
+    were computed until then."""
+    if flags := [name for name in ("pre_quantize", "autocast_only") if getattr(options, name)]:
+        raise UserError(f"{option(flags[0])} applies only to linears, but a plan is about training steps", "remove it")
+    chip, clocks = one_chip(options.gpu), known_state(options.state)
+    links = network_of(chip, options.network, options.nvlink_domain)
     if source.model is None:
         raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")
-    count = _count("gpus", gpus, "the number of GPUs to train on", 64)
-    batch = _batch(source, global_batch)
-    length = _count("sequence_length", sequence_length or source.run_settings.get("sequence_length"), "the sequence length", 8192)
-    budget = _budget(tokens, count, price)
-    names, recipe_findings = _recipes(chip, choices, source.framework)
-    space = Space(_restricted(restrict), {"optimizer_state": "fp32", **_of_file(source), **settings})  # the same in all layouts
-    sizes = _axes(vary, source.model)
+    count = _count("gpus", options.gpus, "the number of GPUs to train on", 64)
+    batch = _batch(source, options.global_batch)
+    length = options.sequence_length or source.run_settings.get("sequence_length")
+    length = _count("sequence_length", length, "the sequence length", 8192)
+    budget = _budget(options.tokens, count, options.price)
+    names, recipe_findings = _recipes(chip, options, source.framework)
+    settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    space = Space(_restricted(options), {"optimizer_state": "fp32", **_of_file(source), **settings})  # the same in all layouts
+    sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
     with signals.defer_signals() as deferred:
@@ -95,7 +76,7 @@ def plan(
         searches = [Search(task, space) for _, task in tasks]
         wanted, done = sum(len(search.runs) for search in searches) * len(names), 0
         _check_any(searches, space)
-        with reporter.counting("layouts", wanted) as show:
+        with context.reporter.counting("layouts", wanted) as show:
 
             def on_layouts(more: int) -> None:
                 nonlocal done
@@ -118,7 +99,7 @@ def plan(
     findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
     first = next(place for place, point in enumerate(points) if point.best is not None)
     return PlanResult(
-        **common_fields(command, clocks),
+        **common_fields(context.command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
         run=_run_of(searches[first]),
@@ -130,8 +111,8 @@ def plan(
         network_gbps=links.gbps,
         network=links.name,
         nvlink_domain=links.domain,
-        tokens=budget.tokens if budget is not None and tokens is not None else None,
-        price=price,
+        tokens=budget.tokens if budget is not None and options.tokens is not None else None,
+        price=options.price,
         recipes=tuple(names),
         points=tuple(points),
         varied=tuple(sizes),
@@ -163,10 +144,10 @@ def _budget(tokens: float | None, gpus: int, price: float | None) -> Budget | No
     return Budget(tokens if tokens is not None else 1e9, gpus, price) if tokens is not None or price is not None else None
 
 
-def _recipes(chip: GpuSpec, choices: Choices, framework: str) -> tuple[list[str], tuple[Finding, ...]]:
+def _recipes(chip: GpuSpec, options: PlanOptions, framework: str) -> tuple[list[str], tuple[Finding, ...]]:
     """The recipes to try: those that were named, or all that the GPU runs."""
-    names, findings = choose_recipes([chip], choices, framework)[chip.name]
-    named = {recipe(name).name for name in choices.recipes} if choices.recipes else set(names)
+    names, findings = choose_recipes([chip], options, framework)[chip.name]
+    named = {recipe(name).name for name in options.recipes} if options.recipes else set(names)
     return [name for name in names if name in named], tuple(findings)
 
 
@@ -174,13 +155,11 @@ def _of_file(source: ModelSource) -> dict[str, Any]:
     return {name: value for name, value in source.run_settings.items() if name in OF_FILE}
 
 
-def _restricted(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _restricted(options: LayoutOptions) -> dict[str, tuple[Any, ...]]:
     """The values of each axis, checked; one value stands for a list of it."""
     result = {}
-    for name, values in given.items():
-        if name not in AXES:
-            raise UserError(f"{shown(name)} is not part of a layout", f"parts: {', '.join(AXES)}, recipes")
-        if values is None:
+    for name in AXES:
+        if (values := getattr(options, name)) is None:
             continue
         listed = tuple(values) if isinstance(values, (list, tuple, range, set)) else (values,)
         if not listed:

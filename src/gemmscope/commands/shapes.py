@@ -7,8 +7,10 @@ from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model import presets
 from gemmscope.model.layer_spec import MoeSpec
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.options.estimating import ShapesOptions
+from gemmscope.progress import Reporter
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.units import parameters
 from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
@@ -16,26 +18,25 @@ from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import trace_huggingface
 
+LISTED = ShapesOptions()
 
-def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: Reporter = QUIET) -> ShapesResult:
-    """Every GEMM of one micro-batch on one rank, and the totals of the step.
 
-    `check` compares them with the live model, which needs torch and transformers.
-    """
-    if check and job.source.model is None:
+def shapes(job: ModelRun, options: ShapesOptions = LISTED, context: RunContext = PLAIN) -> ShapesResult:
+    """Every GEMM of one micro-batch on one rank, and the totals of the step."""
+    if options.check and job.source.model is None:
         raise UserError(
             f"{job.source.origin} has no closed form to check, because its shapes are traced", f"remove {option('check')}"
         )
-    subject = rank_workload(job, reporter.say)
+    subject = rank_workload(job, context.reporter.say)
     summed = totals(subject.workload, subject.run, job.source.model, subject.trace.parameters if subject.trace else 0)
     gemms = tuple(
         ListedGemm(gemm.op, gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups, gemm.count, gemm.flops,
                    gemm.flops * gemm.count / summed.gemm_flops)
         for gemm in subject.workload.gemms()
     )  # fmt: skip
-    checked, findings = _check(subject, reporter) if check else (None, ())
+    checked, findings = _check(subject, context.reporter) if options.check else (None, ())
     return ShapesResult(
-        command=command,
+        command=context.command,
         **subject.about(),
         findings=(*subject.findings, *findings),
         derived_by="closed form" if job.source.model else "trace",

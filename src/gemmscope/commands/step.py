@@ -1,13 +1,11 @@
 """`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
-from gemmscope.bench.choose import Choice, Choices, choose, supported
+from gemmscope.bench.choose import Choice, check_for_step, choose, supported
 from gemmscope.bench.findings import state_findings
+from gemmscope.bench.timing import limits
 from gemmscope.engine.campaign import LocalWorkers
-from gemmscope.engine.journal import not_resumed, open_journal
 from gemmscope.engine.rule import check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
@@ -17,10 +15,11 @@ from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
-from gemmscope.progress import QUIET, Reporter
+from gemmscope.options.measuring import StepOptions
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipe
-from gemmscope.results.base import Result
-from gemmscope.results.step import Compile, Optimizer, StepResult, StepTimes, VariantResult
+from gemmscope.results.step import StepResult, StepTimes, VariantResult
+from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.live_settings import for_live, layers_that_fit, live_plan, step_settings
@@ -32,85 +31,51 @@ from gemmscope.step.waterfall import break_even_finding, observed_findings, step
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 
-__all__ = ["Budget", "run_step"]
-
+MEASURED = StepOptions()
+TIME_LIMIT_S = 30.0
 CANNOT_CAPTURE = ("cpu",)
 
 
-def run_step(
-    job: ModelRun,
-    *,
-    choices: Choices,
-    verify: bool = False,
-    break_even: bool = False,
-    cuda_graphs: bool = False,
-    hugging_face: bool = False,
-    compile: Compile | None = None,  # noqa: A002
-    optimizer: Optimizer | None = None,
-    mix: str | Path | Result | None = None,
-    keep_higher: str | None = None,
-    precision: float = 0.01,
-    time_limit: float = 30.0,
-    observed_speedup: float | None = None,
-    budget: Budget | None = None,
-    fleet: str | Path | Result | None = None,
-    try_mixed: bool = True,
-    command: str = "",
-    resume: bool = False,
-    reporter: Reporter = QUIET,
-    deliver: Callable[[StepResult], None] = lambda _: None,
-) -> StepResult:
-    """Measure the training step in every recipe.
-
-    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured in CUDA
-    graphs; `hugging_face` runs the model's own Hugging Face class. `compile` is what torch.compile is applied to, `optimizer`
-    that of a module or a Hugging Face model. The mix that a run of numerics chose (`mix`), or every recipe with `keep_higher` in
-    BF16, is measured beside the recipes. Measuring ends when every speedup is known to `precision`, or after `time_limit`
-    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `fleet`: a fleet, or
-    its run file; the result then says what another GPU of that fleet would give. With `try_mixed`, a recipe with some linears in
-    BF16 is run too, where that may be faster. `resume` continues the same measurement if it was cut short. `deliver` writes the
-    result; the measurement is finished only after that.
-    """
+def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext = PLAIN) -> StepResult:
+    """Measure the training step in every recipe. Ctrl-C ends it early, with what was measured until then."""
+    precision, time_limit = limits(options, time_limit=TIME_LIMIT_S)
     check_limits(precision, time_limit)
-    asked = requested_mix(mix, keep_higher)
-    quoted = read_fleet(fleet, "step") if fleet is not None else None
-    _check_arguments(job, choices, observed_speedup, budget)
-    live = hugging_face or job.source.module is not None
+    asked = requested_mix(options.mix, options.keep_higher)
+    quoted = read_fleet(options.fleet, "step") if options.fleet is not None else None
+    budget = Budget.asked(options.tokens, options.gpu_count, options.price)
+    _check_arguments(job, options, budget)
+    live = options.hugging_face or job.source.module is not None
     if live:
-        choices = for_live(job, choices, verify=verify, break_even=break_even, cuda_graphs=cuda_graphs)
+        options = for_live(job, options)
     model = job.source.model
     if model is None and not live:
         hint = f"add {option('hugging_face')}, to run its Hugging Face class"
         raise UserError(f"{job.source.origin} has no closed form, so its step cannot be built from sizes", hint)
     machine = environment()
-    choice = choose(choices, machine, framework=job.source.framework)
-    settings = step_settings(choice.backend, compile, optimizer, live=live)
-    _check_backend(choice.backend, cuda_graphs=cuda_graphs)
-    subject = rank_workload(job, reporter.say)
+    choice = choose(options, machine, framework=job.source.framework)
+    settings = step_settings(choice.backend, options.compile, options.optimizer, live=live)
+    _check_backend(choice.backend, cuda_graphs=options.cuda_graphs)
+    subject = rank_workload(job, context.reporter.say)
     summed = totals(subject.workload, subject.run, model, subject.trace.parameters if subject.trace is not None else 0)
     plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
     mixes = _mixes(asked, choice, subject, live=live)
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
     most_layers = None
     if isinstance(plan, ModulePlan):
-        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend == "cpu")
+        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend in backends("cpu"))
     with (
-        closing(open_journal()) as journal,
-        journal.recording(fingerprint_of(plan, settings, recipes), command, resume=resume) as recording,
+        context.recording(fingerprint_of(plan, settings, recipes), resume=options.resume) as recording,
         LocalWorkers() as workers,
         defer_signals() as signals,
     ):
-        if resume and (warning := not_resumed(recording)) is not None:
-            reporter.say(warning.text)
-        session = StepSession(plan, recipes, settings, precision, time_limit, recording, workers, reporter, most_layers)
+        session = StepSession(plan, recipes, settings, precision, time_limit, recording, workers, context.reporter, most_layers)
         of = counted(plan.depth, "layer") if plan.depth else job.source.origin
-        requests = {"verify": verify, "break_even": break_even, "cuda_graphs": cuda_graphs, "try_mixed": try_mixed}
-        measured = session.measure(of, summed, subject.run, **requests)
+        measured = session.measure(of, summed, subject.run, options)
         result = StepResult(
-            command=command,
+            command=context.command,
             **subject.about(),
             findings=(
-                *_findings(measured, session, observed_speedup, graphs=cuda_graphs or live),  # a live model cannot be captured
+                *_findings(measured, session, options, graphs=options.cuda_graphs or live),  # a live model cannot be captured
                 *choice.findings,
                 *mixes.findings,
                 *differences,
@@ -128,22 +93,23 @@ def run_step(
             step=measured.times if budget is None else _with_cost(measured.times, job.run, budget),
             recommendation=measured.recommendation,
             break_even=measured.batches,
-            observed_speedup=observed_speedup,
+            observed_speedup=options.observed_speedup,
             variants=tuple(measured.variants),
         )
         result = with_spread(result, quoted)
-        recording.deliver(lambda: deliver(result), complete=not session.interrupted)
+        context.finish(recording, result, complete=not session.interrupted)
         signals.answered = True
     return result
 
 
-def _check_arguments(job: ModelRun, choices: Choices, observed_speedup: float | None, budget: Budget | None) -> None:
+def _check_arguments(job: ModelRun, options: StepOptions, budget: Budget | None) -> None:
+    observed_speedup = options.observed_speedup
     if observed_speedup is not None and not 0 < observed_speedup < 100:
         message = f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}"
         raise UserError(message, f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16")
     if budget is not None:
         budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
-    choices.check_for_step()
+    check_for_step(options)
 
 
 def _check_backend(backend: str, *, cuda_graphs: bool) -> None:
@@ -184,7 +150,7 @@ def _with_cost(times: StepTimes, run: RunSpec, budget: Budget) -> StepTimes:
     return times.model_copy(update={"recipes": tuple(costed)})
 
 
-def _findings(measured: MeasuredStep, session: StepSession, observed_speedup: float | None, *, graphs: bool) -> Iterator[Finding]:
+def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions, *, graphs: bool) -> Iterator[Finding]:
     """Findings about how the step ran, the most important first. `graphs`: no advice to capture the step."""
     times, batches, results = measured.times, measured.batches, measured.variants
     yield from _ended(measured.predicted, interrupted=session.interrupted)
@@ -193,8 +159,8 @@ def _findings(measured: MeasuredStep, session: StepSession, observed_speedup: fl
     yield from without_repeats(message for run in measured.runs for message in (*run.results.findings, *run.findings))
     yield from step_findings(times, graphs=graphs)
     yield from _failures(results, times)
-    if observed_speedup is not None:
-        yield from observed_findings(times, observed_speedup)
+    if options.observed_speedup is not None:
+        yield from observed_findings(times, options.observed_speedup)
     yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
     yield from _extrapolated(measured.depth, session.plan.depth, times, measured.predicted.results.weights)
     yield from session.findings

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,6 +14,17 @@ from gemmscope.interval import Interval
 Shade = Literal["plain", "light", "hatched"]
 MOST_LINES = 7  # along an axis
 SHADES: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched": ""}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What all charts have. `main`: it belongs to the first screen. `figure`: `-o` draws it even if it is not main."""
+
+    title: str
+    _: KW_ONLY
+    note: str = ""
+    main: bool = False
+    figure: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,15 +83,11 @@ BarRow = tuple[str, str, Callable[[Bar], Value]]
 
 
 @dataclass(frozen=True)
-class BarChart:
-    """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it even if it is not main."""
+class BarChart(Drawing):
+    """Stacked bars, one for each recipe. Charts of one `unit` share an axis."""
 
-    title: str
     unit: str
     bars: tuple[Bar, ...]
-    note: str = ""
-    main: bool = False
-    figure: bool = False
 
     def table(self) -> Table:
         """A row per segment, a column per bar, in milliseconds; for a single bar also the shares."""
@@ -137,16 +144,12 @@ class Fall:
 
 
 @dataclass(frozen=True)
-class WaterfallChart:
+class WaterfallChart(Drawing):
     """How the speedup changes from the GEMMs alone to the whole step. `total` is the speedup of the step, with its interval."""
 
-    title: str
     recipe: str
     baseline: str
     falls: tuple[Fall, ...]
-    note: str = ""
-    main: bool = False
-    figure: bool = False
     total: Interval | None = None
 
     def table(self) -> Table:
@@ -171,20 +174,15 @@ class Point:
 
 
 @dataclass(frozen=True)
-class CurveChart:
+class CurveChart(Drawing):
     """Values against a size. `series`: recipe → points.
 
-    `unit` "x" means speedups: the line at 1 is drawn. A unit that begins with "%" has percentages as values. `figure`: `-o`
-    draws it even if it is not main.
+    `unit` "x" means speedups: the line at 1 is drawn. A unit that begins with "%" has percentages as values.
     """
 
-    title: str
     axis: str
     series: Mapping[str, tuple[Point, ...]]
     unit: str = "x"
-    note: str = ""
-    main: bool = False
-    figure: bool = False
 
     def color(self, name: str) -> str:
         """The key of the style of a recipe."""
@@ -226,7 +224,7 @@ class HeatCell:
 
 
 @dataclass(frozen=True)
-class HeatMap:
+class HeatMap(Drawing):
     """Values over two axes: the best recipe, or errors. Cells are `cells[row][column]`. A line, called `line`, separates certain
     cells from the rest.
 
@@ -234,14 +232,11 @@ class HeatMap:
     each column, because there are many columns. Rows are drawn from the bottom up; `top_first`: the table begins with the top.
     """
 
-    title: str
     row_name: str
     column_name: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[tuple[HeatCell, ...], ...]
-    note: str = ""
-    main: bool = False
     legend: Facts = ()
     measure: str = "speedup over BF16, best recipe"
     unit: Literal["x", "%"] = "x"
@@ -297,19 +292,16 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class ScatterChart:
+class ScatterChart(Drawing):
     """Speed against error: a dot for each recipe; mixes of them as a line of dots; the one to use has a mark.
 
     `bound`: the largest error that is allowed, a dashed line.
     """
 
-    title: str
     dots: tuple[Dot, ...]
     mixes: tuple[Dot, ...] = ()
     chosen: Dot | None = None
     bound: float | None = None
-    note: str = ""
-    main: bool = False
 
     def color(self, name: str) -> str:
         """The key of the style of a recipe."""
@@ -339,20 +331,16 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class RankChart:
+class RankChart(Drawing):
     """Values in ascending order, relative to their median, which is 1. `points` may be a selection of all `count` values.
 
     `limit`: outliers are further from the median than this; None if there is no such limit. `axis` names what is ranked.
     """
 
-    title: str
     axis: str
     points: tuple[Ranked, ...]
     count: int
     limit: float | None = None
-    note: str = ""
-    main: bool = False
-    figure: bool = False
 
     @property
     def ends(self) -> tuple[float, float, float]:

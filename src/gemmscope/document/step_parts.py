@@ -200,7 +200,7 @@ def step_chart(
     title = "Where the time of a step goes" if split else "Time of a step"
     note = phrase("step-layers-run", layers=layers_run) if layers_run is not None and split else ""
     bars = tuple(_bar(time, hover, unfit=time.recipe in times.unfit, split=split) for time in times.recipes)
-    return BarChart(_title(times, title, prefix), "ms per step", bars, note, figure=forecast)
+    return BarChart(_title(times, title, prefix), "ms per step", bars, note=note, figure=forecast)
 
 
 def bar_label(name: str) -> str:
@@ -255,7 +255,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
             time.recipe,
             BASELINE,
             tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
-            _why(time),
+            note=_why(time),
             total=time.speedup,
         )
         for time in times.recipes

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Sampled, parse
@@ -38,36 +38,11 @@ class WorkerEndedError(Exception):
         self.kind, self.why, self.detail, self.killed, self.hint = kind, f"{what} {detail}".strip(), detail, killed, hint
 
 
-class Link(Protocol):
-    """One measuring process, wherever it runs."""
-
-    def send(self, content: Any) -> None:
-        """Send the request, or later orders."""
-
-    def tell_to_stop(self) -> None:
-        """Ask it to stop."""
-
-    def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
-        """Its messages as they arrive, until a signal arrives, including those sent by then.
-
-        A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends an invalid message."""
-
-    def close(self) -> None:
-        """End the worker."""
-
-
-class Workers(Protocol):
-    """Where measuring processes come from. Several GPUs, or those of a cluster, plug in here."""
-
-    def start(self, module: str) -> Link:
-        """Start a process that runs this module."""
-
-
 class LocalWorkers:
     """Processes on this machine. One may be started early: it imports torch while others read the model."""
 
     def __init__(self) -> None:
-        self._early: dict[str, LocalLink] = {}
+        self._early: dict[str, WorkerConnection] = {}
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -78,28 +53,32 @@ class LocalWorkers:
 
     def start_early(self, module: str) -> None:
         """Start a process now, which the first `start` of this module returns."""
-        self._early[module] = LocalLink(module)
+        self._early[module] = WorkerConnection(module)
 
-    def start(self, module: str) -> LocalLink:
-        return self._early.pop(module, None) or LocalLink(module)
+    def start(self, module: str) -> WorkerConnection:
+        return self._early.pop(module, None) or WorkerConnection(module)
 
 
-class LocalLink:
-    """A process on this machine."""
+class WorkerConnection:
+    """One measuring process."""
 
     def __init__(self, module: str) -> None:
         self._process = WorkerProcess(module)
 
     def tell_to_stop(self) -> None:
+        """Ask it to stop."""
         self._process.close_input()
 
     def close(self) -> None:
         self._process.close()
 
     def send(self, content: Any) -> None:
+        """Send the request, or later orders."""
         self._process.send(json.dumps(content).encode() + b"\n")
 
     def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
+        """Its messages as they arrive, until a signal arrives, including those sent by then. A `WorkerEndedError` if it ends,
+        sends nothing for `silence_s`, or sends an invalid message."""
         heard = time.monotonic()
         while True:
             stopping = signals.first is not None  # what it has sent so far is still read
@@ -156,7 +135,7 @@ class Campaign(ABC, Generic[Results]):
     """The number of rounds, if it is fixed."""
     rule: StoppingRule
     recording: RecordedRun
-    workers: Workers = field(repr=False)
+    workers: LocalWorkers = field(repr=False)
     on_message: OnMessage = lambda *_: None
     results: Results = field(init=False)
     interrupted: bool = field(init=False, default=False)
@@ -239,23 +218,23 @@ class Campaign(ABC, Generic[Results]):
     def _measure(self, attempt: Attempt, signals: DeferredSignals) -> None:
         """One worker after another, until one ends normally: each that dies costs the task it died at."""
         while left := self.results.left(attempt.tasks):
-            link = self.workers.start(self.worker)
+            worker = self.workers.start(self.worker)
             try:
-                ended = self._converse(link, left, attempt, signals)
+                ended = self._converse(worker, left, attempt, signals)
             except WorkerEndedError as death:
                 ended = signals.first is not None or self._survive(death, left, attempt)
             finally:
-                link.close()
+                worker.close()
             if ended:
                 return
 
-    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: DeferredSignals) -> bool:
+    def _converse(self, worker: WorkerConnection, tasks: list[str], attempt: Attempt, signals: DeferredSignals) -> bool:
         """Process one worker's messages until enough is measured. True: the attempt is over."""
         self._at, self._greeted = "", False
         enough, sent = False, list[Group]()
         had = {key: len(self.results.tasks[key].rounds_ms) for key in tasks} if not self.rule.decides else {}
-        link.send({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
-        for message in link.messages(self.silence_s, signals):
+        worker.send({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
+        for message in worker.messages(self.silence_s, signals):
             if isinstance(message, Fatal):
                 raise WorkerEndedError("error", message.why, hint=message.hint)
             self._note(message)
@@ -271,9 +250,9 @@ class Campaign(ABC, Generic[Results]):
                     self._note(Done())
                     return True
                 if enough:
-                    link.tell_to_stop()
+                    worker.tell_to_stop()
                 elif (now := self.wanted(self.rule.open, tasks)) != sent:
-                    link.send(now)
+                    worker.send(now)
                     sent = now
         return True  # a signal
 

@@ -59,9 +59,9 @@ def fingerprint(*content: Any) -> str:
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
-def open_journal() -> Journal:
-    """The journal of this user."""
-    return Journal(state_folder() / f"journal-{VERSION}.sqlite3")
+def open_journal(folder: Path | None = None) -> Journal:
+    """The journal of this user, or the one in another folder."""
+    return Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3")
 
 
 class Journal:
@@ -96,7 +96,7 @@ class Journal:
         elsewhere."""
         self.prune()
         running = False
-        for number in self._unfinished(mark) if resume else ():
+        for number in self.unfinished(mark) if resume else ():
             lock = self._lock(number)
             if lock is not None:
                 break
@@ -111,11 +111,8 @@ class Journal:
         finally:
             self._release(number, lock)
 
-    def unfinished(self, mark: str) -> int | None:
-        """The newest run of this fingerprint that is not finished."""
-        return next(iter(self._unfinished(mark)), None)
-
-    def _unfinished(self, mark: str) -> list[int]:
+    def unfinished(self, mark: str) -> list[int]:
+        """The runs of this fingerprint that are not finished, the newest first."""
         rows = self.ask(_UNFINISHED, mark)
         return [int(number) for (number,) in rows]
 

@@ -22,6 +22,7 @@ from gemmscope.gpu.environment import cpu_name, node_name
 from gemmscope.gpu.health import health_facts
 from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.process import messages_to_parent, without_jax
+from gemmscope.recipe.frameworks import frameworks
 
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
 HEALTH_EVERY_S = 30.0
@@ -68,8 +69,8 @@ class MeasuringProcess:
 
     def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         self.request, self.out = request, out
-        self.on_gpu = request["backend"] != "cpu"
-        self.device = "cuda" if self.on_gpu else "cpu"
+        self.device = frameworks()[request["backend"]].device
+        self.on_gpu = self.device == "cuda"
         self.gpu = gpu_in_use() if self.on_gpu else None
         self.failed_groups: set[str] = set()  # by their first task
         self._health_due = 0.0

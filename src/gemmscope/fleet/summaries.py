@@ -71,11 +71,8 @@ class _TotalView(_View):
     total_ms: Interval
 
 
-class _OpView(_View):
+class _OpView(_TotalView):
     op: str
-    recipe: str
-    mode: str
-    total_ms: Interval
 
 
 class _LinearsView(_View):

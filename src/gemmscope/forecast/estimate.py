@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.linears import Winner
-from gemmscope.results.winner import find_winner, winner_among
+from gemmscope.results.linears import Winner, find_winner, winner_among
 
 
 class Estimate(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gemmscope.bench.choose import Choices
+from gemmscope.bench.choose import named_recipes
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gemm import STATES, State, model
@@ -11,6 +11,7 @@ from gemmscope.forecast.training import only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
+from gemmscope.options.measuring import RecipeOptions
 from gemmscope.recipe.frameworks import backends, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
@@ -23,9 +24,9 @@ def chips_of(names: Sequence[str]) -> list[GpuSpec]:
     return list({(spec := gpu(name)).name: spec for name in names}.values())
 
 
-def one_chip(name: str | Sequence[str]) -> GpuSpec:
+def one_chip(names: Sequence[str]) -> GpuSpec:
     """The only GPU that was named."""
-    chips = chips_of([name] if isinstance(name, str) else name)
+    chips = chips_of(names)
     if len(chips) > 1:
         raise UserError(f"a plan is for one type of GPU, not for {', '.join(chip.name for chip in chips)}", "plan each by itself")
     return chips[0]
@@ -40,7 +41,7 @@ def known_state(state: str) -> State:
 
 
 def choose_recipes(
-    chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
+    chips: Sequence[GpuSpec], requested: RecipeOptions, framework: str = ""
 ) -> dict[str, tuple[list[str], list[Finding]]]:
     """The recipes to forecast on each GPU, and what there is to know about them.
 
@@ -50,7 +51,7 @@ def choose_recipes(
     other = other_backend(framework)
     backend = other or backends()[0]
     usual = [name for name, known in recipes().items() if backend in known.backends]
-    named = requested.named_recipes()
+    named = named_recipes(requested)
     wanted = [name for name in named or usual if name not in requested.left_out]
     choices = {}
     for chip in chips:

@@ -80,47 +80,37 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     )
 
 
-class _OpMemory(NamedTuple):
-    """What one op keeps in addition to the inputs of linears: fields of `BlockMemory`."""
-
-    kept: float = 0.0
-    context: float = 0.0
-    transient: float = 0.0
-    exchanged: float = 0.0
-    unfused: float = 0.0
-    logits: float = 0.0
-
-
-def _op_memory(op: Op, run: RunSpec) -> _OpMemory:
+def _op_memory(op: Op, run: RunSpec) -> BlockMemory:
+    """What one op keeps in addition to the inputs of linears."""
     if isinstance(op, Linear):
         return _linear_memory(op, run)
     if isinstance(op, Attention):
         return _attention_memory(op, run)
     if isinstance(op, Loss):
-        return _OpMemory(logits=op.rows * op.width)
+        return BlockMemory(logits=op.rows * op.width)
     kept = op.kept_bytes()
     size = op.rows * op.width * ELEMENT_BYTES if isinstance(op, Elementwise) else 0.0
     transient = kept + size if isinstance(op, Activation) else 0.0
-    return _OpMemory(kept=kept * op.count, transient=transient, unfused=size if op.facts.kept_unfused else 0.0)
+    return BlockMemory(kept=kept * op.count, transient=transient, unfused=size if op.facts.kept_unfused else 0.0)
 
 
-def _linear_memory(op: Linear, run: RunSpec) -> _OpMemory:
+def _linear_memory(op: Linear, run: RunSpec) -> BlockMemory:
     if op.facts.routes:
-        return _OpMemory(kept=op.tokens * op.outputs * ROUTER_BYTES)
+        return BlockMemory(kept=op.tokens * op.outputs * ROUTER_BYTES)
     if op.facts.kept_unfused:
         returned = op.tokens * op.outputs * ELEMENT_BYTES
-        return _OpMemory(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
-    return _OpMemory()
+        return BlockMemory(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
+    return BlockMemory()
 
 
-def _attention_memory(op: Attention, run: RunSpec) -> _OpMemory:
+def _attention_memory(op: Attention, run: RunSpec) -> BlockMemory:
     """Queries, keys and values, the output, and one number for each row of the softmax."""
     rows, dims = op.batch * op.queries, op.head_dim + (0 if op.values_are_keys else op.value_dim)
     queries = rows * op.heads * op.head_dim * ELEMENT_BYTES
     keys = 0.0 if op.shares_kv else op.batch * op.keys / run.cp * op.kv_heads * dims * ELEMENT_BYTES
     context = rows * op.heads * op.value_dim * ELEMENT_BYTES
     received = 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-    return _OpMemory(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
+    return BlockMemory(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
 
 
 class _Input(NamedTuple):

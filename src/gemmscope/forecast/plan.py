@@ -6,8 +6,6 @@ GEMMs, which are derived once. The shares of the work go to several processes.
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +19,7 @@ from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
-from gemmscope.forecast.processes import computed
+from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import WAITING, StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
 from gemmscope.interval import Interval
@@ -33,7 +31,7 @@ from gemmscope.workload.derive import Workload, derive
 from gemmscope.workload.summary import totals
 
 AT_A_TIME = 60  # runs of one share
-WORTH_SHARING, MOST_CORES = 300, 8
+WORTH_SHARING = 300  # runs
 MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
 ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
 ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some layouts better than others
@@ -99,9 +97,8 @@ def run_searches(
     """
     places = [(index, first) for index, search in enumerate(searches) for first in range(0, len(search.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
-    cores = min(os.cpu_count() or 1, MOST_CORES) if runs >= WORTH_SHARING else 1
     function, done = partial(_share, forecaster, searches, recipes, network), 0
-    for share in computed(function, _spread(places), cores if cores > 1 else 0, pending):
+    for share in computed(function, _spread(places), processes_for(runs, WORTH_SHARING), pending):
         search = searches[share.search]
         search.candidates += share.candidates
         search.pruning.merge(share.pruning)
@@ -117,25 +114,20 @@ def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [place for stride in range(strides) for place in places[stride::strides]]
 
 
+@no_garbage_collection()
 def _share(
     forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence[str], network: Network, place: tuple[int, int]
 ) -> _Share:
-    collecting = gc.isenabled()
-    gc.disable()  # as in sweeps: many tuples without cycles
-    try:
-        number, first = place
-        search = searches[number]
-        runs = search.runs[first : first + AT_A_TIME]
-        share = _Share(number, [], Pruning(), None, len(runs) * len(recipes))
-        wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
-        forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
-        for step, needed in wanted:
-            for (run, name), memory in needed.items():
-                share.candidates.append(Candidate(run, name, step.step(name), *memory))
-        forecaster.forget(beyond=MOST_KEPT)
-    finally:
-        if collecting:
-            gc.enable()
+    number, first = place
+    search = searches[number]
+    runs = search.runs[first : first + AT_A_TIME]
+    share = _Share(number, [], Pruning(), None, len(runs) * len(recipes))
+    wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
+    forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
+    for step, needed in wanted:
+        for (run, name), memory in needed.items():
+            share.candidates.append(Candidate(run, name, step.step(name), *memory))
+    forecaster.forget(beyond=MOST_KEPT)
     return share
 
 

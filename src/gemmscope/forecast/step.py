@@ -35,7 +35,6 @@ from gemmscope.forecast.mixed import (
     without_misaligned,
 )
 from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, at_least, launch_ms, speedup
-from gemmscope.forecast.step_ops import linear_case
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -47,12 +46,25 @@ from gemmscope.results.linears import Speedup
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
+from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import Workload, derive
-from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, Activation, Linear, Optimizer
+from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, Activation, GroupedLinear, Linear, Optimizer
 from gemmscope.workload.summary import totals
+from gemmscope.workload.traced_ops import TracedLinear
 
 WAITING: StepPart = "exposed communication"
 NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
+
+
+def linear_case(op: Linear) -> Case:
+    """The case to time for a linear."""
+    rows = op.rows if isinstance(op, GroupedLinear) else ()
+    if isinstance(op, TracedLinear):
+        ran = {gemm.pass_name for gemm in op.seen}
+        rows = tuple((op.tokens + index) // op.groups for index in range(op.groups)) if op.groups > 1 else ()
+        passes = tuple(pass_name for pass_name in PASSES if pass_name in ran)
+        return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes, quantized=op.quantized)
+    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes=op.passes, quantized=op.quantized)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-import gc
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,18 +9,18 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.communication import Network, cluster
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
-from gemmscope.forecast.processes import computed
+from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import winner_among
 from gemmscope.results.sweep import GpuSweep, SweepPoint, break_evens
-from gemmscope.results.winner import winner_among
 from gemmscope.workload.derive import derive
 
 AT_A_TIME = 200
-WORTH_SHARING, MOST_CORES = 3000, 8
+WORTH_SHARING = 3000  # points
 MOST_KEPT = 50_000  # GEMMs remembered from one batch to the next
 Configuration = tuple[dict[str, int], ModelSpec, RunSpec]
 
@@ -41,8 +39,9 @@ def forecast_sweep(
     the number of points that were computed since the last time.
     """
     points: list[SweepPoint] = []
+    function, shares = partial(_points, forecaster, possible, recipes, network), range(0, len(possible), AT_A_TIME)
     with signals.defer_signals() as pending:
-        for some in _in_shares(forecaster, possible, recipes, network, pending):
+        for some in computed(function, shares, processes_for(len(possible), WORTH_SHARING), pending):
             points += some
             on_points(len(some))
     if not points:
@@ -61,34 +60,16 @@ def forecast_sweep(
     )
 
 
-def _in_shares(
-    forecaster: Forecaster,
-    wanted: Sequence[Configuration],
-    recipes: Sequence[str],
-    network: Network | None,
-    pending: signals.DeferredSignals,
-) -> Iterator[list[SweepPoint]]:
-    """Compute a few hundred points at a time; thousands are shared among the CPU cores. Ends after a signal."""
-    cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1
-    function = partial(_points, forecaster, wanted, recipes, network)
-    return computed(function, range(0, len(wanted), AT_A_TIME), cores if cores > 1 else 0, pending)
-
-
+@no_garbage_collection()
 def _points(
     forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, first: int
 ) -> list[SweepPoint]:
     """The points of one share. Its GEMMs are collected first and computed in one batch."""
-    collecting = gc.isenabled()
-    gc.disable()  # millions of tuples without cycles: garbage collection would take an eighth of the time
-    try:
-        some = wanted[first : first + AT_A_TIME]
-        steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
-        forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-        points = [_point(values, model, step, recipes) for (values, model, _), step in zip(some, steps, strict=True)]
-        forecaster.forget(beyond=MOST_KEPT)
-    finally:
-        if collecting:
-            gc.enable()
+    some = wanted[first : first + AT_A_TIME]
+    steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
+    forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
+    points = [_point(values, model, step, recipes) for (values, model, _), step in zip(some, steps, strict=True)]
+    forecaster.forget(beyond=MOST_KEPT)
     return points
 
 

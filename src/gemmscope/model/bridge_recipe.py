@@ -235,15 +235,10 @@ def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
             hub_id = _value(call.args[0], recipe)
             recipe.hub_id = hub_id[:200] if isinstance(hub_id, str) else "?"
             recipe.models.append((FROM_HUB, {}))
-    if not isinstance(value, ast.Call):
-        return ""
-    name = _name_of(value.func)
-    built = (
-        name in provider_classes()
-        or name in recipe.classes
-        or any(_name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call))
-    )
-    return "model" if built else CONFIGURATIONS.get(name, "")
+    name = _name_of(value.func) if isinstance(value, ast.Call) else ""
+    own_class = name in provider_classes() or name in recipe.classes
+    from_hub = bool(name) and any(_name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call))
+    return "model" if own_class or from_hub else CONFIGURATIONS.get(name, "")
 
 
 def _name_of(function: ast.expr) -> str:
@@ -252,11 +247,9 @@ def _name_of(function: ast.expr) -> str:
 
 
 def _path(target: ast.expr) -> list[str]:
-    """`["cfg", "train", "micro_batch_size"]`; empty for any other target."""
-    if isinstance(target, ast.Name):
-        return [target.id]
-    inner = _path(target.value) if isinstance(target, ast.Attribute) else []
-    return [*inner, target.attr] if inner and isinstance(target, ast.Attribute) else []
+    """`["cfg", "train", "micro_batch_size"]`; empty for what is not a name or an attribute."""
+    text = ast.unparse(target)
+    return text.split(".") if re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*", text) else []
 
 
 def _value(node: ast.expr, recipe: BridgeRecipe) -> object:

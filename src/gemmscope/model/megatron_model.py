@@ -214,14 +214,11 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
     width = settings.size("moe_ffn_hidden_size", "intermediate_size", dense.intermediate_size)
     shared = settings.maybe_count("moe_shared_expert_intermediate_size", "intermediate_size")
 
-    def mlp(size: int, *, fused: bool) -> MlpSpec:
-        return MlpSpec(size, dense.gated, dense.activation, dense.up_bias, dense.down_bias, stored_fused=fused)
-
     return MoeSpec(
         experts=experts,
         top_k=top_k,
-        expert=mlp(width, fused=True),
-        shared=mlp(shared, fused=False) if shared else None,
+        expert=replace(dense, intermediate_size=width, stored_fused=True),
+        shared=replace(dense, intermediate_size=shared) if shared else None,
         shared_gate=bool(shared) and settings.flag("moe_shared_expert_gate"),
         router_bias=dense.up_bias,
         latent=settings.maybe_count("moe_latent_size", "hidden_size"),

@@ -309,9 +309,10 @@ OTHERWISE: dict[State, State] = {"taken": "skipped", "skipped": "taken", "open":
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+"""Of numbers, in tests and in arithmetic."""
 NUMBER = re.compile("-?[0-9]{1,15}")
-IN_ARITHMETIC = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
 SHORT = re.compile(r"(?:^|[\n;])[ \t]*\[\[?[ \t][^\n]*\][ \t]*(?:&&|\|\|)")  # a condition without `if`
 LONG = re.compile(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b")
 LONGEST_TEST = 12  # words
@@ -438,7 +439,7 @@ class Branches:
         if comparison in ("=", "==", "!="):
             equal = fnmatchcase(left, right) if test[0].text == "[[" else left == right
             return equal == (comparison != "!=")
-        if comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
+        if comparison.startswith("-") and comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
             return COMPARISONS[comparison](int(left), int(right))
         return None
 
@@ -448,4 +449,4 @@ class Branches:
         first, second = self.shell.computed(left), self.shell.computed(right)
         if not isinstance(first, int) or not isinstance(second, int):
             return None
-        return COMPARISONS[IN_ARITHMETIC[comparison]](first, second)
+        return COMPARISONS[comparison](first, second)

@@ -105,7 +105,7 @@ def _pairs(pass_name: Pass) -> tuple[tuple[Quantizer, Quantizer], ...]:
     return tuple((first, second) for first, second in quantizers if first.format not in HIGH_PRECISION)
 
 
-def measure_probes(
+def compute_probes(
     x: Tensor | None,
     w: Tensor | None,
     dy: Tensor | None,
@@ -122,7 +122,11 @@ def measure_probes(
     names: tuple[TensorName, ...] = ("X", "W", "dY")
     measured: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
-        whole = {name: tensor for name, tensor in zip(names, (x, w, dy), strict=True) if tensor is not None and _usable(tensor)}
+        whole = {
+            name: tensor
+            for name, tensor in zip(names, (x, w, dy), strict=True)
+            if tensor is not None and tensor.numel() and torch.isfinite(tensor).all()
+        }
         for pass_name in passes:
             pair = OPERANDS[pass_name]
             if all(name in whole for name in pair):
@@ -131,12 +135,8 @@ def measure_probes(
                     _side(pass_name, pair[0], first, second, random, (history or {}).get(pair[0])),
                     _side(pass_name, pair[1], second, first, random, (history or {}).get(pair[1])),
                 )
-                measured |= _measure_pass(pass_name, *sides)
+                measured |= _probes_of_pass(pass_name, *sides)
     return {key: values for key, values in measured.items() if all(map(isfinite, values))}
-
-
-def _usable(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and bool(torch.isfinite(tensor).all())
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _block_maxima(operand: Tensor, index: Tensor, quantizer: Quantizer) -> Tenso
     return pad(maxima, (0, -maxima.shape[1] % quantizer.block)).unflatten(1, (-1, quantizer.block)).amax(2)[places]
 
 
-def _measure_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dict[str, tuple[float, ...]]:
+def _probes_of_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dict[str, tuple[float, ...]]:
     measured: dict[str, tuple[float, ...]] = {}
     for side in (first, second):
         for key, (squares, across) in side.outputs.items():
@@ -379,7 +379,7 @@ def weighted_ratio(
     return ratio, sqrt(max(variance, 0.0))
 
 
-def measure_linear(
+def sample_with_probes(
     x: Tensor | None,
     w: Tensor | None,
     dy: Tensor | None,
@@ -395,7 +395,7 @@ def measure_linear(
     facts, kept = sample_linear(x, w, dy, dtype=dtype, budget=budget, random=random, step=step, passes=passes)
     given = (tensor.to(dtype) if tensor is not None else None for tensor in (x, w, dy))
     try:
-        probes = measure_probes(*given, random=random, history=scale_maxima(history, facts), passes=passes)
+        probes = compute_probes(*given, random=random, history=scale_maxima(history, facts), passes=passes)
     except torch.OutOfMemoryError:  # probes need more memory than the sample, especially for large vocabularies
         return facts, kept
     return facts.model_copy(update={"probes": probes}), kept

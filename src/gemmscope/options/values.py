@@ -126,10 +126,10 @@ def lower_names(text: str) -> list[str]:
     return [part.strip().lower() for part in text.split(",") if part.strip()]
 
 
-def shapes(text: str) -> list[Shape]:
+def bare_shapes(text: str) -> list[Shape]:
     """Squares and MxKxN triplets, separated by commas; empty for `default`.
 
-    >>> shapes("1024, 8kx4kx14336"), shapes("default")
+    >>> bare_shapes("1024, 8kx4kx14336"), bare_shapes("default")
     ([(1024, 1024, 1024), (8192, 4096, 14336)], [])
     """
     if text.strip().lower() == "default":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,13 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from gemmscope.bench.choose import DEFAULT_CHOICES, Choices, choose
-from gemmscope.bench.timing import DEFAULT_TIMING, BenchTiming
+from gemmscope.bench.choose import choose
 from gemmscope.errors import UserError, option
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import Environment
 from gemmscope.job.load import ModelRun
+from gemmscope.options.measuring import BenchOptions, StepOptions
 from gemmscope.progress import QUIET, Reporter
+from gemmscope.run_context import RunContext
 
 KINDS = (".py", ".json", ".toml", ".yaml", ".yml", ".txt")
 LARGEST_BYTES, MOST_FILES = 8 << 20, 2000
@@ -81,31 +82,35 @@ MEASURE = {"bench": "gemmscope.commands.bench:run_bench", "step": "gemmscope.com
 class MeasureUnit:
     """A bench or a step on one GPU. Pickled on its way to the place worker that runs it."""
 
-    kind: Literal["bench", "step"]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `run_bench` or `run_step`, `job` included; without `reporter`, `deliver` and `resume`."""
+    options: BenchOptions | StepOptions
+    job: ModelRun | None = None
+    command: str = ""
+    deliver: Callable[[Any], None] | None = None
+    """Writes the result where it was measured."""
     reduce: str = ""
     """The function that makes small, plain data of the result: "module:function", imported where the unit runs."""
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Of the module that is measured (`--module`), by their names in its folder: for machines that do not have them."""
 
+    @property
+    def kind(self) -> Literal["bench", "step"]:
+        return "step" if isinstance(self.options, StepOptions) else "bench"
+
     def for_other_machines(self) -> MeasureUnit:
         """The same, with the files of its module."""
-        return replace(self, files=module_files(self.arguments.get("job")))
+        return replace(self, files=module_files(self.job))
 
     def check_place(self, machine: Environment) -> None:
         """A `UserError` if this machine cannot measure it: a package or a recipe that it does not have, a GPU that others use."""
-        choices: Choices = self.arguments.get("choices", DEFAULT_CHOICES)
-        timing: BenchTiming = self.arguments.get("timing", DEFAULT_TIMING)
-        job: ModelRun | None = self.arguments.get("job")
-        choose(choices, machine, cache_weights=timing.cache_weights, framework=job.source.framework if job else "")
+        cache_weights = isinstance(self.options, BenchOptions) and self.options.cache_weights
+        choose(self.options, machine, cache_weights=cache_weights, framework=self.job.source.framework if self.job else "")
 
-    def run(self, reporter: Reporter = QUIET) -> Any:
-        """Measure here. A `UserError` for what cannot be measured."""
-        arguments = dict(self.arguments)
+    def run(self, reporter: Reporter = QUIET, state: Path | None = None) -> Any:
+        """Measure here. A `UserError` for what cannot be measured. `state`: the folder of the journal, if not the user's."""
+        context = RunContext(self.command, reporter, self.deliver, state=state)
         measure, reduce = _function(MEASURE[self.kind]), _function(self.reduce)
-        with with_files(arguments.pop("job", None), self.files) as job:
-            return reduce(measure(job, **arguments, reporter=reporter))
+        with with_files(self.job, self.files) as job:
+            return reduce(measure(job, self.options, context))
 
 
 def _function(name: str) -> Any:

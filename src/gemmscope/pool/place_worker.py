@@ -152,8 +152,8 @@ class _PlaceWorker(Reporter):
             self._send(type="failure", unit=key, why=in_a_line(error), hint="")
             return True
         try:
-            with self._own_journal():
-                outcome = unit.run(self)
+            with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
+                outcome = unit.run(self, Path(folder))  # a journal of its own, which must not be on a disk that many nodes share
             self._send(type="outcome", unit=key, outcome=outcome)
         except NotStartedError as error:
             self._refuse(error)
@@ -163,19 +163,6 @@ class _PlaceWorker(Reporter):
         except Exception as error:
             self._send(type="failure", unit=key, why=in_a_line(error), hint="")
         return True
-
-    @contextmanager
-    def _own_journal(self) -> Iterator[None]:
-        """A temporary journal for one unit, which must not be on a disk that many nodes share."""
-        before = os.environ.get("XDG_STATE_HOME")
-        with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
-            os.environ["XDG_STATE_HOME"] = folder
-            try:
-                yield
-            finally:
-                del os.environ["XDG_STATE_HOME"]
-                if before is not None:
-                    os.environ["XDG_STATE_HOME"] = before
 
     # --- messages
 

@@ -148,7 +148,7 @@ class RayPool:
             try:
                 messages = bridge.messages(min(left, 1.0))
             except _BridgeEndedError as end:
-                raise UserError(*nobody_answers(self.address, end.why.strip("()"))) from end
+                raise UserError(*nobody_answers(self.address, str(end).strip("()"))) from end
             for message in messages:
                 match message["type"]:
                     case "unusable":
@@ -190,7 +190,7 @@ class RayPool:
         lost = sorted(self._by_key)
         self._slots, self._by_key, self._away = {}, {}, {}
         again = self._connections < MOST_CONNECTIONS
-        why = f"the connection to the Ray cluster was lost {end.why}".strip()
+        why = f"the connection to the Ray cluster was lost {end}".strip()
         self._waiting.extend(PlaceLost(key, why, again=again) for key in lost)
         hint = "finished measurements are kept: the same command with " + option("resume") + " continues from here"
         if again:
@@ -300,11 +300,7 @@ def _how_to_start(why: str) -> str:
 
 
 class _BridgeEndedError(Exception):
-    """The bridge died, or was ended after silence. `why`: how it ended."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
+    """The bridge died, or was ended after silence. The message says how it ended."""
 
 
 class _BridgeProcess(WorkerProcess):

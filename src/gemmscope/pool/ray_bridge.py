@@ -38,8 +38,6 @@ from gemmscope.process import messages_to_parent
 
 REQUIREMENTS = ("jinja2", "nvidia-ml-py", "platformdirs", "pydantic", "pyyaml", "tomli")
 """What place workers import of gemmscope's requirements."""
-NOT_NEEDED = ("matplotlib", "rich", "typer")
-"""What only the driver uses: figures and the command line."""
 OF_THE_NODE = ("numpy",)
 """Large, and wherever PyTorch is."""
 

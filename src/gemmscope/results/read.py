@@ -44,7 +44,7 @@ EXPECTED = "give a run file written by --json"
 Validated = TypeVar("Validated")
 
 
-def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Result:
+def read_result(path: str | Path, kinds: Collection[str] = KINDS) -> Result:
     """The result in a run file, if it is of one of these kinds; else a `UserError`."""
     with enough_memory(called(path)):
         return _result(path, kinds)

@@ -189,10 +189,6 @@ class Recommendation(Part):
     ready_to_paste: dict[str, str] = {}
     """Framework → the text that selects this plan."""
 
-    @property
-    def certain(self) -> bool:
-        return not self.rivals
-
 
 Compile = Literal["whole", "layers", "none"]
 Optimizer = Literal["adamw", "adam", "sgd", "none"]

@@ -16,10 +16,9 @@ from gemmscope.interval import Interval
 from gemmscope.paste.emit import ready_to_paste
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.linears import Speedup
+from gemmscope.results.linears import Speedup, find_winner
 from gemmscope.results.numerics import Mix
 from gemmscope.results.step import CapturedTime, Recommendation, StepTime, StepTimes, VariantResult, Verified
-from gemmscope.results.winner import find_winner
 from gemmscope.roles import name_of
 from gemmscope.step.step_measurements import StepMeasurements
 from gemmscope.step.waterfall import LINEARS, ProfiledStep, attention_kernels, levels_of, place, unknown_kernels, verdict

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
-from gemmscope.bench.choose import Choices, is_installed
+from gemmscope.bench.choose import is_installed
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.visible import visible_gpu
 from gemmscope.job.load import ModelRun
+from gemmscope.options.measuring import Compile, Optimizer, StepOptions
 from gemmscope.process import free_memory_bytes
-from gemmscope.results.step import COMPILES, OPTIMIZERS, Compile, Optimizer, StepSettings
+from gemmscope.recipe.frameworks import backends
+from gemmscope.results.step import COMPILES, OPTIMIZERS, StepSettings
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 from gemmscope.units import si
 
@@ -19,7 +21,7 @@ COMPILING_S = 1200.0  # allowed time without a message: compiling a whole model 
 ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory, for the parameters of all layers; of some layers, at two depths
 
 
-def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool, cuda_graphs: bool) -> Choices:
+def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
     """Checks what the step of a module or a Hugging Face model needs, and chooses its backend: torchao where it is installed."""
     source, run = job.source, job.run
     name = option("module" if source.module is not None else "hugging_face")
@@ -31,17 +33,17 @@ def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool,
     module = source.module is not None
     for applies, message, hint in (
         (module and run.recompute != "none", "runs as it is, and cannot be recomputed", f"remove {option('recompute')}"),
-        (module and break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
+        (module and options.break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
         (run.recompute == "selective", "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
-        (cuda_graphs, "does not support CUDA graphs", f"remove {option('cuda_graphs')}"),
-        (verify, "runs the real layers already: there is nothing to verify", f"remove {option('verify')}"),
+        (options.cuda_graphs, "does not support CUDA graphs", f"remove {option('cuda_graphs')}"),
+        (options.verify, "runs the real layers already: there is nothing to verify", f"remove {option('verify')}"),
         (split, "runs whole layers and cannot split them", f"remove {sizes}" + ("" if module else f", or {name}")),
     ):
         if applies:
             raise UserError(f"{name} {message}", hint)
-    if choices.backend is not None or choices.recipes is not None or choices.on_cpu or not is_installed("torchao"):
-        return choices
-    return replace(choices, backend="torchao")
+    if options.backend is not None or options.recipes is not None or options.on_cpu or not is_installed("torchao"):
+        return options
+    return replace(options, backend="torchao")
 
 
 def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimizer | None, *, live: bool) -> StepSettings:
@@ -62,7 +64,7 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
         host=backend != "torchao" and not live,
         silence_s=COMPILING_S if live or compile_what == "whole" else StepSettings.silence_s,
     )
-    return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend == "cpu" else settings  # its clock need not settle
+    return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend in backends("cpu") else settings  # its clock need not settle
 
 
 def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:

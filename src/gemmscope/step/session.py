@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemmscope.engine.campaign import Workers
+from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import RunSpec
+from gemmscope.options.measuring import StepOptions
 from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepSettings, StepTimes, VariantResult
@@ -49,29 +50,27 @@ class StepSession:
     precision: float
     time_limit: float
     recording: RecordedRun
-    workers: Workers
+    workers: LocalWorkers
     reporter: Reporter
     most_layers: int | None
     findings: list[Finding] = field(default_factory=list)
     interrupted: bool = False
 
-    def measure(
-        self, of: str, summed: Totals, run: RunSpec, *, verify: bool, break_even: bool, cuda_graphs: bool, try_mixed: bool
-    ) -> MeasuredStep:
+    def measure(self, of: str, summed: Totals, run: RunSpec, options: StepOptions) -> MeasuredStep:
         """Everything that was asked for. `of`: a description of what is run; `summed`: the work of the step, all layers
         together."""
         predicted = self.run(f"running the step of {of} in {', '.join(self.recipes)} …")
-        real, as_deep = self.verify() if verify and not self.interrupted else (None, None)
+        real, as_deep = self.verify() if options.verify and not self.interrupted else (None, None)
         verified = [campaign.results if campaign is not None else None for campaign in (real, as_deep)]
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
         times = step_times(predicted.results, self.recipes, summed, run.tokens_per_gpu, *verified)
         times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
-        graphs = self.capture(depth) if cuda_graphs and not self.interrupted else None
+        graphs = self.capture(depth) if options.cuda_graphs and not self.interrupted else None
         if graphs is not None:
             times = with_captured(times, graphs.results)
-        recommended, mixed = self.recommend(predicted, times, try_mixed=try_mixed)
-        batches = self.break_even(times) if break_even and not self.interrupted else ()
+        recommended, mixed = self.recommend(predicted, times, try_mixed=options.try_mixed)
+        batches = self.break_even(times) if options.break_even and not self.interrupted else ()
         runs = [campaign for campaign in (predicted, real, as_deep, graphs, mixed) if campaign is not None]
         return MeasuredStep(predicted, runs, times, depth, recommended, batches)
 

@@ -9,9 +9,8 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Samples
 from gemmscope.results.bench import BenchResult
-from gemmscope.results.linears import Linears, Speedup
+from gemmscope.results.linears import Linears, Speedup, find_winner
 from gemmscope.results.step import StepResult
-from gemmscope.results.winner import find_winner
 from gemmscope.workload.cases import Mode
 
 BENCH_POINT, STEP_POINT = f"{__name__}:bench_point", f"{__name__}:step_point"

@@ -5,17 +5,17 @@ While it measures, the points so far go to whoever writes them: soon after each 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gemmscope.bench.choose import Choices, choose
-from gemmscope.bench.timing import BenchTiming, Shape
-from gemmscope.engine.journal import fingerprint, not_resumed, open_journal
+from gemmscope.bench.choose import check_for_step, choose, chosen_modes, named_recipes
+from gemmscope.engine.journal import fingerprint
 from gemmscope.errors import UserError, option
 from gemmscope.gpu.environment import environment
-from gemmscope.job.load import ModelRun
 from gemmscope.model.spec import RunSpec
+from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
+from gemmscope.options.values import Shape
 from gemmscope.pool.gpus import launched, local_gpus, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Pool, Unit
@@ -23,6 +23,7 @@ from gemmscope.pool.schedule import Outcomes, Schedule
 from gemmscope.progress import PoolProgress, Reporter
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepResult
+from gemmscope.run_context import RunContext
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.sweep.assembly import Assembly, point_key
 from gemmscope.sweep.axes import Axes
@@ -68,19 +69,6 @@ class SweepStream(Reporter):
 
 
 PRECISION, TIME_LIMIT_S = 0.02, 20.0  # of one point: a sweep shows trends, so single points can be less precise
-Deliver = Callable[[SweepResult], None]
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where points are measured: GPUs of this machine (`gpus`: "all", "0,1,5"; None: one), or those of a Ray cluster."""
-
-    gpus: str | None = None
-    ray: str | None = None
-
-
-HERE = Places()
-
 Points = Callable[[DeferredSignals], tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]]
 
 
@@ -88,21 +76,18 @@ Points = Callable[[DeferredSignals], tuple[list[tuple[dict[str, int], MeasureUni
 class MeasuredSweepRun:
     """One measured sweep."""
 
-    of: Literal["bench", "step"]
-    axes: Axes
-    choices: Choices
-    places: Places
-    precision: float | None
-    time_limit: float | None
-    resume: bool
-    command: str
-    reporter: Reporter
-    deliver: Deliver
-    stream: Deliver | None
+    options: BenchOptions | StepOptions
+    sweep: SweepOptions
+    context: RunContext
 
-    def run(self, points: Points, *, cache_weights: bool = False, shape: Shape | None = None) -> SweepResult:
+    @property
+    def of(self) -> Literal["bench", "step"]:
+        return "step" if isinstance(self.options, StepOptions) else "bench"
+
+    def run(self, points: Points, *, shape: Shape | None = None) -> SweepResult:
         """Measure all points that the journal does not have yet."""
-        self._check_choices(cache_weights=cache_weights)
+        options, context, axes = self.options, self.context, self.sweep.sweep or {}
+        self._check_choices()
         pool = self._pool()
         with defer_signals() as signals:
             possible, impossible = points(signals)
@@ -111,22 +96,17 @@ class MeasuredSweepRun:
             units = [Unit(point_key(values), unit) for values, unit in possible]
             assembly = Assembly(
                 of=self.of,
-                sizes=tuple(self.axes),
+                sizes=tuple(axes),
                 possible=[values for values, _ in possible],
                 impossible=impossible,
-                about={**_about(possible, self.axes), "shape": shape},
-                settings={"command": self.command, "precision": self.precision, "time_limit_s": self.time_limit},
+                about={**_about(possible, axes), "shape": shape},
+                settings={"command": context.command, "precision": options.precision, "time_limit_s": options.time_limit},
                 bare=shape is not None,
             )
-            with (
-                closing(open_journal()) as journal,
-                journal.recording(_mark(self.of, possible), self.command, resume=self.resume) as recording,
-            ):
-                if self.resume and (warning := not_resumed(recording)) is not None:
-                    self.reporter.say(warning.text)
-                self.reporter.say(self._plan(len(units), len(recording.outcomes())))
+            with context.recording(_mark(self.of, possible), resume=options.resume) as recording:
+                context.reporter.say(self._plan(len(units), len(recording.outcomes())))
                 with pool:
-                    stream = SweepStream(self.reporter, lambda: self._stream(assembly, schedule.outcomes))
+                    stream = SweepStream(context.reporter, lambda: self._stream(assembly, schedule.outcomes))
                     schedule = Schedule(pool, units, recording, stream.on_outcome, stream, what="point")
                     outcomes = schedule.run()
                 result = assembly.result(outcomes, interrupted=outcomes.interrupted)
@@ -136,13 +116,13 @@ class MeasuredSweepRun:
                     refused = outcomes.refused[0]
                     raise UserError(f"nothing can be measured: {refused.name}: {refused.why}", refused.hint)
                 complete = not outcomes.interrupted and not outcomes.failed
-                recording.deliver(lambda: self.deliver(result), complete=complete)
+                context.finish(recording, result, complete=complete)
                 signals.answered = True
         return result
 
     def _stream(self, assembly: Assembly, outcomes: Outcomes) -> None:
-        if self.stream is not None and len(outcomes.done) + len(outcomes.failed) < len(assembly.possible):
-            self.stream(assembly.result(outcomes, interrupted=True))
+        if self.context.stream is not None and len(outcomes.done) + len(outcomes.failed) < len(assembly.possible):
+            self.context.stream(assembly.result(outcomes, interrupted=True))
 
     def _plan(self, points: int, earlier: int) -> str:
         """What will be done, in one line."""
@@ -152,25 +132,27 @@ class MeasuredSweepRun:
             were = "was" if earlier == 1 else "were"
             return f"{earlier} of {counted(points, 'point')} {were} measured earlier; measuring the rest …"
         prefix = "each " if points > 1 else ""
-        limit = f", {prefix}for at most {self.time_limit:g} s" if self.time_limit is not None else ""
+        limit = f", {prefix}for at most {self.options.time_limit:g} s" if self.options.time_limit is not None else ""
         return f"measuring {counted(points, 'point')}{limit} …"
 
-    def _check_choices(self, *, cache_weights: bool) -> None:
+    def _check_choices(self) -> None:
         """A `UserError` for recipes that do not exist, or that this machine cannot measure; nodes of a cluster say so later."""
-        self.choices.named_recipes()
+        options, gpus = self.options, self.sweep.gpus
+        named_recipes(options)
         self._check_alone()
-        self.choices.chosen_modes()
-        if self.of == "step":
-            self.choices.check_for_step()
-        if self.places.ray is None:
+        chosen_modes(options)
+        if isinstance(options, StepOptions):
+            check_for_step(options)
+        if self.sweep.ray is None:
             machine = environment()
-            if self.places.gpus is not None and not self.choices.on_cpu:
-                machine = replace(machine, gpus=tuple(local_gpus(self.places.gpus, machine)[:1]), visible_devices=None)
-            choose(replace(self.choices, share_gpu=True), machine, cache_weights=cache_weights)
+            if gpus is not None and not options.on_cpu:
+                machine = replace(machine, gpus=tuple(local_gpus(gpus, machine)[:1]), visible_devices=None)
+            cache_weights = isinstance(options, BenchOptions) and options.cache_weights
+            choose(replace(options, share_gpu=True), machine, cache_weights=cache_weights)
 
     def _check_alone(self) -> None:
         """A `UserError` in one of many processes that srun or torchrun started: each would measure every point."""
-        rank = launched() if self.places == HERE else None
+        rank = launched() if self.sweep.gpus is None and self.sweep.ray is None else None
         if rank is not None and (rank.rank or rank.world is not None):
             count = "several" if rank.world is None else rank.world
             raise UserError(
@@ -179,12 +161,13 @@ class MeasuredSweepRun:
             )
 
     def _pool(self) -> Pool:
-        return open_pool(gpus=self.places.gpus, ray=self.places.ray, on_cpu=self.choices.on_cpu, share_gpu=self.choices.share_gpu)
+        options, sweep = self.options, self.sweep
+        return open_pool(gpus=sweep.gpus, ray=sweep.ray, on_cpu=options.on_cpu, share_gpu=options.share_gpu)
 
 
 def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -> dict[str, Any]:
     """The fields of the result that name the model; without the sizes that vary."""
-    job: ModelRun | None = possible[0][1].arguments.get("job")
+    job = possible[0][1].job
     if job is None:
         return {"origin": "shapes"}
     source = job.source
@@ -198,13 +181,8 @@ def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> st
     """A key that is equal for sweeps of the same points, on any GPUs and at any precision."""
     content = []
     for values, unit in possible:
-        arguments = dict(unit.arguments)
-        job: ModelRun | None = arguments.pop("job", None)
-        timing: BenchTiming | None = arguments.pop("timing", None)
-        for name in ("command", "precision", "time_limit"):
-            arguments.pop(name, None)
-        source = job.source if job is not None else None
+        source = unit.job.source if unit.job is not None else None
         about = [source.origin, repr(source.model), source.module, source.config] if source is not None else []
-        settings = {**asdict(timing), "precision": 0, "time_limit": 0} if timing is not None else {}
-        content.append([values, about, repr(job.run) if job is not None else "", repr(sorted(arguments.items())), settings])
+        options = {**unit.options.given(), "precision": 0, "time_limit": 0, "resume": False}
+        content.append([values, about, repr(unit.job.run) if unit.job is not None else "", repr(sorted(options.items()))])
     return fingerprint("sweep", of, content)

@@ -275,11 +275,15 @@ def _unpacked(result: Any, name: str) -> tuple[torch.nn.Module, Any, Callable[[A
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; {RETURNS}", EXAMPLE)
     if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
-        problem = f"{name}() returned a module with lazy parameters, whose sizes are not known yet"
-        raise TraceError(problem, "call the module once with its inputs before you return it")
+        raise TraceError(
+            f"{name}() returned a module with lazy parameters, whose sizes are not known yet",
+            "call the module once with its inputs before you return it",
+        )
     if loss is not None and not callable(loss):
-        problem = f"the loss that {name}() returned is {type(loss).__name__}, not a function"
-        raise TraceError(problem, "it is called as loss(output), with the output of the module")
+        raise TraceError(
+            f"the loss that {name}() returned is {type(loss).__name__}, not a function",
+            "it is called as loss(output), with the output of the module",
+        )
     return module, inputs, loss
 
 

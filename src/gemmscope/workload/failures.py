@@ -2,11 +2,14 @@
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gemmscope.toml import load_data
 from gemmscope.workload.confine import NetworkError
 
 LONGEST_REASON = 300
@@ -36,57 +39,29 @@ def naming(what: str, folder: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-# Phrases in the error messages of modules that run without values; `advice` says what to do about each.
-_NEEDS_VALUES = (
-    "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
-    "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
-    "CPU int64 tensor",
-)  # fmt: skip
-
-
-_OTHER_ARGUMENTS = ("positional argument", "unexpected keyword argument")
-_NO_META_KERNEL = ("no fake impl", "Meta kernel")
-_OTHER_DEVICE = ("is not on the expected device", "to be on the same device")
-_NEEDS_CUDA = ("compiled with CUDA", "_cuda_", "No CUDA GPUs", "NVIDIA driver", "CUDA-capable")
+@cache
+def _known() -> list[dict[str, Any]]:
+    """The table of what to do."""
+    return list(load_data("gemmscope.workload", "failures.toml")["advice"])
 
 
 def advice(error: BaseException) -> str:
     """What to do about an exception of the user's module; empty where there is nothing to say."""
     if isinstance(error, ImportError) and (missing := getattr(error, "name", None)):
         return f"pip install {missing.split('.')[0]}, or build the module without it"
-    text = str(error)
-    if isinstance(error, TypeError) and any(phrase in text for phrase in _OTHER_ARGUMENTS):
-        return (
-            "the module is called as module(*inputs), or module(**inputs) if they are a dict, and a loss as loss(output); "
-            "to pass a list as one argument, return (module, ([...],))"
-        )
-    if "relative import" in text:
-        return "import what is above the folder of the file by its full name, and add where it is to PYTHONPATH"
-    if isinstance(error, ImportError) or "pip install" in text or "not installed" in text:
-        return "install what it needs in gemmscope's environment, or build the module without it"
-    if any(phrase in text for phrase in _NEEDS_CUDA):
-        return "build the module without naming a device: it is moved to the one that it runs on"
-    if any(phrase in text for phrase in _OTHER_DEVICE):
-        return (
-            "a tensor that the module or the loss creates is on another device than the inputs: create it there, "
-            "for example with device=x.device, or in the function that returns the inputs"
-        )
-    if any(phrase in text for phrase in _NO_META_KERNEL):
-        return (
-            "the module is traced on the meta device, where this operator cannot run: register a fake implementation "
-            "(torch.library.register_fake), or call another operator of the same sizes where `tensor.is_meta`"
-        )
-    if fails_on_meta(error):
-        return (
-            "the module is run without values, on the meta device: this line reads one (.item(), nonzero, a mask as an index, "
-            "an if on a tensor); move the decision into the module's settings, or skip it with `if tensor.is_meta`"
-        )
-    return ""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    possible = [one for one in _known() if one.get("only", "Exception") in kinds]
+    fitting = (one["text"] for one in possible if kinds & {*one.get("errors", ())} or _says(error, one))
+    return str(next(fitting, ""))
 
 
 def fails_on_meta(error: BaseException) -> bool:
     """Whether an operator failed because tensors on the meta device have no values, or because it has no kernel for them."""
-    return any(phrase in str(error) for phrase in (*_NEEDS_VALUES, *_NO_META_KERNEL))
+    return any(one.get("on_meta") and _says(error, one) for one in _known())
+
+
+def _says(error: BaseException, known: Mapping[str, Any]) -> bool:
+    return any(phrase in str(error) for phrase in known["phrases"])
 
 
 def _needed_network(error: BaseException | None) -> bool:

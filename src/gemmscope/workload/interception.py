@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gemmscope.workload import stand_ins
 from gemmscope.workload.ops import ALL_VISIBLE
-from gemmscope.workload.recorder import AttentionCall, Recorder
-from gemmscope.workload.traced_ops import Unfused
+from gemmscope.workload.recorder import Recorder
+from gemmscope.workload.traced_ops import TracedAttention, Unfused
 from gemmscope.workload.traffic import tensors
 
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -181,6 +181,13 @@ def _why_unfused(
     return tuple(name for name, tensor in named.items() if tensor is not None and tensor.dim() and tensor.stride(-1) != 1)
 
 
+def causal_share(queries: int, keys: int) -> Fraction:
+    """The share of all pairs that torch's `is_causal` allows: the first query sees the first key, and so on."""
+    reach = min(queries, keys)
+    pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
+    return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE
+
+
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """Attention that only produces shapes, or the values that were computed already.
 
@@ -205,19 +212,26 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             ctx.save_for_backward(*operands, query.new_empty((*query.shape[:-1], key.shape[-2]), dtype=torch.int32))
         else:
             ctx.save_for_backward(*operands)
-        kv_heads = key.shape[-3] if key.dim() > 2 else 1
-        ctx.recorder, moved = recorder, recorder.operand.bytes_of(bias) if bias is not None else 0
-        sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
-        ctx.call = AttentionCall(recorder.path(), *sizes, masked, moved, ctx.needs_input_grad[5], share, unfused)
-        recorder.attention(ctx.call, "forward")
+        *batch, queries, head_dim = query.shape
+        keys, masked_bytes = key.shape[-2], recorder.operand.bytes_of(bias) if bias is not None else 0
+        ctx.recorder, ctx.visible = recorder, causal_share(queries, keys) if masked == "causal" else share
+        ctx.op = TracedAttention(
+            label=recorder.path(), batch=math.prod(batch[:-1]), heads=batch[-1] if batch else 1, queries=queries, keys=keys,
+            kv_heads=key.shape[-3] if key.dim() > 2 else 1, head_dim=head_dim, value_dim=value.shape[-1],
+            pairs=float(queries * keys * ctx.visible), causal=masked == "causal", mask_bytes=masked_bytes,
+            mask_gradient=ctx.needs_input_grad[5], unfused=unfused,
+        )  # fmt: skip
+        if queries > 1:  # a single query does not show causality
+            recorder.masks[masked] += 1
+        recorder.attention(ctx.op, "forward", ctx.visible)
         output = query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed
         recorder.barrier(operands, [output])
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.recorder.attention(ctx.call, "backward")
-        needed, saved = 4 if ctx.call.mask_gradient else 3, ctx.saved_tensors  # which a recomputed layer provides only once
+        ctx.recorder.attention(ctx.op, "backward", ctx.visible)
+        needed, saved = 4 if ctx.op.mask_gradient else 3, ctx.saved_tensors  # which a recomputed layer provides only once
         gradients = [torch.empty_like(tensor) for tensor in saved[:needed]]
         ctx.recorder.barrier([gradient, *saved], gradients)
         return None, None, *gradients, *([None] * (5 - needed))

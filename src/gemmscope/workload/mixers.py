@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import Activation, Elementwise, Linear, Norm, Op
+from gemmscope.workload.ops import Activation, Elementwise, Norm, Op
+from gemmscope.workload.rank_ops import linear
 from gemmscope.workload.scans import CausalConv, Scan, scan_role
 
 
@@ -30,11 +31,11 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
         yield Activation(role="mixer-activation", rows=run.tokens, width=width, function="silu")
     if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
         states = part.rank + 2 * part.key_dim
-        yield _linear("mixer-x", run, part.inner, states)
+        yield linear("mixer-x", run, part.inner, states)
         if part.state_norm:
             weights = states if part.state_norm == "weighted" else 0
             yield Norm(role="mixer-state-norm", rows=run.tokens, width=states, parameters=weights)
-        yield _linear("mixer-time-step", run, part.rank, part.inner, bias=True)
+        yield linear("mixer-time-step", run, part.rank, part.inner, bias=True)
     if part.kind != "short convolution":
         yield Scan(
             role=scan_role(part.kind), rule=part.kind, batch=run.micro_batch_size, sequence=run.sequence_length // run.cp,
@@ -49,7 +50,7 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
             role="mixer-gate", rows=run.tokens, width=part.inner, forward_tensors=3, backward_tensors=5,
             forward_flops=6, backward_flops=10, kept_tensors=1, count=2 if part.kind == "short convolution" else 1,
         )  # fmt: skip
-    yield _linear("mixer-out", run, part.inner, model.hidden_size, bias=spec.out_bias)
+    yield linear("mixer-out", run, part.inner, model.hidden_size, bias=spec.out_bias)
 
 
 def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
@@ -60,11 +61,11 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
     pieces = part.stored if run.separate_projections and part.stored else ("".join(widths),)
     for piece in pieces:
         role = "mixer-in" if len(pieces) == 1 else f"mixer-in-{piece}"
-        yield _linear(role, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
+        yield linear(role, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
     if part.kind == "kda":  # the gates of decay and output go through a bottleneck
         for gate in ("decay", "output"):
-            yield replace(_linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank), copies=run.tp)
-            yield _linear(
+            yield replace(linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank), copies=run.tp)
+            yield linear(
                 f"mixer-{gate}-gate-up", run, part.rank, part.heads * (part.key_dim if gate == "decay" else part.value_dim)
             )
 
@@ -92,8 +93,3 @@ def _scan_parameters(part: MixerSpec) -> int:
     if part.kind == "selective scan":
         return part.inner * (part.key_dim + 1)
     return {"gated delta rule": 2 * part.heads, "kda": part.heads + part.heads * part.key_dim}.get(part.kind, 0)
-
-
-def _linear(role: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-    parameters = inputs * outputs + (outputs if bias else 0)
-    return Linear(role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters)

@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from gemmscope.workload.module_parts import why_not_converted
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
-from gemmscope.workload.traced_ops import Unfused
+from gemmscope.workload.traced_ops import TracedAttention
 from gemmscope.workload.traffic import (
     Operand,
     Traffic,
@@ -70,21 +69,6 @@ class _Forward:
     role: str = "batched-gemm"
 
 
-class AttentionCall(NamedTuple):
-    """The sizes of one call of scaled_dot_product_attention or flex_attention."""
-
-    path: str
-    query: tuple[int, ...]  # [.., heads, queries, head_dim]
-    kv_heads: int
-    keys: int
-    value_dim: int
-    mask: str  # none, causal, explicit, blocks
-    mask_bytes: int = 0  # of an explicit one
-    mask_gradient: bool = False  # it is a bias that is learned
-    share: Fraction = ALL_VISIBLE  # of all pairs, that a block mask allows
-    unfused: Unfused = ()  # why no fused kernel accepts its tensors
-
-
 @dataclass
 class Recorder:
     """What was recorded, each with the count 1 and how often it ran. Make one with `record`."""
@@ -95,7 +79,7 @@ class Recorder:
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     recomputed: Counter[Scan | CausalConv] = field(default_factory=Counter)  # those that backward runs forward again
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
-    attentions: dict[AttentionCall, Counter[Direction]] = field(default_factory=dict)
+    attentions: dict[TracedAttention, Counter[Direction]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     linear_paths: set[str] = field(default_factory=set)  # of GEMMs of every nn.Linear that can be converted
     saved: dict[int, int] = field(default_factory=dict)  # bytes that backward needs, by storage
@@ -266,14 +250,11 @@ class Recorder:
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
 
-    def attention(self, call: AttentionCall, direction: Direction) -> None:
-        """One attention, and the batched GEMMs that it stands for."""
-        queries, head_dim = call.query[-2:]
-        if direction == "forward" and queries > 1:  # a single query does not show causality
-            self.masks[call.mask] += 1
-        self.attentions.setdefault(call, Counter())[direction] += 1
-        for shape in attention_gemms(queries, call.keys, head_dim, call.value_dim)[direction]:
-            self.batched_gemm(call.path, direction, shape, prod(call.query[:-2]), visible_share(call), "fused-attention-gemm")
+    def attention(self, op: TracedAttention, direction: Direction, visible: Fraction) -> None:
+        """One attention, and the batched GEMMs that it stands for, of which the mask allows this share."""
+        self.attentions.setdefault(op, Counter())[direction] += 1
+        for shape in attention_gemms(op.queries, op.keys, op.head_dim, op.value_dim)[direction]:
+            self.batched_gemm(op.label, direction, shape, op.batch * op.heads, visible, "fused-attention-gemm")
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
@@ -373,13 +354,3 @@ def _kind_of(module: type[torch.nn.Module]) -> str:
     if module.__module__ == "torch.nn.modules.activation" or module.__name__.endswith(("Activation", "GELU", "SiLU")):
         return "activation"
     return "embedding" if issubclass(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) else "elementwise"
-
-
-def visible_share(call: AttentionCall) -> Fraction:
-    """The share of all pairs that the mask allows. torch's `is_causal`: the first query sees the first key, and so on."""
-    queries, keys = call.query[-2], call.keys
-    if call.mask != "causal":
-        return call.share
-    reach = min(queries, keys)
-    pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
-    return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE

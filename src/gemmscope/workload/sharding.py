@@ -328,15 +328,21 @@ def solve(run: RunSpec, given: Given) -> Ranks:
 def _dp_of_gpus(run: RunSpec, given: Given, gpus: int) -> int:
     group = model_ranks(run)
     if given.dp is not None and gpus != group * given.dp:
-        message = f"{option('gpus', gpus)} is not {given.dp} data-parallel replicas of {group} GPUs (tp x cp x pp)"
-        raise UserError(message, f"use {option('gpus', group * given.dp)}, or remove {option('dp')}")
+        raise UserError(
+            f"{option('gpus', gpus)} is not {given.dp} data-parallel replicas of {group} GPUs (tp x cp x pp)",
+            f"use {option('gpus', group * given.dp)}, or remove {option('dp')}",
+        )
     dp, rest = divmod(gpus, group)
     if not dp:
-        message = f"one replica of the model takes {group} GPUs (tp x cp x pp), more than {option('gpus', gpus)}"
-        raise UserError(message, _or("gpus", [group * near for near in _nearest(run, given, 1)]))
+        raise UserError(
+            f"one replica of the model takes {group} GPUs (tp x cp x pp), more than {option('gpus', gpus)}",
+            _or("gpus", [group * near for near in _nearest(run, given, 1)]),
+        )
     if rest:
-        message = f"{gpus} GPUs do not divide into groups of {group} (tp x cp x pp)"
-        raise UserError(message, _or("gpus", [group * near for near in _nearest(run, given, dp, above=dp + 1)]))
+        raise UserError(
+            f"{gpus} GPUs do not divide into groups of {group} (tp x cp x pp)",
+            _or("gpus", [group * near for near in _nearest(run, given, dp, above=dp + 1)]),
+        )
     return dp
 
 
@@ -360,14 +366,16 @@ def _check_dp(run: RunSpec, given: Given, dp: int) -> None:
     """Raise a `UserError` if the experts or the `fsdp` ranks do not fit into that many replicas."""
     name, per_replica = ("gpus", model_ranks(run)) if given.dp is None and given.gpus is not None else ("dp", 1)
     if (run.tp * run.cp * dp) % (run.ep * run.expert_tp):
-        message = (
+        raise UserError(
             f"{option('ep', run.ep)} x {option('etp', run.expert_tp)} does not divide the {run.tp * run.cp * dp} ranks "
-            f"that share the experts (tp x cp x dp = {run.tp} x {run.cp} x {dp})"
+            f"that share the experts (tp x cp x dp = {run.tp} x {run.cp} x {dp})",
+            _or(name, [near * per_replica for near in _nearest(run, given, dp)]),
         )
-        raise UserError(message, _or(name, [near * per_replica for near in _nearest(run, given, dp)]))
     if given.fsdp is not None and (dp * run.cp) % given.fsdp:
-        message = f"{option('fsdp', given.fsdp)} does not divide the {dp * run.cp} ranks that hold the same weights (dp x cp)"
-        raise UserError(message, _or(name, [near * per_replica for near in _nearest(run, given, dp)]))
+        raise UserError(
+            f"{option('fsdp', given.fsdp)} does not divide the {dp * run.cp} ranks that hold the same weights (dp x cp)",
+            _or(name, [near * per_replica for near in _nearest(run, given, dp)]),
+        )
 
 
 def _accumulation(run: RunSpec, given: Given, dp: int) -> int | None:
@@ -377,11 +385,11 @@ def _accumulation(run: RunSpec, given: Given, dp: int) -> int | None:
         return accumulation
     micro = run.micro_batch_size
     if accumulation is not None and micro * accumulation * dp != batch:
-        message = (
+        raise UserError(
             f"{option('global_batch', batch)} is not {option('micro_batch_size', micro)} x "
-            f"{option('gradient_accumulation', accumulation)} x {dp} data-parallel ranks = {micro * accumulation * dp}"
+            f"{option('gradient_accumulation', accumulation)} x {dp} data-parallel ranks = {micro * accumulation * dp}",
+            f"use {option('global_batch', micro * accumulation * dp)}, or remove one of them",
         )
-        raise UserError(message, f"use {option('global_batch', micro * accumulation * dp)}, or remove one of them")
     micro_batches, rest = divmod(batch, micro * dp)
     if rest or not 0 < micro_batches <= LARGEST["parallel"]:
         message = f"{option('global_batch', batch)} does not split into micro-batches of {micro} on {dp} data-parallel ranks"

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,10 @@ from gemmscope.workload.huggingface import (
 from gemmscope.workload.interception import record
 from gemmscope.workload.module_parts import find_layers
 from gemmscope.workload.ops import Direction, with_counts
-from gemmscope.workload.recorder import AttentionCall, visible_share
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
-from gemmscope.workload.traffic import TrafficSum, WorkGroup
+from gemmscope.workload.traffic import WorkGroup
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
@@ -76,7 +74,7 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         trainable=sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad),
         gemms=with_counts(recorder.gemms),
         batched_gemms=with_counts(recorder.batched_gemms),
-        attentions=tuple(_attention(call, ran) for call, ran in recorder.attentions.items()),
+        attentions=tuple(_attention(op, ran) for op, ran in recorder.attentions.items()),
         convolutions=with_counts(recorder.convolutions),
         others=tuple(_others(recorder.traffic.sums())),
         masks=recorder.masks,
@@ -122,24 +120,17 @@ def _backward(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
     run(tuple(targets), tuple(gradients), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAttention:
+def _attention(op: TracedAttention, ran: Mapping[Direction, int]) -> TracedAttention:
     """Equal calls of one module as an op. One that ran forward several times as often as backward was recomputed."""
-    *batch, queries, head_dim = call.query
     forward, backward = ran.get("forward", 0), ran.get("backward", 0)
     count = backward if backward and forward % backward == 0 else max(forward, 1)
-    return TracedAttention(
-        label=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
-        keys=call.keys, head_dim=head_dim, value_dim=call.value_dim, pairs=float(queries * call.keys * visible_share(call)),
-        causal=call.mask == "causal", count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0),
-        mask_bytes=call.mask_bytes, mask_gradient=call.mask_gradient, unfused=call.unfused,
-    )  # fmt: skip
+    return replace(op, count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0))
 
 
-def _others(sums: Mapping[WorkGroup, TrafficSum]) -> Iterator[OtherWork]:
+def _others(sums: Mapping[WorkGroup, Moved]) -> Iterator[OtherWork]:
     """The recorded work between GEMMs, with both directions of a module in one item."""
     both: dict[tuple[str, str], dict[str, Moved]] = {}
-    for group, traffic in sums.items():
-        moved = Moved(traffic.flops, traffic.bytes_moved, traffic.launches, traffic.fused_bytes, traffic.kernels)
+    for group, moved in sums.items():
         both.setdefault((group.path, group.kind), {})[group.direction] = moved
     for (path, kind), directions in both.items():
         yield OtherWork(path, kind, **directions)

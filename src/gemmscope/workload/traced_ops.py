@@ -1,7 +1,9 @@
 """The operations that only a trace shows: linears, attention and what runs between them, with the counts that were recorded."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from gemmscope.workload.derive import HEAD
@@ -73,6 +75,9 @@ class Moved:
     launches: int = 0
     fused_bytes: float = 0.0
     kernels: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

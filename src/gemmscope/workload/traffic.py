@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmscope.toml import load_data
-from gemmscope.workload.ops import ELEMENT_BYTES, Direction, Work
+from gemmscope.workload.ops import ELEMENT_BYTES, Direction
+from gemmscope.workload.traced_ops import Moved
 
 FLOATING = -1  # in place of a level: it can run at any time
 IN_MEMORY = -1  # in place of the operator that wrote a tensor: it was there before, or a GEMM wrote it
@@ -54,21 +55,6 @@ class WorkGroup(NamedTuple):
     path: str
     kind: str
     direction: Direction
-
-
-@dataclass
-class TrafficSum:
-    """The operators of one group: FLOPs and bytes as launched one by one, bytes and kernels as fused."""
-
-    flops: float = 0.0
-    bytes_moved: float = 0.0
-    launches: int = 0
-    fused_bytes: float = 0.0
-    kernels: int = 0
-
-    @property
-    def work(self) -> Work:
-        return Work(self.flops, self.bytes_moved)
 
 
 @dataclass
@@ -153,21 +139,18 @@ class Traffic:
         for storage in writes:
             self._written[storage] = _Written(level=max(level, 1), in_backward=backward)
 
-    def sums(self) -> dict[WorkGroup, TrafficSum]:
+    def sums(self) -> dict[WorkGroup, Moved]:
         """All traffic by path, kind and direction. The bytes of a fused kernel are shared out by what its members would move."""
-        sums: dict[WorkGroup, TrafficSum] = defaultdict(TrafficSum)
+        sums: dict[WorkGroup, Moved] = defaultdict(Moved)
         for operator in self._operators:
-            of_group = sums[operator.group]
-            of_group.flops += operator.flops
-            of_group.bytes_moved += operator.bytes_moved
-            of_group.launches += 1
+            sums[operator.group] += Moved(operator.flops, operator.bytes_moved, launches=1)
         for chain in self._chains():
             members = [self._operators[number] for number in chain.members]
             alone = sum(operator.bytes_moved for operator in members)
             moved = sum(region.bytes_moved for region in chain.reads) + sum(chain.writes.values())
             for operator in members:
-                sums[operator.group].fused_bytes += min(moved, alone) * operator.bytes_moved / alone if alone else 0.0
-            sums[max(members, key=lambda one: one.bytes_moved).group].kernels += 1
+                sums[operator.group] += Moved(fused_bytes=min(moved, alone) * operator.bytes_moved / alone if alone else 0.0)
+            sums[max(members, key=lambda one: one.bytes_moved).group] += Moved(kernels=1)
         return dict(sums)
 
     def _chains(self) -> list[_Chain]:

@@ -1,7 +1,7 @@
 """Charts as the JSON that `assets/charts.js` draws: their own fields, and the axes that they share."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,14 +24,6 @@ from gemmscope.document.model import Document
 from gemmscope.interval import Interval
 
 ChartData = dict[str, Any]
-TYPES: dict[type, str] = {
-    BarChart: "bars",
-    WaterfallChart: "waterfall",
-    CurveChart: "curve",
-    HeatMap: "heat",
-    ScatterChart: "scatter",
-    RankChart: "ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -62,31 +54,54 @@ def _ends(estimate: Interval) -> list[float]:
 
 def chart_data(chart: Chart, axes: Axes) -> ChartData:
     """The fields of one chart, and what is computed from them."""
-    data: ChartData = {"type": TYPES[type(chart)], **asdict(chart)}
-    if isinstance(chart, BarChart):
-        data |= {"top": axes.tops.get(chart.unit, 0.0), "legend": list(legend([chart]).items())}
-        data["shapes"] = palette.shapes(list(legend([chart]).values()))
-        data["bars"] = [_bar(bar) for bar in chart.bars]
-    elif isinstance(chart, WaterfallChart):
-        data |= {"low": axes.speedups[0], "high": axes.speedups[1]}
-    elif isinstance(chart, CurveChart):
-        highest = max((end for points in chart.series.values() for point in points for end in _ends(point.value)), default=1.0)
-        low, high = axes.speedups if chart.unit == "x" else (0.0, highest * 1.05)
-        data |= {"places": chart.places, "low": low, "high": high, "colors": {name: chart.color(name) for name in chart.series}}
-        data["shapes"] = palette.shapes(list(data["colors"].values()))
-    elif isinstance(chart, HeatMap):
-        low, high = chart.ends
-        data |= {"low": low, "high": high, "stops": palette.heat_stops(), "best": chart.best}
-    elif isinstance(chart, RankChart):
-        low, high, step = chart.ends
-        data |= {"low": low, "high": high, "step": step}
-    else:
-        every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
-        low, high = axis_ends([end for dot in every for end in _ends(dot.speedup)])
-        data |= {"low": low, "high": high, "top": max([chart.bound or 0.0, *(dot.error for dot in every)]) * 1.08 or 1.0}
-        data["colors"] = {dot.name: chart.color(dot.name) for dot in chart.dots}
-        data["shapes"] = palette.shapes(list(data["colors"].values()))
-    return data
+    name, computed = DATA[type(chart)]
+    return {"type": name, **asdict(chart), **computed(chart, axes)}
+
+
+def _bars(chart: BarChart, axes: Axes) -> ChartData:
+    styles = legend([chart])
+    bars = [_bar(bar) for bar in chart.bars]
+    shapes = palette.shapes(list(styles.values()))
+    return {"top": axes.tops.get(chart.unit, 0.0), "legend": list(styles.items()), "shapes": shapes, "bars": bars}
+
+
+def _curves(chart: CurveChart, axes: Axes) -> ChartData:
+    highest = max((end for points in chart.series.values() for point in points for end in _ends(point.value)), default=1.0)
+    low, high = axes.speedups if chart.unit == "x" else (0.0, highest * 1.05)
+    return {"places": chart.places, "low": low, "high": high, **_colors(chart, chart.series)}
+
+
+def _heat(chart: HeatMap, _: Axes) -> ChartData:
+    low, high = chart.ends
+    return {"low": low, "high": high, "stops": palette.heat_stops(), "best": chart.best}
+
+
+def _ranks(chart: RankChart, _: Axes) -> ChartData:
+    low, high, step = chart.ends
+    return {"low": low, "high": high, "step": step}
+
+
+def _scatter(chart: ScatterChart, _: Axes) -> ChartData:
+    every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
+    low, high = axis_ends([end for dot in every for end in _ends(dot.speedup)])
+    top = max([chart.bound or 0.0, *(dot.error for dot in every)]) * 1.08 or 1.0
+    return {"low": low, "high": high, "top": top, **_colors(chart, [dot.name for dot in chart.dots])}
+
+
+def _colors(chart: CurveChart | ScatterChart, names: Iterable[str]) -> ChartData:
+    colors = {name: chart.color(name) for name in names}
+    return {"colors": colors, "shapes": palette.shapes(list(colors.values()))}
+
+
+DATA: dict[type[Any], tuple[str, Callable[[Any, Axes], ChartData]]] = {
+    BarChart: ("bars", _bars),
+    WaterfallChart: ("waterfall", lambda _, axes: {"low": axes.speedups[0], "high": axes.speedups[1]}),
+    CurveChart: ("curve", _curves),
+    HeatMap: ("heat", _heat),
+    ScatterChart: ("scatter", _scatter),
+    RankChart: ("ranks", _ranks),
+}
+"""The type of a chart → its name in `charts.js`, and what is computed for it."""
 
 
 def _bar(bar: Bar) -> ChartData:

@@ -2,8 +2,8 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -20,6 +20,7 @@ WHISKER: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.9, "capsize": 2.2, "ca
 SMALL, NORMAL, LARGE = 6.5, 7.5, 8.5  # sizes of text, in points
 HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\", ".": "+++", "-": "-----", "|": "|||||"}  # dots would take a megabyte in SVG
 WGRAD = "\\\\\\\\\\"
+Drawn = TypeVar("Drawn")
 LONGEST_LABEL = 26  # characters along an axis
 
 
@@ -74,7 +75,7 @@ def finite(value: float, otherwise: float = 0.0) -> float:
     return value if math.isfinite(value) else otherwise
 
 
-def plain(value: float, _: object = None) -> str:
+def plain(value: float) -> str:
     """A number along an axis, never with an exponent.
 
     >>> plain(1240.0), plain(0.30000000000000004), plain(-0.0)
@@ -84,22 +85,20 @@ def plain(value: float, _: object = None) -> str:
     return "0" if text in ("-0", "") else text
 
 
-def numbers(axis: Axis, most: int = 6) -> None:
+def numbers(axis: Axis, most: int = 6, text: Callable[[float], str] = plain) -> None:
     """Label an axis with round numbers, without exponents."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(plain))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
 def speedup_axis(axis: Axis, most: int = 6) -> None:
     """Label an axis with speedups: 1.5x."""
-    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(value)}x"))
+    numbers(axis, most, lambda value: f"{plain(value)}x")
 
 
-def share_axis(axis: Axis, most: int = 6) -> None:
+def share_axis(axis: Axis) -> None:
     """Label an axis with shares: 5%."""
-    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(round(100 * value, 6))}%"))
+    numbers(axis, text=lambda value: f"{plain(round(100 * value, 6))}%")
 
 
 def grid(axes: Axes, along: str = "y") -> None:
@@ -118,6 +117,25 @@ def short(text: str, longest: int = LONGEST_LABEL) -> str:
     """
     half = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
+
+
+def rows_of(count: int, most: int) -> tuple[int, int]:
+    """Rows and columns for so many panels, with at most `most` in a row, and rows of equal length.
+
+    >>> rows_of(4, 3), rows_of(2, 3)
+    ((2, 2), (1, 2))
+    """
+    rows = -(-count // min(most, count))
+    return rows, -(-count // rows)
+
+
+def panels(axes: Any, charts: Sequence[Drawn]) -> Iterator[tuple[int, Axes, Drawn]]:
+    """Each chart with its place and its panel; the panels after the last chart stay empty."""
+    for place, panel in enumerate(axes.flat):
+        if place < len(charts):
+            yield place, panel, charts[place]
+        else:
+            panel.set_axis_off()
 
 
 def title(axes: Axes, text: str, width_in: float) -> None:

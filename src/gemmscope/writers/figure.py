@@ -24,7 +24,7 @@ from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug
-from gemmscope.writers import drawing, panels, plots, ranks, save, scatter
+from gemmscope.writers import dots, drawing, panels, plots, save
 
 FORMATS = (".png", ".svg")
 DPI = 300
@@ -80,7 +80,7 @@ def _drawing() -> Iterator[None]:
 def _main_charts(document: Document) -> Figure:
     document = visible(document, longest=LONGEST)
     charts = document.charts()
-    shown = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    shown = [chart for chart in charts if chart.main or chart.figure] or charts
     several = _several([document])
     if several:  # all charts of all GPUs would be unreadable: only the first kind, for a few GPUs
         first = [
@@ -173,30 +173,31 @@ def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
 
 
 def _block(group: Sequence[Chart]) -> PanelGroup:
-    stacked = [chart for chart in group if isinstance(chart, BarChart)]
-    if stacked:
-        name = f"time-{slug(stacked[0].unit.split()[-1])}"
-        return PanelGroup(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
-    falls = [chart for chart in group if isinstance(chart, WaterfallChart)]
-    if falls:
-        height_in = panels.waterfalls_size(falls)[1]
-        return PanelGroup("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
-    lines = [chart for chart in group if isinstance(chart, CurveChart)]
-    if lines:
-        name = "speedup" if lines[0].unit == "x" else "error" if lines[0].unit.startswith("%") else "rate"
-        return PanelGroup(name, plots.curves_size(lines)[1], lambda part: plots.curves(part, lines, WIDTH_IN))
-    dots = [chart for chart in group if isinstance(chart, ScatterChart)]
-    if dots:
-        return PanelGroup("speed-and-error", scatter.scatter_size(dots), lambda part: scatter.scatters(part, dots, WIDTH_IN))
-    ranked = [chart for chart in group if isinstance(chart, RankChart)]
-    if ranked:
-        return PanelGroup("ranks", ranks.ranks_size(ranked), lambda part: ranks.ranks(part, ranked, WIDTH_IN))
-    planes = [chart for chart in group if isinstance(chart, HeatMap)]
-    return PanelGroup(
-        "speedup" if planes[0].unit == "x" else slug(planes[0].measure),
-        plots.heat_size(planes, WIDTH_IN)[1],
-        lambda part: plots.heat(part, planes, WIDTH_IN),
-    )
+    kind = PANELS[type(group[0])]
+    return PanelGroup(kind.name(group[0]), kind.height_in(group, WIDTH_IN), lambda part: kind.draw(part, group, WIDTH_IN))
+
+
+@dataclass(frozen=True)
+class PanelKind:
+    """How charts of one type become panels: the name of their file, the height of all of them, and what draws them."""
+
+    name: Callable[[Any], str]
+    height_in: Callable[[Any, float], float]
+    draw: Callable[[Any, Any, float], None]
+
+
+PANELS: dict[type[Any], PanelKind] = {
+    BarChart: PanelKind(lambda chart: f"time-{slug(chart.unit.split()[-1])}", panels.bars_height, panels.bars),
+    WaterfallChart: PanelKind(lambda _: "waterfall", panels.waterfalls_height, panels.waterfalls),
+    CurveChart: PanelKind(
+        lambda chart: "speedup" if chart.unit == "x" else "error" if chart.unit.startswith("%") else "rate",
+        plots.curves_height,
+        plots.curves,
+    ),
+    HeatMap: PanelKind(lambda chart: "speedup" if chart.unit == "x" else slug(chart.measure), plots.heat_height, plots.heat),
+    ScatterChart: PanelKind(lambda _: "speed-and-error", dots.scatters_height, dots.scatters),
+    RankChart: PanelKind(lambda _: "ranks", dots.ranks_height, dots.ranks),
+}
 
 
 def _several(documents: Sequence[Document]) -> list[PanelGroup]:

@@ -52,8 +52,7 @@ def _one(document: Document) -> Iterator[str]:
         yield f"## {_plain(section.title)}"
         if section.text:
             yield _paragraph(section.text)
-        for block in section.blocks:
-            yield titled(block if isinstance(block, Table) else block.table())
+        yield from map(titled, section.tables())
     for heading, facts in document.facts.items():
         yield f"## {_plain(heading)}"
         yield _facts(facts)

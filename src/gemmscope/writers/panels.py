@@ -36,13 +36,16 @@ class Layout:
     height_in: float
 
 
+def bars_height(charts: Sequence[BarChart], width_in: float) -> float:
+    """The height of all panels."""
+    return layout(charts, width_in).height_in
+
+
 def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     """The panels in as many columns as have room for the labels of the bars."""
     most = max((len(chart.bars) for chart in charts), default=1)
     columns = int((width_in - SIDE_IN) / (SLOT_IN * max(most, 2) + 0.25))
-    columns = max(1, min(columns, MOST_COLUMNS, len(charts)))
-    rows = -(-len(charts) // columns)
-    columns = -(-len(charts) // rows)
+    rows, columns = drawing.rows_of(len(charts), max(1, min(columns, MOST_COLUMNS)))
     bars = tuple(max([1, *(len(charts[at].bars) for at in range(column, len(charts), columns))]) for column in range(columns))
     bar_in = (width_in - SIDE_IN) / sum(bars)
     longest = max((len(drawing.short(bar.label)) for chart in charts for bar in chart.bars), default=0)
@@ -62,11 +65,8 @@ def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> Non
     scales = _scales(charts)
     single = _is_single(charts)
     turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if plan.turned else {}
-    for place, panel in enumerate(axes.flat):
-        if place >= len(charts):
-            panel.set_axis_off()
-            continue
-        chart, panel_in = charts[place], plan.bar_in * plan.bars[place % columns]
+    for place, panel, chart in drawing.panels(axes, charts):
+        panel_in = plan.bar_in * plan.bars[place % columns]
         _stacks(panel, chart.bars)
         for x, bar in enumerate(chart.bars):
             _labels(panel, x, bar, min(plan.bar_in, WIDEST_SLOT_IN))
@@ -172,13 +172,10 @@ def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     return handles
 
 
-def waterfalls_size(charts: Sequence[WaterfallChart]) -> tuple[int, float]:
-    """How many columns of panels have room, and the height of them all."""
-    columns = min(3, len(charts))
-    rows = -(-len(charts) // columns)
-    columns = -(-len(charts) // rows)
-    most = len(_parts(charts)) + 1
-    return columns, rows * (0.75 + FALL_IN * most) + 0.1
+def waterfalls_height(charts: Sequence[WaterfallChart], _: float) -> float:
+    """The height of all panels."""
+    rows, _columns = drawing.rows_of(len(charts), 3)
+    return rows * (0.75 + FALL_IN * (len(_parts(charts)) + 1)) + 0.1
 
 
 def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
@@ -194,16 +191,10 @@ def waterfalls(figure: FigureBase, charts: Sequence[WaterfallChart], width_in: f
     """Draw how the speedup changes from the GEMMs to the whole step, a panel for each recipe, all with the same scale."""
     ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
     low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
-    columns, _ = waterfalls_size(charts)
-    rows = -(-len(charts) // columns)
-    axes = figure.subplots(rows, columns, squeeze=False)
+    rows, columns = drawing.rows_of(len(charts), 3)
     panel_in = (width_in - 1.3) / columns
     parts = _parts(charts)
-    for place, panel in enumerate(axes.flat):
-        if place >= len(charts):
-            panel.set_axis_off()
-            continue
-        chart = charts[place]
+    for place, panel, chart in drawing.panels(figure.subplots(rows, columns, squeeze=False), charts):
         panel.axvline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
         _falls(panel, chart, parts)
         names = [*(drawing.short(part) for part in parts), "the step"]

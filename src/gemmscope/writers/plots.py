@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, pstdev
@@ -30,18 +31,16 @@ Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 # --- curves ---------------------------------------------------------------------------------------------------------------
 
 
-def curves_size(charts: Sequence[CurveChart]) -> tuple[int, float]:
-    """How many columns of panels, and the height of them all."""
-    columns = min(2, len(charts))
-    rows = -(-len(charts) // columns)
+def curves_height(charts: Sequence[CurveChart], _: float) -> float:
+    """The height of all panels."""
+    rows = -(-len(charts) // 2)
     turned = any(len(place) > 8 for chart in charts for place in chart.places)
-    return columns, rows * (CURVE_IN + 0.75 + (0.5 if turned else 0.0)) + 0.35
+    return rows * (CURVE_IN + 0.75 + (0.5 if turned else 0.0)) + 0.35
 
 
 def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) -> None:
     """Values with their intervals against a size, a panel for each chart."""
-    columns, _ = curves_size(charts)
-    axes = figure.subplots(-(-len(charts) // columns), columns, squeeze=False)
+    rows, columns = drawing.rows_of(len(charts), 2)
     panel_in = (width_in - SIDE_IN) / columns - 0.2
     points = [point.value for chart in charts for series in chart.series.values() for point in series]
     highest = max(map(drawing.top_of, points), default=1.0)
@@ -49,11 +48,7 @@ def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) ->
     speedups = charts[0].unit == "x"
     margin = 0.06 * (max(highest, 1.0) - min(lowest, 1.0)) or 0.05
     ends = (min(lowest, 1.0) - margin, max(highest, 1.0) + margin) if speedups else (0.0, highest * 1.08 or 1.0)
-    for place, panel in enumerate(axes.flat):
-        if place >= len(charts):
-            panel.set_axis_off()
-            continue
-        chart = charts[place]
+    for place, panel, chart in drawing.panels(figure.subplots(rows, columns, squeeze=False), charts):
         _curve(panel, chart, panel_in)
         panel.set_ylim(*ends)
         if speedups:
@@ -153,30 +148,31 @@ def _curve_handles(charts: Sequence[CurveChart]) -> list[Line2D]:
 # --- heat maps ------------------------------------------------------------------------------------------------------------
 
 
-def heat_size(charts: Sequence[HeatMap], width_in: float) -> tuple[int, float]:
-    """How many columns of panels have room, and the height of them all."""
+def _heat_columns(charts: Sequence[HeatMap], width_in: float) -> int:
+    """How many columns of panels have room."""
     most = max(len(chart.columns) for chart in charts)
-    columns = max(1, min(len(charts), 2, int((width_in - 1.0) / (most * 0.5 + 0.6))))
+    return max(1, min(len(charts), 2, int((width_in - 1.0) / (most * 0.5 + 0.6))))
+
+
+def heat_height(charts: Sequence[HeatMap], width_in: float) -> float:
+    """The height of all panels."""
     lines = max((cell.label.count("\n") + 1 for chart in charts for row in chart.cells for cell in row), default=1)
     rows = max(len(chart.rows) for chart in charts)
     height = min(max(1.9, rows * (0.1 + 0.11 * lines)), 7.5)
-    return columns, -(-len(charts) // columns) * (height + 0.85) + 0.35
+    return -(-len(charts) // _heat_columns(charts, width_in)) * (height + 0.85) + 0.35
 
 
 def heat(figure: FigureBase, charts: Sequence[HeatMap], width_in: float) -> None:
     """Speedups or errors as color, the label of each field, the best point, and the line along the fields."""
-    columns, height_in = heat_size(charts, width_in)
+    columns, height_in = _heat_columns(charts, width_in), heat_height(charts, width_in)
     rows = -(-len(charts) // columns)
     axes = figure.subplots(rows, columns, squeeze=False)
     scale = Normalize(charts[0].ends[0], max(chart.ends[1] for chart in charts))
     colors = LinearSegmentedColormap.from_list("speedup", heat_stops())
     panel_in = (width_in - 1.4) / columns - 0.3 * (columns - 1), (height_in - 0.35) / rows - 0.85
     handles: list[Any] = []
-    for place, panel in enumerate(axes.flat):
-        if place >= len(charts):
-            panel.set_axis_off()
-            continue
-        handles += _plane(panel, charts[place], scale, colors, panel_in)
+    for _, panel, chart in drawing.panels(axes, charts):
+        handles += _plane(panel, chart, scale, colors, panel_in)
     image: Any = axes.flat[0].images[0]
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=26)
     bar.set_label(charts[0].measure, fontsize=NORMAL)
@@ -244,14 +240,9 @@ def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell
 
 def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
     """A line along the fields between those with a certain speedup, or a share below its limit, and those without."""
-    certain = [[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells]
-    across, up = [], []
-    for y, row in enumerate(certain):
-        for x, here in enumerate(row):
-            if x + 1 < len(row) and row[x + 1] != here:
-                up.append((x + 0.5, y - 0.5, y + 0.5))
-            if y + 1 < len(certain) and certain[y + 1][x] != here:
-                across.append((y + 0.5, x - 0.5, x + 0.5))
+    certain = np.array([[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells])
+    up = [(x + 0.5, y - 0.5, y + 0.5) for y, x in np.argwhere(certain[:, 1:] != certain[:, :-1])]
+    across = [(y + 0.5, x - 0.5, x + 0.5) for y, x in np.argwhere(certain[1:] != certain[:-1])]
     line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
     if up:
         panel.vlines(*zip(*up, strict=True), **line_style, zorder=4)
@@ -319,11 +310,8 @@ def grouped_bars(
 
 def _lines(name: str, letters: int) -> list[str]:
     """A name in at most four lines of about `letters` characters."""
-    lines = [""]
-    for word in re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name).split(" "):  # a number keeps its unit
-        if lines[-1] and len(lines[-1]) + len(word) >= letters:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
+    kept = re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name)  # a number keeps its unit
+    lines = textwrap.wrap(kept, letters, break_long_words=False, break_on_hyphens=False)
     return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
 
 

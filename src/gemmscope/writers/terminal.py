@@ -104,40 +104,29 @@ def _next(document: Document) -> Iterator[str]:
 def _detail(document: Document, width: int) -> Iterator[Text]:
     """The whole document."""
 
-    def lines(text: str, style: str = "") -> list[Text]:
-        return wrapped(Text(text, style), width)
+    def lines(*texts: str, style: str = "") -> list[Text]:
+        return [line for text in texts for line in wrapped(Text(text, style), width)]
 
-    yield from lines(document.title, "bold")
-    for text in document.context:
-        yield from lines(text)
-    yield Text()
-    yield from lines(document.answer, "bold")
-    for text in document.because:
-        yield from lines(text)
+    def headed(heading: str, *texts: str) -> list[Text]:
+        return [Text(), *lines(heading, style="bold underline"), *lines(*texts)]
+
+    yield from (*lines(document.title, style="bold"), *lines(*document.context), Text())
+    yield from (*lines(document.answer, style="bold"), *lines(*document.because))
     if document.summary is not None:
-        yield Text()
-        yield from _table(document.summary, width)
+        yield from (Text(), *_table(document.summary, width))
     for section in document.sections:
-        yield Text()
-        yield from lines(section.title, "bold underline")
-        if section.text:
-            yield from lines(section.text)
-        for block in section.blocks:
-            yield Text()
-            yield from _table(block if isinstance(block, Table) else block.table(), width)
+        yield from headed(section.title, *filter(None, [section.text]))
+        for table in section.tables():
+            yield from (Text(), *_table(table, width))
     if document.messages or document.advice:
         yield Text()
     for message in document.messages:
-        yield from lines(LABELS[message.level] + message.text, STYLES[message.level])
+        yield from lines(LABELS[message.level] + message.text, style=STYLES[message.level])
     if document.advice is not None:
-        yield from lines(f"recommended: {document.advice.text}", "bold")
-        for framework, text in document.advice.ready_to_paste.items():
-            yield Text(f"\n{framework}:\n{text}")
+        yield from lines(f"recommended: {document.advice.text}", style="bold")
+        yield from (Text(f"\n{framework}:\n{text}") for framework, text in document.advice.ready_to_paste.items())
     for heading, facts in document.facts.items():
-        yield Text()
-        yield from lines(heading, "bold underline")
-        for name, value in facts:
-            yield from lines(f"{name}: {value}")
+        yield from headed(heading, *(f"{name}: {value}" for name, value in facts))
 
 
 def _table(table: Table, width: int) -> Iterator[Text]:

@@ -112,7 +112,7 @@ class OperandStore:
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """Options of a run that all backends have."""
 
     cache_weights: bool = False  # weights are quantized once per step, and the timed micro-batch is not the first
@@ -144,7 +144,7 @@ class Backend:
 
     name: str
 
-    def __init__(self, operands: OperandStore, options: Options) -> None:
+    def __init__(self, operands: OperandStore, options: BackendOptions) -> None:
         self._operands, self._options = operands, options
 
     def versions(self) -> Mapping[str, str]:

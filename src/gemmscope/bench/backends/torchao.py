@@ -27,7 +27,7 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped, preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_mm_config
 
-from gemmscope.bench.backends.base import Backend, Operands, OperandStore, Options, TimedStep, one_after_another
+from gemmscope.bench.backends.base import Backend, BackendOptions, Operands, OperandStore, TimedStep, one_after_another
 from gemmscope.engine.timer import Prepared
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import Recipe, recipe
@@ -54,7 +54,7 @@ class TorchaoBackend(Backend):
 
     name = "torchao"
 
-    def __init__(self, operands: OperandStore, options: Options) -> None:
+    def __init__(self, operands: OperandStore, options: BackendOptions) -> None:
         super().__init__(operands, options)
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILED

@@ -10,8 +10,9 @@ of FP8. That is enough to prefer one mix to another, but no speedup is reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -24,11 +25,12 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult, GpuForecast
-from gemmscope.results.linears import Linears
+from gemmscope.results.linears import Linears, too_close
 from gemmscope.results.step import StepResult, StepTimes
-from gemmscope.results.winner import too_close
 
 SpeedResult = BenchResult | StepResult | ForecastResult
+Ratio = Callable[..., Interval | None]
+"""The speedup of a recipe over BF16, or `over` another one."""
 MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save; more is implausible
 
 
@@ -92,15 +94,28 @@ def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
     linears: Linears | None = None
     step: StepTimes | None = None
-    chosen = gpu_of(result, gpu) if isinstance(result, ForecastResult) else result
+    chosen: BenchResult | StepResult | GpuForecast
+    if isinstance(result, ForecastResult):
+        chosen = next((forecast for forecast in result.gpus if forecast.gpu == gpu), result.gpus[0])
+    else:
+        chosen = result
     if isinstance(chosen, GpuForecast):
         linears, step, where = chosen.linears, chosen.step, chosen.title
     elif isinstance(chosen, StepResult):
         step, where = chosen.step, chosen.where
     else:
         linears, where = chosen.linears, chosen.where
-    speedups = _step_speedups(step) if step is not None else _linears_speedups(linears)
-    speedups = {name: speedup for name, speedup in speedups.items() if name in table.squares}
+    if step is not None:
+        ratio: Ratio = step.speedup
+        measured = {time.recipe: time.speedup for time in step.recipes if not time.fell_back}
+    else:
+        assert linears is not None
+        mode = _mode(linears)
+        ratio = partial(linears.speedup, mode=mode)
+        measured = {name: ratio(name) for name in linears.recipes if not linears.falls_back(name, mode)}
+    speedups = {
+        name: speedup for name, speedup in measured.items() if speedup is not None and speedup.value > 0 and name in table.squares
+    }
     findings = [warning for warning in chosen.findings if warning.code == "step-host-bound"]
     if missing := [name for name in table.squares if name not in speedups and name != BASELINE]:
         findings.append(finding("numerics-no-speed", recipes=missing, where=where))
@@ -117,7 +132,7 @@ def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     return Speeds(
         savings,
         speedups,
-        {name: _rivals(name, speedups, step, linears) for name in speedups},
+        {name: _rivals(name, speedups, ratio) for name in speedups},
         origin="forecast" if isinstance(result, ForecastResult) else "measured",
         of="step" if step is not None else "linears",
         gpu=where,
@@ -125,41 +140,14 @@ def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     )
 
 
-def gpu_of(result: ForecastResult, gpu: str = "") -> GpuForecast:
-    """The GPU of this name, or the first one."""
-    return next((forecast for forecast in result.gpus if forecast.gpu == gpu), result.gpus[0])
-
-
-def _step_speedups(step: StepTimes) -> dict[str, Interval]:
-    return {
-        time.recipe: time.speedup
-        for time in step.recipes
-        if time.speedup is not None and time.speedup.value > 0 and not time.fell_back
-    }
-
-
-def _rivals(name: str, speedups: Mapping[str, Interval], step: StepTimes | None, linears: Linears | None) -> tuple[str, ...]:
+def _rivals(name: str, speedups: Mapping[str, Interval], ratio: Ratio) -> tuple[str, ...]:
     """The recipes that are too close to call against this one, by the interval of their ratio; the fastest first."""
-
-    def ratio(other: str) -> Interval | None:
-        if step is not None:
-            return step.speedup(name, over=other)
-        return linears.speedup(name, _mode(linears), over=other) if linears is not None else None
-
-    rivals = [other for other in speedups if other != name and too_close(ratio(other))]
+    rivals = [other for other in speedups if other != name and too_close(ratio(name, over=other))]
     return tuple(sorted(rivals, key=lambda other: -speedups[other].value))
 
 
 def _mode(linears: Linears) -> Literal["autocast", "pre-quantized"]:
     return "autocast" if "autocast" in linears.modes else "pre-quantized"
-
-
-def _linears_speedups(linears: Linears | None) -> dict[str, Interval]:
-    if linears is None:
-        return {}
-    mode = _mode(linears)
-    speedups = {name: linears.speedup(name, mode) for name in linears.recipes if not linears.falls_back(name, mode)}
-    return {name: speedup for name, speedup in speedups.items() if speedup is not None and speedup.value > 0}
 
 
 def _shares(linears: Linears, table: ErrorTable, name: str, total: float) -> Values | None:

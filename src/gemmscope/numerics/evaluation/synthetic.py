@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemmscope.numerics.evaluation.requests import SyntheticKind
-from gemmscope.numerics.probes import measure_linear
+from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
 
@@ -84,7 +84,7 @@ def synthetic_recording(
     for name, (inputs, outputs) in smaller.items():
         generator = torch.Generator().manual_seed(int(random_for(seed, name, kind).integers(2**62)))
         x, w, dy = (tensor.to(torch.bfloat16) for tensor in MAKERS[kind](tokens, inputs, outputs, generator))
-        facts, tensors = measure_linear(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, name))
+        facts, tensors = sample_with_probes(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, name))
         kept |= {tensor_key(name, 0, key): tensor for key, tensor in tensors.items()}
         linears.append(
             LinearFacts(

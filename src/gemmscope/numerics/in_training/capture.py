@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gemmscope.errors import in_a_line
-from gemmscope.numerics.probes import measure_linear
+from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
 from gemmscope.workload.module_parts import tensors_in
@@ -156,7 +156,7 @@ class StepCapture:
         with plain_torch(), self._one_linear(taken.place):
             weight = _usable(taken.weight(), taken.place)
             x, dy = _same_tokens(x, dy, *taken.place.tp)
-            taken.facts, taken.kept = measure_linear(
+            taken.facts, taken.kept = sample_with_probes(
                 x, weight, dy, dtype=taken.dtype, budget=self.budget or 0, random=random_for(self.seed, self.step, key),
                 step=self.step, history=self.histories.get(key, ()), passes=taken.passes,
             )  # fmt: skip

@@ -22,7 +22,7 @@ from gemmscope.numerics.in_training.capture import (
     kind_of,
     module_weights,
 )
-from gemmscope.numerics.in_training.replay import ACTIVATIONS, GATED, ExpertWeights, ReplayedRegion, is_compiled, is_wrapper
+from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, ExpertWeights, RerunModule, is_compiled, is_wrapper
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
@@ -36,7 +36,7 @@ SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they a
 
 @dataclass(frozen=True)
 class RecordingPlan:
-    """Where the linears are: plain modules, and regions that are replayed; and how many bytes each may have."""
+    """Where the linears are: plain modules, and modules that run a second time."""
 
     linears: list[tuple[nn.Module, list[LinearPlace]]]
     regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]]
@@ -57,7 +57,7 @@ class ModelRecorder:
         self._plan = make_plan(model, settings)
         self._share = share_of([name.path for name in self._plan.names.values()], settings)
         self._capture: StepCapture | None = None
-        self._hooks: list[LinearHooks | ReplayedRegion] = []
+        self._hooks: list[LinearHooks | RerunModule] = []
         self._seen: dict[str, tuple[LinearPlace, torch.dtype]] = {}
         self._facts: dict[str, list[StepFacts]] = defaultdict(list)
         self._kept: dict[int, dict[str, Tensor]] = {}
@@ -70,7 +70,7 @@ class ModelRecorder:
         capture.histories = {key: tuple(steps) for key, steps in self._facts.items()}
         self._capture = capture
         self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
-        self._hooks += [ReplayedRegion(module, linears, experts, capture) for module, linears, experts in self._plan.regions]
+        self._hooks += [RerunModule(module, linears, experts, capture) for module, linears, experts in self._plan.regions]
 
     def end_step(self) -> None:
         """Remove the hooks, and keep what was recorded."""

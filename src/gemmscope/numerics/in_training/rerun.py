@@ -50,7 +50,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class RecordedCall:
+class ModuleCall:
     """One call of a module, recorded to repeat it."""
 
     args: tuple[Any, ...]
@@ -60,7 +60,7 @@ class RecordedCall:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
 
-class ReplayedRegion:
+class RerunModule:
     """A module that is run a second time in one recorded step, with the linears in it."""
 
     def __init__(
@@ -74,7 +74,7 @@ class ReplayedRegion:
         self._original = original_module(module)
         self._stand_in = kind_of(module) == NORM_MLP
         self._taken = False
-        self._call: RecordedCall | None = None
+        self._call: ModuleCall | None = None
         self._gradients: OutputGradients | None = None
         self._undo = self._intercept()
 
@@ -114,7 +114,7 @@ class ReplayedRegion:
             return
         versions = tuple(tensor._version for tensor in tensors_in((args, kwargs)))
         again = tree_map(_again, (args, kwargs))
-        self._call = RecordedCall(again[0], again[1], versions, _random_state(), _autocast_state())
+        self._call = ModuleCall(again[0], again[1], versions, _random_state(), _autocast_state())
 
     def _after(self, output: Any) -> None:
         if (call := self._call) is None:
@@ -125,9 +125,9 @@ class ReplayedRegion:
             return
         if self._gradients is not None:
             self._gradients.remove()  # of an earlier call, that no gradient has arrived for
-        self._gradients = OutputGradients(outputs, self._capture.guarded(partial(self._replay, call)))
+        self._gradients = OutputGradients(outputs, self._capture.guarded(partial(self._rerun, call)))
 
-    def _replay(self, call: RecordedCall, gradients: list[Tensor | None]) -> None:
+    def _rerun(self, call: ModuleCall, gradients: list[Tensor | None]) -> None:
         self._taken = True
         if tuple(tensor._version for tensor in tensors_in((call.args, call.kwargs))) != call.versions:
             raise RuntimeError(f"an input of {type(self._original).__name__} was changed in place before the backward pass")

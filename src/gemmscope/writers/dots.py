@@ -1,4 +1,4 @@
-"""Ranked values: a dot for each GPU of a fleet, the limit of outliers, and the outliers by name."""
+"""Charts of dots: the ranked values of a fleet with the limit of outliers, and speed against error of recipes and mixes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,21 @@ from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from gemmscope.document.charts import RankChart, Ranked
+from gemmscope.document.charts import Dot, RankChart, Ranked, ScatterChart, axis_ends
 from gemmscope.units import difference
 from gemmscope.writers import drawing
-from gemmscope.writers.drawing import NORMAL, SMALL, SOFT, WHISKER, finite, style
+from gemmscope.writers.drawing import INK, NORMAL, SMALL, SOFT, WHISKER, dot, finite, style
 
-PANEL_IN = 2.4  # height of a panel
+PANEL_IN = 2.4  # height of a panel of ranks
+SCATTER_IN = 2.7
 MOST_INTERVALS = 100  # points that are drawn with their intervals
 MOST_NAMES = 16  # points whose names stand along the axis
 MOST_LABELS = 8  # outliers with their names beside them
 LABEL_IN = 0.13  # height of such a name
+CHOSEN: dict[str, Any] = {"marker": "*", "markersize": 11, "linestyle": "none", "markeredgecolor": INK, "markeredgewidth": 0.6}
 
 
-def ranks_size(charts: Sequence[RankChart]) -> float:
+def ranks_height(charts: Sequence[RankChart], _: float) -> float:
     """The height of all panels, one below the other."""
     named = sum(len(chart.points) <= MOST_NAMES for chart in charts)
     return len(charts) * (PANEL_IN + 0.6) + named * 0.5 + 0.3
@@ -99,3 +101,66 @@ def _names(panel: Axes, chart: RankChart, height: float) -> None:
 def _name(panel: Axes, point: Ranked, at: float, *, left: bool) -> None:
     where: dict[str, Any] = {"ha": "right" if left else "left", "va": "center", "fontsize": SMALL, "color": drawing.INK}
     panel.annotate(drawing.short(point.label), (point.rank, at), (-6 if left else 6, 0), textcoords="offset points", **where)
+
+
+# --- speed against error ----------------------------------------------------------------------------------------------------
+
+
+def scatters_height(charts: Sequence[ScatterChart], _: float) -> float:
+    """The height of all panels, one below the other."""
+    return len(charts) * (SCATTER_IN + 0.6) + 0.3
+
+
+def scatters(figure: FigureBase, charts: Sequence[ScatterChart], width_in: float) -> None:
+    """Panels with speedups to the right and errors upward: what is lower and further right is better."""
+    axes = figure.subplots(len(charts), 1, squeeze=False)
+    handles: dict[str, Any] = {}
+    for panel, chart in zip(axes.flat, charts, strict=True):
+        for handle in _scatter(panel, chart):
+            handles.setdefault(str(handle.get_label()), handle)
+        drawing.title(panel, chart.title, width_in - 0.6)
+    drawing.legend(figure, list(handles.values()), width_in)
+
+
+def _scatter(panel: Axes, chart: ScatterChart) -> list[Line2D]:
+    every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
+    panel.set_xlim(*axis_ends([1.0, *(finite(end, 1.0) for point in every for end in _reach(point))]))
+    top = max([chart.bound or 0.0, *(finite(point.error) for point in every)])
+    panel.set_ylim(0, top * 1.12 or 1.0)
+    handles = []
+    if chart.bound is not None:
+        panel.axhline(chart.bound, color=SOFT, linewidth=0.9, linestyle="--", zorder=1)
+        label: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": SOFT}
+        panel.annotate(
+            "bound", (1, chart.bound), (-3, 2), xycoords=("axes fraction", "data"), textcoords="offset points", **label
+        )
+    if chart.mixes:
+        x, y = [point.speedup.value for point in chart.mixes], [point.error for point in chart.mixes]
+        settings: dict[str, Any] = {"color": style("mark-total").light, "linewidth": 0.8, "marker": ".", "markersize": 3.5}
+        panel.plot(x, y, **settings, zorder=2)
+        handles.append(Line2D([], [], **settings, label="Pareto front of mixes"))
+    for point in chart.dots:
+        settings = {**dot(chart.color(point.name), 6.5), "linestyle": "none"}
+        below, above = drawing.reach(point.speedup)
+        if point.speedup.known:
+            panel.errorbar(
+                point.speedup.value, point.error, xerr=[[below], [above]], **{**WHISKER, "ecolor": settings["color"]}, zorder=3
+            )
+        panel.plot(point.speedup.value, point.error, **settings, zorder=4)
+        handles.append(Line2D([], [], **settings, label=point.name))
+    if chart.chosen is not None:
+        settings = {**CHOSEN, "color": style("mark-break-even").light}
+        panel.plot(chart.chosen.speedup.value, chart.chosen.error, **settings, zorder=5)
+        handles.append(Line2D([], [], **settings, label=drawing.short(chart.chosen.name, 70)))
+    drawing.speedup_axis(panel.xaxis)
+    drawing.share_axis(panel.yaxis)
+    drawing.grid(panel)
+    panel.xaxis.grid(visible=True, color=drawing.GRID, linewidth=0.6)
+    panel.set_xlabel("speedup over BF16", fontsize=NORMAL)
+    panel.set_ylabel("error", fontsize=NORMAL)
+    return handles
+
+
+def _reach(point: Dot) -> tuple[float, float]:
+    below, above = drawing.reach(point.speedup)
+    return point.speedup.value - below, point.speedup.value + above

@@ -1,0 +1,141 @@
+"""Builds the commands: their options become parameters of typer, and come back as filled-in objects.
+
+A command of `commands.py` names the classes of its options in its signature. Nothing else is imported for `--help`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from gemmscope.cli import commands
+from gemmscope.cli.complete import completion
+from gemmscope.cli.help import COMMANDS, SETTINGS, CommandHelp, command_help, describe, terminal_width
+from gemmscope.options.declare import Declared, Options, options_of
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose help is in groups, and whose `--shapes` may be bare: typer has no option whose value may be left out."""
+
+    def described(self) -> CommandHelp:
+        """The help of the command, as data."""
+        return describe(str(self.name), list(shell_options(function_of(str(self.name))).values()))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the help for the terminal."""
+        formatter.write(command_help(self.described(), terminal_width()))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Fill in the value of `--shapes` where nothing, or another option, follows: the default ladder."""
+        filled = []
+        for argument, following in zip(args, [*args[1:], "--end"], strict=False):
+            filled.append(argument)
+            if argument == "--shapes" and re.match(r"--?[A-Za-z]", following):
+                filled.append("default")
+        return super().parse_args(ctx, filled)
+
+
+def function_of(name: str) -> Callable[..., int | None]:
+    """The function of the command with this name."""
+    function: Callable[..., int | None] = getattr(commands, name.replace("-", "_"))
+    return function
+
+
+def build(name: str) -> Any:
+    """The command of this name, as typer runs it."""
+    program = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
+    program.command(name, cls=HelpfulCommand)(spread(function_of(name)))
+    return typer.main.get_command(program)
+
+
+def every_command() -> tuple[CommandHelp, ...]:
+    """Every command in the order of `gemmscope --help`, for the reference page: groups, options, examples, exit codes.
+
+    >>> shapes = every_command()[0]
+    >>> shapes.name, shapes.groups[1].title, shapes.groups[1].options[0].usage
+    ('shapes', 'Model', '--preset NAME')
+    """
+    return tuple(build(name).described() for name in COMMANDS)
+
+
+def option_groups(command: Callable[..., int | None]) -> dict[str, type[Options]]:
+    """The classes of options that a command takes, by the names of its parameters."""
+    return {name: group for name, group in get_type_hints(command).items() if name != "return"}
+
+
+def shell_options(command: Callable[..., int | None]) -> dict[str, Declared]:
+    """The options that the command line has for a command."""
+    options = options_of(*option_groups(command).values())
+    return {name: declared for name, declared in options.items() if declared.option.in_shell}
+
+
+def spread(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The command as a function of single options, with a signature that typer reads."""
+    groups, options = option_groups(command), shell_options(command)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> int | None:
+        return command(**{name: _filled(group, values) for name, group in groups.items()})
+
+    annotations = {name: _described(declared) for name, declared in options.items()}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(options[name]), annotation=annotation)
+            for name, annotation in annotations.items()
+        ]
+    )
+    run.__annotations__ = annotations
+    del run.__wrapped__  # or the original signature would be read through it
+    return run
+
+
+def _filled(group: type[Options], values: Mapping[str, Any]) -> Options:
+    """The options of one class, from the values that typer read."""
+    given = {}
+    for name, declared in options_of(group).items():
+        value = values.get(name)
+        if declared.option.repeated:  # typer gives a list of texts, empty if there is none
+            value = None if not value else tuple(value) if declared.parse is None else declared.parse(value)
+        if value is not None:
+            given[name] = value
+    return group(**given)
+
+
+def _default(declared: Declared) -> Any:
+    return inspect.Parameter.empty if declared.option.required else None if declared.option.repeated else declared.default
+
+
+def _described(declared: Declared) -> Any:
+    """The type of an option as typer sees it: a flag, or texts that are parsed here."""
+    option = declared.option
+    parse = _parser(declared.parse) if declared.parse is not None and not option.repeated else None
+    facts: dict[str, Any] = {
+        "help": option.help,
+        "metavar": declared.metavar or None,
+        "parser": parse,
+        "autocompletion": completion(declared),
+    }
+    hint: Any = (declared.hint if declared.is_flag else list[str] if option.repeated else str) | None
+    if declared.is_flag and declared.default is not None:
+        hint = bool
+    if option.argument:
+        return Annotated[hint if not option.required else list[str], typer.Argument(**facts)]
+    return Annotated[hint, typer.Option(*declared.flags, *option.aliases, hidden=option.hidden, **facts)]
+
+
+def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser of option values that reports invalid text as typer does."""
+
+    def parse(text: Any) -> Any:
+        try:
+            return read(text) if isinstance(text, str) else text  # typer also passes the default
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parse
