@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.recipe.frameworks import backends as backends_of
+from gemmscope.recipe.frameworks import backends as measuring_backends
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
 
+ON_GPU = measuring_backends("cuda")
+GEMMS_ONLY = [name for name in ON_GPU if frameworks()[name].gemms_only]
 FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 
 def on_gpus() -> list[Recipe]:
     """All recipes that run on a GPU."""
-    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(backends_of("cuda"))]
+    return [recipe for recipe in recipes().values() if set(recipe.backends) & set(ON_GPU)]
 
 
 def where() -> str:
@@ -54,15 +56,15 @@ def backends() -> str:
     """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
     for recipe in on_gpus():
-        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in backends_of("cuda")]
+        cells = [_name_in(recipe, backend) if backend in recipe.backends else "" for backend in ON_GPU]
         flags = recipe.settings.get("megatron", {}).get("flags", "")
         rows.append([recipe.name, *cells, f"`{flags}`" if flags else ""])
-    return _table(["recipe", *(f"`{name}`" for name in backends_of("cuda")), "Megatron-LM"], rows)
+    return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
 
 
 def _name_in(recipe: Recipe, backend: str) -> str:
     facts = recipe.settings.get(backend, {})
-    if frameworks()[backend].gemms_only:
+    if backend in GEMMS_ONLY:
         return "GEMMs only"
     if "config" in facts:
         prototype = " (prototype)" if ".prototype." in facts["config"] else ""
@@ -116,7 +118,7 @@ def _casts(recipe: Recipe) -> str:
     """How often each backend casts; the backends are named where they differ."""
     casts = {}
     for backend in recipe.backends:
-        if not frameworks()[backend].gemms_only:
+        if backend not in GEMMS_ONLY:
             often = recipe.settings[backend].get("casts", "once")
             casts[backend] = PER_GEMM.get(often, often)
     if len(set(casts.values())) == 1:
