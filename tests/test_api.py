@@ -113,7 +113,7 @@ def test_shapes_bench_and_step_on_the_cpu() -> None:
         (lambda: gs.load(**SIZES).on(1, 32).bench(precision=3), "precision"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("x.txt"), "has no extension that selects a format"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("/nowhere/x.json"), "cannot be written: No such file"),
-        (lambda: gs.load("lama-3.1-8b"), "did you mean preset=llama-3.1-8b"),
+        (lambda: gs.load("lama-3.1-8b"), "did you mean preset='llama-3.1-8b'"),
         (lambda: gs.load(**SIZES).on(1, 32, dp=2.5).forecast("h200"), "dp must be a whole number"),
         (lambda: gs.load(**SIZES).on(1, 32).forecast("h200", dp=2), "dp is a run setting"),
         (lambda: gs.load(**SIZES).on(1, 32).sweep("h200", tp=2), "a list of values for tp"),

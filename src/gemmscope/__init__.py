@@ -6,8 +6,6 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this, and Ctrl-C meanwhile would show a traceback
 if TYPE_CHECKING:
-    from typing import Any
-
     from gemmscope.api import (
         Job,
         Model,
@@ -36,15 +34,24 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Names of the Python API, loaded when they are first used: the command line needs none of them."""
-    from importlib import import_module
+ELSEWHERE = {
+    "trace_me": "explain.record_trace",
+    "record_tensors": "numerics.in_training.record_tensors",
+    "UserError": "errors",
+}
+"""Names that are not in `gemmscope.api`."""
 
-    if name not in __all__:
-        raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
-    elsewhere = {
-        "trace_me": "explain.record_trace",
-        "record_tensors": "numerics.in_training.record_tensors",
-        "UserError": "errors",
-    }
-    return getattr(import_module(f"gemmscope.{elsewhere.get(name, 'api')}"), name)
+if not TYPE_CHECKING:  # or a wrong name would be no error of types
+
+    def __getattr__(name):
+        """Names of the Python API, loaded when they are first used: the command line needs none of them."""
+        from importlib import import_module
+
+        if name not in __all__:
+            raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
+        return getattr(import_module(f"gemmscope.{ELSEWHERE.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    """The names of the Python API, for `dir(gemmscope)` and tab completion."""
+    return sorted(__all__)

@@ -44,6 +44,7 @@ def option(name: str, value: object = None) -> str:
 
 
 _OPTION = re.compile("‹([^‹›=]+)(?:=([^‹›]*))?›")
+_NUMBER = re.compile(r"[+-]?[0-9][0-9_.]*(?:e[+-]?[0-9]+)?|N|True|False|None")
 
 
 def in_shell(text: str) -> str:
@@ -52,8 +53,16 @@ def in_shell(text: str) -> str:
 
 
 def in_python(text: str) -> str:
-    """The text with its arguments as Python spells them."""
-    return _OPTION.sub(lambda match: match[1] + (f"={match[2]}" if match[2] else ""), text)
+    """The text with its arguments as Python spells them: values that are no numbers are quoted.
+
+    >>> in_python(f"add {option('gpu', 'b300,h200')}, {option('tp', 2)} or {option('dp', 'N')}")
+    "add gpu='b300,h200', tp=2 or dp=N"
+    """
+    return _OPTION.sub(lambda match: match[1] + (f"={_literal(match[2])}" if match[2] else ""), text)
+
+
+def _literal(value: str) -> str:
+    return value if _NUMBER.fullmatch(value) else repr(value)
 
 
 MOST_COMPARED, LONGEST_COMPARED = 1000, 100  # names, and characters of each: comparing takes long, and files may have millions

@@ -13,11 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemmscope.commands.numerics import chosen_recipes, dropped_passes, padded_tokens  # noqa: E402
-from gemmscope.errors import UserError  # noqa: E402
+from gemmscope.commands.numerics import chosen_recipes  # noqa: E402
+from gemmscope.errors import MissingFactError, UserError  # noqa: E402
 from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
-from gemmscope.numerics.evaluation import requests  # noqa: E402
+from gemmscope.numerics.evaluation import requests, worker  # noqa: E402
+from gemmscope.numerics.evaluation.error_findings import dropped_passes, padded_tokens  # noqa: E402
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
@@ -168,6 +169,16 @@ def test_a_worker_that_dies_is_reported(recording: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(requests, "WORKER", "gemmscope.no_such_worker")
     with pytest.raises(UserError, match="the process that computes errors ended with exit code 1"):
         run_numerics(recording, recipes=["MXFP8"])
+
+
+def test_a_missing_fact_is_one_error_and_not_one_for_every_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: str) -> None:
+        raise MissingFactError("recipe/quantizers.toml", "recipes.MXFP8")
+
+    monkeypatch.setattr(worker, "operands", missing)
+    with pytest.raises(MissingFactError) as caught:
+        next(worker.compute(requests.ErrorsRequest(requests.SyntheticSource("normal", {"a": (64, 64)}), ("MXFP8",))))
+    assert caught.value.key == "recipes.MXFP8"
 
 
 def test_invalid_files_and_arguments(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_add_a_model_family(copy: PackageCopy, tmp_path: Path) -> None:
 
 def test_add_a_reader(copy: PackageCopy, tmp_path: Path) -> None:
     copy.add("model/sizes_line.py", READER)
-    copy.change("model/readers.py", "for reader in (hf,", "for reader in (sizes_line, hf,")
+    copy.change("model/readers.py", "READERS = (hf,", "READERS = (sizes_line, hf,")
     copy.change("model/readers.py", "hub, megatron, torchtitan", "hub, megatron, sizes_line, torchtitan")
     file, result = tmp_path / "model.txt", tmp_path / "result"
     file.write_text("sizes: hidden 64, layers 2, heads 4")

@@ -134,7 +134,7 @@ def test_one_of_many_processes_does_not_measure_every_point(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="torchrun started 8 processes, and each of them would measure every point") as error:
         swept(monkeypatch, Recorded(), axes)
-    assert "gpus=all" in str(error.value)
+    assert "gpus='all'" in str(error.value)
     assert swept(monkeypatch, Recorded(), axes, ray="auto").sample_count == 2
 
 

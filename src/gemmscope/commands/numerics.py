@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from math import isfinite
@@ -13,11 +13,11 @@ from typing import get_args
 
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
-from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gpus_and_recipes import forecastable
 from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
+from gemmscope.numerics.evaluation.error_findings import error_findings
 from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.numerics.evaluation.requests import (
     CheckpointSource,
@@ -27,12 +27,11 @@ from gemmscope.numerics.evaluation.requests import (
     RecordingSource,
     SyntheticKind,
     SyntheticSource,
-    TensorsOpened,
     compute_errors,
     model_linears,
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
-from gemmscope.numerics.recording import HISTORY, read_recording
+from gemmscope.numerics.recording import read_recording
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.frameworks import frameworks
@@ -40,14 +39,12 @@ from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.numerics import LinearError, NumericsResult, counted_linears
+from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
-from gemmscope.units import steps
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import OPERANDS
 
 KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
@@ -72,14 +69,12 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
     speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, context.reporter)
-        opened = computed.opened
-        assert opened is not None
         with damage_reported(*([speeds] if speeds is not None else [])):
             comparison = recipes_and_mix(computed.linears, speeds, options.bound, speed_gpu)
         result = NumericsResult(
             command=context.command,
-            findings=(*_findings(computed, opened, backend), *comparison.findings),
-            **vars(opened.facts),
+            findings=(*error_findings(computed, backend), *comparison.findings),
+            **vars(computed.tensors.facts),
             recipes=comparison.recipes,
             linears=tuple(computed.linears),
             stale=tuple(computed.stale),
@@ -193,91 +188,6 @@ def _computed(request: ErrorsRequest, reporter: Reporter) -> ComputedErrors:
             return stack.enter_context(reporter.counting("linears", count))
 
         return compute_errors(request, lambda done, count: counting(count)(done))
-
-
-def _findings(computed: ComputedErrors, opened: TensorsOpened, backend: str) -> list[Finding]:
-    tensors = opened.facts
-    findings = [finding("numerics-recording-note", text=note) for note in opened.notes]
-    if not computed.complete:
-        facts = {"done": computed.done, "count": computed.count}
-        ended = computed.ended
-        findings.append(
-            finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
-        )
-    if tensors.source != "checkpoint" and not opened.probed:
-        findings.append(finding("numerics-no-probes"))
-    if computed.depth.failure:
-        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
-    if computed.depth.notes:
-        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
-    with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
-    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
-    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
-    if tensors.source == "recording" and delayed:
-        earlier = max(len(tensors.steps) - 1, 0)
-        if not computed.stale:
-            findings.append(finding("numerics-no-history"))
-        elif earlier < HISTORY:
-            findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
-    counted = counted_linears(computed.linears)
-    if tensors.source == "recording":
-        passes = {one.pass_name for linear in counted for one in linear.passes}
-        dropped = any(linear.dropped for linear in counted)
-        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
-    return [*findings, *failures(counted), *dropped_passes(counted)]
-
-
-def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
-    """One finding for every number that recipes want tokens to be a multiple of, where they are not."""
-    needs: dict[int, list[str]] = {}
-    for name in names:
-        multiple = recipe(name).multiple_in(backend)
-        if recipe(name).quantizes and tokens % multiple:
-            needs.setdefault(multiple, []).append(name)
-    for multiple, names in needs.items():
-        padded = -(-tokens // multiple) * multiple
-        yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=names, padded=padded)
-
-
-def failures(linears: Sequence[LinearError]) -> list[Finding]:
-    """One finding for every reason: the linears, and the recipes, that it applies to."""
-    reasons: dict[str, list[LinearError]] = {}
-    for linear in linears:
-        if linear.failure:
-            reasons.setdefault(linear.failure, []).append(linear)
-    return [
-        finding(
-            "numerics-failed",
-            linears=list(dict.fromkeys(one.name for one in failed)),
-            recipes=list(dict.fromkeys(one.recipe for one in failed)),
-            reason=reason,
-        )
-        for reason, failed in reasons.items()
-    ]
-
-
-def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
-    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
-    known = {one.pass_name for linear in linears for one in linear.passes}
-    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
-    for linear in linears:
-        computed = {one.pass_name for one in linear.passes}
-        for one in linear.dropped:
-            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
-            key = code, one.reason, steps(one.steps), one.pass_name in known
-            passes, names = groups.setdefault(key, ({}, {}))
-            passes[one.pass_name] = names[linear.name] = None
-    return [
-        finding(
-            code,
-            passes=[name for name in OPERANDS if name in passes],
-            linears=list(names),
-            reason=reason,
-            steps=where,
-            counted="count as the mean of the other linears" if others else "do not count",
-        )
-        for (code, reason, where, others), (passes, names) in groups.items()
-    ]
 
 
 def speed_result(

@@ -174,15 +174,6 @@ def linears_summary(linears: Linears) -> Table | None:
     return table(title, columns, [case for case in linears.cases if case.op in largest], note, more=sums)
 
 
-def _short_speedup(linears: Linears, mode: Mode, name: str, case: Case) -> Cell:
-    cell = linears.op_time(case.op, name, mode)
-    if cell is not None and cell.fallbacks:
-        return FALLBACK_CELL
-    if cell is not None and cell.left_in_baseline:
-        return Cell(f"in {BASELINE}", level="note")
-    return speedup_cell(linears.speedup(name, mode, case.op), units.short_speedup)
-
-
 def _short_total(linears: Linears, mode: Mode, name: str) -> Cell:
     if linears.falls_back(name, mode):
         return FALLBACK_CELL
@@ -338,12 +329,20 @@ def _op_speedup(linears: Linears, mode: Mode, name: str, row: tuple[str, str]) -
     op, pass_name = row
     if pass_name != ALL:
         return speedup_cell(linears.speedup(name, mode, op, pass_name=pass_name))
+    return _whole_op(linears, mode, name, op) or called_cell(linears.speedup(name, mode, op))
+
+
+def _short_speedup(linears: Linears, mode: Mode, name: str, case: Case) -> Cell:
+    short = _whole_op(linears, mode, name, case.op, f"in {BASELINE}")
+    return short or speedup_cell(linears.speedup(name, mode, case.op), units.short_speedup)
+
+
+def _whole_op(linears: Linears, mode: Mode, name: str, op: str, left: str = f"left in {BASELINE}") -> Cell | None:
+    """Why an op has no speedup of its own: it fell back, or was left in BF16."""
     cell = linears.op_time(op, name, mode)
     if cell is not None and cell.fallbacks:
         return FALLBACK_CELL
-    if cell is not None and cell.left_in_baseline:
-        return Cell(f"left in {BASELINE}", level="note")
-    return called_cell(linears.speedup(name, mode, op))
+    return Cell(left, level="note") if cell is not None and cell.left_in_baseline else None
 
 
 def _quantization(linears: Linears, start: str) -> Table:

@@ -182,10 +182,7 @@ def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMa
     chosen = result.mixed.chosen if result.mixed is not None else None
     recipes = [row.recipe for row in result.recipes if row.recipe != BASELINE]
     for recipe in sorted(recipes, key=lambda name: name != main):
-        errors: dict[tuple[str, int], list[float]] = {}
-        for linear in result.linears:
-            if linear.recipe == recipe and linear.layer is not None and linear.error is not None:
-                errors.setdefault((linear.linear, linear.layer), []).append(linear.error)
+        errors = _errors((linear for linear in result.linears if linear.recipe == recipe), lambda linear: linear.layer)
         kept = chosen if chosen is not None and chosen.recipe == recipe and chosen.is_mixed else None
         cells = [
             tuple(
@@ -215,16 +212,12 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
     """Every linear over all layers, in every recipe."""
     recipes = [row.recipe for row in result.recipes if row.recipe != BASELINE]
     names = list(dict.fromkeys(linear.linear for linear in result.counted if linear.error is not None))
-    errors: dict[tuple[str, str], list[float]] = {}
-    for linear in result.counted:
-        if linear.error is not None:
-            errors.setdefault((linear.linear, linear.recipe), []).append(linear.error)
+    errors = _errors(result.counted, lambda linear: linear.recipe)
     cells = tuple(tuple(_heat_cell(errors.get((name, recipe)), len(recipes)) for recipe in recipes) for name in reversed(names))
     if not recipes or len(names) < 2:
         return None
-    title = f"{marked}Error of every linear in every recipe"
     return HeatMap(
-        title,
+        f"{marked}Error of every linear in every recipe",
         row_name="linear",
         column_name="recipe",
         rows=tuple(reversed(names)),
@@ -236,6 +229,15 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
         line="",
         top_first=True,
     )
+
+
+def _errors(linears: Iterable[LinearError], across: Callable[[LinearError], object]) -> dict[tuple[str, object], list[float]]:
+    """The errors of each linear, by what is across the map."""
+    errors: dict[tuple[str, object], list[float]] = {}
+    for linear in linears:
+        if linear.error is not None:
+            errors.setdefault((linear.linear, across(linear)), []).append(linear.error)
+    return errors
 
 
 def _is_kept(mix: Mix | None, name: str, layer: int, layers: int) -> bool:

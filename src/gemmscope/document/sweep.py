@@ -7,7 +7,7 @@ from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import SPLIT, command_facts, described, facts, gpu_messages, phrase, sections, versions_text
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.sweep_tables import Titles, break_even_table, points_table, speedup_of, sweep_summary, titles
+from gemmscope.document.sweep_tables import about_sweep, break_even_table, points_table, speedup_of, sweep_summary
 from gemmscope.document.table import Column, Table, table
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
@@ -128,24 +128,24 @@ def _gpus(gpus: Sequence[SweepGpu]) -> Table:
 
 def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
-    phrases, measured = titles(sweep), isinstance(sweep, MeasuredSweep)
+    measured = isinstance(sweep, MeasuredSweep)
     possible = [point for point in sweep.points if point.winner is not None]
-    about = {"gpu": sweep.gpu, "baseline": BASELINE, "beyond": phrases.beyond}
+    about = {"gpu": sweep.gpu, "baseline": BASELINE, "beyond": about_sweep(sweep, "beyond")}
     if not possible:
         return _nothing_possible(sweep), []
     start = "" if measured else phrase("forecast")
     gaining = [point for point in possible if point.gains]
     close = sum(bool(point.winner and point.winner.rivals) for point in gaining)
     at_some = phrase("sweep-close", points=close) if close else ""
-    count = f"{len(gaining):,} of {units.counted(len(possible), phrases.possible)}"
-    because = [phrase("sweep-gaining", line=phrases.line, count=count, close=at_some, **about)]
+    count = f"{len(gaining):,} of {units.counted(len(possible), about_sweep(sweep, 'possible'))}"
+    because = [phrase("sweep-gaining", line=about_sweep(sweep, "line"), count=count, close=at_some, **about)]
     if len(sweep.sizes) == 1 and sweep.break_even:
-        because.append(phrase("sweep-begins", faster=phrases.faster, begins=_begins(sweep)))
+        because.append(phrase("sweep-begins", faster=about_sweep(sweep, "faster"), begins=_begins(sweep)))
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return phrase("sweep-without-gain", on="On" if measured else f"{start}on", **about), because
     at = f"{best.winner.best} at {_point_name(best)}"
-    of = f" of {phrases.of}" if measured else ""
+    of = f" of {about_sweep(sweep, 'of')}" if measured else ""
     on = "On" if measured else f"{start}on"
     return phrase("sweep-largest", on=on, of=of, speedup=best.winner.speedup, point=at, **about), because
 
@@ -167,7 +167,7 @@ def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     """The point with the largest speedup, and how many points have one."""
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
-    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{titles(sweep).possible}s")
+    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{about_sweep(sweep, 'possible')}s")
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return (count,)
@@ -203,13 +203,12 @@ def _faster_at(sweep: GpuSweep, edge: BreakEven) -> str:
 
 def _section(sweep: GpuSweep, *, several: bool = False) -> Section:
     """The section of a sweep: its chart, the break-even, and every point."""
-    phrases = titles(sweep)
-    chart = _curve(sweep, phrases) if len(sweep.sizes) == 1 else _heat_map(sweep, phrases)
+    chart = _curve(sweep) if len(sweep.sizes) == 1 else _heat_map(sweep)
     begins = [break_even_table(sweep)] if sweep.break_even else []
-    return Section(phrases.section, (chart, *begins, points_table(sweep)), gpu=sweep.gpu if several else "")
+    return Section(about_sweep(sweep, "section"), (chart, *begins, points_table(sweep)), gpu=sweep.gpu if several else "")
 
 
-def _curve(sweep: GpuSweep, phrases: Titles) -> CurveChart:
+def _curve(sweep: GpuSweep) -> CurveChart:
     series: dict[str, list[Point]] = {}
     for name in sweep.recipes:
         for point in sweep.points if name != BASELINE else ():
@@ -219,10 +218,10 @@ def _curve(sweep: GpuSweep, phrases: Titles) -> CurveChart:
                 series.setdefault(name, []).append(Point(point.place, gain, tooltip, mark))
     note = phrase("sweep-host-bound", mark=HOST_BOUND) if any(point.host_bound for point in sweep.points) else ""
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(phrases.curve, sweep.sizes[0], curves, note=note, main=True)
+    return CurveChart(about_sweep(sweep, "curve"), sweep.sizes[0], curves, note=note, main=True)
 
 
-def _heat_map(sweep: GpuSweep, phrases: Titles) -> HeatMap:
+def _heat_map(sweep: GpuSweep) -> HeatMap:
     """The best recipe over the plane."""
     rows, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
     by_values = {tuple(point.values.values()): point for point in sweep.points}
@@ -232,7 +231,7 @@ def _heat_map(sweep: GpuSweep, phrases: Titles) -> HeatMap:
     legend += [("host", "host-bound")] if any(winner.best in bound for winner, bound in winners) else []
     legend += [(short[name], name) for name in dict.fromkeys(winner.best for winner, _ in winners) if name in short]
     return HeatMap(
-        phrases.heat,
+        about_sweep(sweep, "heat"),
         row_name=sweep.sizes[0],
         column_name=sweep.sizes[1],
         rows=tuple(map(str, rows)),
@@ -241,7 +240,7 @@ def _heat_map(sweep: GpuSweep, phrases: Titles) -> HeatMap:
         note=phrase("sweep-marks", baseline=BASELINE, mark=HOST_BOUND),
         main=True,
         legend=tuple(legend),
-        blank=phrases.blank,
+        blank=about_sweep(sweep, "blank"),
     )
 
 

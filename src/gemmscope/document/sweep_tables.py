@@ -1,7 +1,6 @@
 """The tables of a sweep, forecast or measured, and how it is named in titles: FORECAST everywhere, or never."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -17,72 +16,22 @@ MOST_ACROSS = 10  # values of the second size that are columns
 OF: dict[Swept, str] = {"training step": "the training step", "linears": "the linears", "GEMM": "the GEMM"}
 
 
-@dataclass(frozen=True)
-class Titles:
-    """Titles of one sweep, and words of its sentences."""
-
-    name: str  # beside other sweeps
-    of: str  # what was measured or forecast
-    section: str
-    curve: str
-    heat: str
-    points: str
-    break_even: str
-    summary: str
-    plane: str
-    line: str  # how the line with the number of points begins
-    faster: str  # how the line with the break-even begins
-    beyond: str
-    possible: str  # what points are called that can be ranked
-    not_ranked: str  # the column that says why others cannot
-    blank: str  # what cells of a heat map without a speedup mean
-
-
-def titles(sweep: GpuSweep) -> Titles:
-    """The titles and words of a sweep, by where its numbers come from."""
-    return _of_measurement(sweep) if isinstance(sweep, MeasuredSweep) else _of_forecast(sweep)
-
-
-def _of_forecast(sweep: GpuSweep) -> Titles:
-    gpu = f"{sweep.gpu}: FORECAST"
-    return Titles(
-        name=sweep.gpu,
-        of="the training step",
-        section=f"{gpu} of the training step",
-        curve=f"{gpu} speedup of the training step over {BASELINE}",
-        heat=f"{gpu} of the best recipe and its speedup of the training step over {BASELINE}",
-        points=f"{gpu}, every point of the sweep",
-        break_even=f"{gpu} break-even: faster than {BASELINE} beyond the error bar, from here to the end of the sweep",
-        summary="Best recipe for the training step [90% error bar]",
-        plane=f"Best recipe and its speedup over {BASELINE}",
-        line=f"{sweep.gpu}: at",
-        faster=f"{sweep.gpu}: faster than {BASELINE}",
-        beyond="error bar",
-        possible="possible point",
-        not_ranked="Not possible",
-        blank="not possible, or does not fit",
-    )
-
-
-def _of_measurement(sweep: MeasuredSweep) -> Titles:
-    mode, of = f", {sweep.mode}" if sweep.mode else "", OF[sweep.what]
-    return Titles(
-        name=sweep.mode or sweep.gpu,
-        of=f"{of} in {sweep.mode} mode" if sweep.mode else of,
-        section=f"{sweep.what[0].upper()}{sweep.what[1:]}{mode}",
-        curve=f"Speedup of {of} over {BASELINE}{mode}",
-        heat=f"Best recipe and its speedup of {of} over {BASELINE}{mode}",
-        points=f"Every point of the sweep{mode}",
-        break_even=f"Break-even{mode}: faster than {BASELINE} beyond the interval, from here to the end of the sweep",
-        summary=f"Best recipe for {of} [95% interval]",
-        plane=f"Best recipe and its speedup over {BASELINE}{mode}",
-        line=f"{sweep.mode.capitalize()}: at" if sweep.mode else "At",
-        faster=f"{sweep.mode.capitalize()}: faster than {BASELINE}" if sweep.mode else f"Faster than {BASELINE}",
-        beyond="interval",
-        possible="measured point",
-        not_ranked="Not measured",
-        blank="not possible, or not measured",
-    )
+def about_sweep(sweep: GpuSweep, code: str) -> str:
+    """A title, or a part of a sentence, about a sweep (`swept-` in `phrases.toml`): it says FORECAST everywhere, or never."""
+    mode = sweep.mode if isinstance(sweep, MeasuredSweep) else ""
+    of = OF[sweep.subject]
+    facts = {
+        "gpu": sweep.gpu,
+        "baseline": BASELINE,
+        "of": of,
+        "what": f"{sweep.subject[0].upper()}{sweep.subject[1:]}",
+        "name": mode or sweep.gpu,
+        "mode": f", {mode}" if mode else "",
+        "in_mode": f" in {mode} mode" if mode else "",
+        "at": f"{mode.capitalize()}: at" if mode else "At",
+        "faster": f"{mode.capitalize()}: faster" if mode else "Faster",
+    }
+    return phrase(f"swept-{sweep.origin}-{code}", **facts)
 
 
 def speedup_of(point: SweepPoint) -> float:
@@ -147,12 +96,14 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
     ]
     columns = [
-        Column[tuple[GpuSweep, SweepPoint]]("Mode" if measured else "GPU", lambda row: titles(row[0]).name, when=len(sweeps) > 1),
+        Column[tuple[GpuSweep, SweepPoint]](
+            "Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1
+        ),
         *(Column(own.head, partial(_of_point, own), own.unit, own.drop, own.when) for own in of_point),
     ]
     total = sum(len(sweep.points) for sweep in sweeps)
     shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
-    title = titles(first).summary if one else "The largest speedup of every GPU [90% error bar]"
+    title = about_sweep(first, "summary") if one else "The largest speedup of every GPU [90% error bar]"
     return table(title, columns, rows, shown if one and len(rows) < total else "", sparse=one)
 
 
@@ -207,7 +158,7 @@ def _plane(sweep: GpuSweep) -> Table:
     legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
     left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(sweep.points) else ""
     columns = [Column[int](sweep.sizes[0], lambda row: row, "d"), *map(across_column, shown)]
-    return table(f"{titles(sweep).plane}; columns: {sweep.sizes[1]}", columns, rows, f"{', '.join(legend)}.{left_out}")
+    return table(f"{about_sweep(sweep, 'plane')}; columns: {sweep.sizes[1]}", columns, rows, f"{', '.join(legend)}.{left_out}")
 
 
 def _bound(point: SweepPoint) -> bool:
@@ -247,12 +198,12 @@ def points_table(sweep: GpuSweep) -> Table:
         Column("Too close to call against", lambda point: listed(point.winner.rivals) if point.winner else None),
         Column("Host-bound", lambda point: _host_bound(point, "all recipes") if point.winner else None),
         Column("Does not fit", lambda point: _unfit(point) if point.unfit else None),
-        Column(titles(sweep).not_ranked, lambda point: listed(point.not_possible) if point.winner else point.reason),
+        Column(about_sweep(sweep, "not-ranked"), lambda point: listed(point.not_possible) if point.winner else point.reason),
         Column("TFLOP/s, best", _rate, "TFLOP/s", when=measured),
         Column("GPU", lambda point: (isinstance(point, MeasuredPoint) and point.gpu) or None, when=measured),
         Column("GPU UUID", lambda point: (isinstance(point, MeasuredPoint) and point.uuid) or None, when=measured),
     ]
-    return table(titles(sweep).points, columns, sweep.points, sparse=measured)
+    return table(about_sweep(sweep, "points"), columns, sweep.points, sparse=measured)
 
 
 def _unfit(point: SweepPoint) -> Cell:
@@ -266,7 +217,7 @@ def _speedup(name: str, point: SweepPoint) -> Interval | None:
 def break_even_table(sweep: GpuSweep) -> Table:
     """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
     a row for all values with the same answer."""
-    title, one = titles(sweep).break_even, len(sweep.sizes) == 1
+    title, one = about_sweep(sweep, "break-even"), len(sweep.sizes) == 1
     groups: dict[tuple[str, int | None], list[str]] = {}
     begins: dict[str, dict[str, Value]] = {}
     for edge in sweep.break_even:

@@ -11,7 +11,7 @@ from typing import Any
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
-from gemmscope.model.limits import check_optional
+from gemmscope.model.limits import check_size
 from gemmscope.model.readers import names_file, read_config
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
 from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
@@ -53,7 +53,8 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
         run, about = _other_pipeline(run, typed, source)
         findings += about
     for name, limit in RANKS.items():
-        check_optional(option(name), typed.get(name), limit)
+        if typed.get(name) is not None:
+            check_size(option(name), typed[name], limit)
     run, about = _ranks(run, typed, source, changed)
     return RunChoice(_sharing(run, typed), (*findings, *about), frozenset(settings))
 

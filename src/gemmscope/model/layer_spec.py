@@ -55,14 +55,6 @@ class CompressedSpec(Checked):
         if self.rate:
             check_size("compress_rates", self.rate, "sequence_length")
 
-    def check_heads(self, width: int) -> None:
-        """Raise a `UserError` if `width`, that of all heads, cannot be split into the groups of the output projection."""
-        if width % self.out_groups:
-            raise UserError(
-                f"the attention's output, {width} wide, cannot be split into o_groups = {self.out_groups}",
-                f"numbers of groups that divide it: {divisors_text(width)}",
-            )
-
     def entries(self, sequence: int) -> int:
         """Compressed entries of a sequence; the positions after the last whole one have none."""
         return sequence // self.rate if self.rate else 0
@@ -116,8 +108,11 @@ class AttentionSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compressed is not None:
-            self.compressed.check_heads(self.out_width)
+        if self.compressed is not None and self.out_width % self.compressed.out_groups:
+            raise UserError(
+                f"the attention's output, {self.out_width} wide, cannot be split into o_groups = {self.compressed.out_groups}",
+                f"numbers of groups that divide it: {divisors_text(self.out_width)}",
+            )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",

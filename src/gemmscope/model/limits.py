@@ -33,12 +33,6 @@ def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
     return value
 
 
-def check_optional(what: str, value: object, limit: str) -> None:
-    """`check_size`, where None is valid too."""
-    if value is not None:
-        check_size(what, value, limit)
-
-
 @dataclass(frozen=True)
 class Size:
     """Annotates a field that is a size: its name in messages, and which limit of `LARGEST` applies."""

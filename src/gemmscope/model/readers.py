@@ -5,7 +5,6 @@ are small, except a Hugging Face JSON with long lists, and the log of a training
 """
 
 import codecs
-from collections.abc import Callable
 from pathlib import Path
 
 from gemmscope.errors import UserError, option, shown
@@ -13,10 +12,8 @@ from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan
 from gemmscope.model.spec import ModelSource
 from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
-Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]
-READERS: tuple[Reader, ...] = tuple(
-    (reader.recognises, reader.read) for reader in (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
-)
+READERS = (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
+"""The first one that recognizes a text reads it."""
 FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
     "a Megatron-Bridge YAML or recipe"
@@ -60,12 +57,13 @@ def read_text(text: str, origin: str) -> ModelSource:
     """The model that a file's text describes, in any of the formats."""
     if len(text) > LARGEST_TEXT and not hf.recognises(text) and not megatron.prints_arguments(text):
         raise _too_large(origin)
-    for recognises, read in READERS:
-        if recognises(text):
+    for reader in READERS:
+        if reader.recognises(text):
             try:
-                return read(text, origin)
+                source: ModelSource = reader.read(text, origin)
             except UserError as error:
                 raise UserError(f"{origin}: {error.message}", error.hint) from error
+            return source
     raise UserError(f"{origin} {'is empty' if not text.strip() else 'has an unknown format'}", FORMATS)
 
 

@@ -122,7 +122,11 @@ def compute_probes(
     names: tuple[TensorName, ...] = ("X", "W", "dY")
     measured: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
-        whole = {name: tensor for name, tensor in zip(names, (x, w, dy), strict=True) if tensor is not None and _usable(tensor)}
+        whole = {
+            name: tensor
+            for name, tensor in zip(names, (x, w, dy), strict=True)
+            if tensor is not None and tensor.numel() and torch.isfinite(tensor).all()
+        }
         for pass_name in passes:
             pair = OPERANDS[pass_name]
             if all(name in whole for name in pair):
@@ -133,10 +137,6 @@ def compute_probes(
                 )
                 measured |= _probes_of_pass(pass_name, *sides)
     return {key: values for key, values in measured.items() if all(map(isfinite, values))}
-
-
-def _usable(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and bool(torch.isfinite(tensor).all())
 
 
 @dataclass(frozen=True)

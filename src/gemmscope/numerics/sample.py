@@ -249,7 +249,8 @@ def _sample_pass(
     reduced = len(energies[names[0]])
     count, width = kept_sizes(budget * 2 // len(names), reduced, dtype.itemsize)
     joint = torch.stack([energies[name].double() for name in names]).prod(0)
-    blocks, block_weights = draw(np.asarray(_block_sums(joint).cpu()), -(-width // BLOCK), random)
+    by_block = torch.nn.functional.pad(joint, (0, -reduced % BLOCK)).view(-1, BLOCK).sum(1)
+    blocks, block_weights = draw(np.asarray(by_block.cpu()), -(-width // BLOCK), random)
     kept = torch.cat([torch.arange(start * BLOCK, min((start + 1) * BLOCK, reduced)) for start in blocks.tolist()])
     kept = kept.to(joint.device)
     tensors: dict[str, Tensor] = {}
@@ -286,10 +287,6 @@ def _sample_pass(
         norm=norm,
     )
     return facts, tensors
-
-
-def _block_sums(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).sum(1)
 
 
 EXPERTS = 2  # of each layer

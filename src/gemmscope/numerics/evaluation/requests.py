@@ -182,9 +182,10 @@ class ComputedErrors:
     """How the worker ended, if that was before the last linear."""
 
     @property
-    def count(self) -> int:
-        """Linears that there are tensors of."""
-        return self.opened.count if self.opened is not None else 0
+    def tensors(self) -> TensorsOpened:
+        """What is known of the tensors; always there once a linear was computed."""
+        assert self.opened is not None
+        return self.opened
 
     def take(self, message: ErrorsMessage) -> None:
         """Add a message of the worker."""
@@ -211,12 +212,12 @@ def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None])
     with defer_signals() as signals:
         for message in _messages(request, signals, result):
             result.take(message)
-            progress(result.done, result.count)
+            progress(result.done, result.tensors.count)
         if not result.complete and signals.first is not None:
             if not result.linears:
                 raise signals.interruption()
             signals.answered = True
-            signals.outcome = f"{result.done} of {result.count} linears are computed"
+            signals.outcome = f"{result.done} of {result.tensors.count} linears are computed"
     if not result.complete and not result.linears:
         raise UserError(f"the process that computes errors {result.ended or 'ended without a result'}")
     return result

@@ -1,0 +1,100 @@
+"""Findings about the errors of linears: what is missing, what was left out, and what the user should know about the tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from gemmscope.findings import Finding, finding
+from gemmscope.numerics.evaluation.requests import ComputedErrors
+from gemmscope.numerics.recording import HISTORY
+from gemmscope.recipe.recipes import recipe
+from gemmscope.results.numerics import LinearError, counted_linears
+from gemmscope.units import steps
+from gemmscope.workload.ops import OPERANDS
+
+
+def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
+    """What there is to know about the errors of linears. `backend`: whose variants of the recipes."""
+    tensors = computed.tensors.facts
+    findings = [finding("numerics-recording-note", text=note) for note in computed.tensors.notes]
+    if not computed.complete:
+        facts = {"done": computed.done, "count": computed.tensors.count}
+        ended = computed.ended
+        findings.append(
+            finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
+        )
+    if tensors.source != "checkpoint" and not computed.tensors.probed:
+        findings.append(finding("numerics-no-probes"))
+    if computed.depth.failure:
+        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
+    if computed.depth.notes:
+        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
+    with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
+    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
+    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
+    if tensors.source == "recording" and delayed:
+        earlier = max(len(tensors.steps) - 1, 0)
+        if not computed.stale:
+            findings.append(finding("numerics-no-history"))
+        elif earlier < HISTORY:
+            findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
+    counted = counted_linears(computed.linears)
+    if tensors.source == "recording":
+        passes = {one.pass_name for linear in counted for one in linear.passes}
+        dropped = any(linear.dropped for linear in counted)
+        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
+    return [*findings, *failures(counted), *dropped_passes(counted)]
+
+
+def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
+    """One finding for every number that recipes want tokens to be a multiple of, where they are not."""
+    needs: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        multiple = recipe(name).multiple_in(backend)
+        if recipe(name).quantizes and tokens % multiple:
+            needs[multiple].append(name)
+    for multiple, names in needs.items():
+        padded = -(-tokens // multiple) * multiple
+        yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=names, padded=padded)
+
+
+def failures(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason: the linears, and the recipes, that it applies to."""
+    reasons: dict[str, list[LinearError]] = defaultdict(list)
+    for linear in linears:
+        if linear.failure:
+            reasons[linear.failure].append(linear)
+    return [
+        finding(
+            "numerics-failed",
+            linears=list(dict.fromkeys(one.name for one in failed)),
+            recipes=list(dict.fromkeys(one.recipe for one in failed)),
+            reason=reason,
+        )
+        for reason, failed in reasons.items()
+    ]
+
+
+def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
+    """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
+    known = {one.pass_name for linear in linears for one in linear.passes}
+    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
+    for linear in linears:
+        computed = {one.pass_name for one in linear.passes}
+        for one in linear.dropped:
+            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
+            key = code, one.reason, steps(one.steps), one.pass_name in known
+            passes, names = groups.setdefault(key, ({}, {}))
+            passes[one.pass_name] = names[linear.name] = None
+    return [
+        finding(
+            code,
+            passes=[name for name in OPERANDS if name in passes],
+            linears=list(names),
+            reason=reason,
+            steps=where,
+            counted="count as the mean of the other linears" if others else "do not count",
+        )
+        for (code, reason, where, others), (passes, names) in groups.items()
+    ]
