@@ -240,7 +240,6 @@ class _Stage(NamedTuple):
     logits: float
     kept_batches: float  # micro-batches whose activations are on the GPU: those in flight, less what is offloaded to the CPU
     in_flight: float
-    largest: int  # parameters of the largest layer, or of the embedding or the head
     weights: float
     gradients: float
     master: float
@@ -287,7 +286,7 @@ class _Stage(NamedTuple):
         batches = in_flight(run, stage)
         return cls(
             stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, batches * on_gpu,
-            batches, largest, weights, gradients, master, moments, buffers,
+            batches, weights, gradients, master, moments, buffers,
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip
 
