@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -60,14 +61,13 @@ def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -
 
 def _better(row: GemmShapeTotal, times: dict[str, tuple[float, float]]) -> GemmShapeTotal:
     """The row with the fastest of the lower precisions. `times`: milliseconds of the GEMM and of quantization, by format."""
-    own = times.get(precision_in_traces()[row.precision].timed_as)
+    own_ms, own_cast_ms = times.get(precision_in_traces()[row.precision].timed_as, (inf, 0.0))
     now_ms = row.time_ms / row.count
     # What slows this GEMM down now (a low clock, other work at the same time) would slow it down in another recipe as well.
-    slower = max(now_ms / own[0], 1.0) if own is not None else 1.0
-    casts = own[1] if own is not None else 0.0
+    slower = max(now_ms / own_ms, 1.0)
     rising = list(precision_in_traces())
     lower = {precision_in_traces()[name].timed_as for name in rising[: rising.index(row.precision)]}
-    better_ms = {fmt: slower * gemm + max(cast - casts, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
+    better_ms = {fmt: slower * gemm + max(cast - own_cast_ms, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
     best = min(better_ms, key=lambda fmt: better_ms[fmt], default=None)
     if best is None or better_ms[best] > WORTH * now_ms:
         return row

@@ -92,8 +92,7 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layouts(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[RunSpec]:

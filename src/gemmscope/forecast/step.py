@@ -173,8 +173,7 @@ class StepForecast:
         if kept is None or self.model is None or self.run.pp == 1 or self.run.pp_stage is not None:
             return []
         layers = {0: kept.first_layers, self.run.pp - 1: kept.last_layers}
-        stages = [stage for stage, count in layers.items() if count and stage != self.workload.stage]
-        runs = [replace(self.run, pp_stage=stage) for stage in stages]
+        runs = [replace(self.run, pp_stage=stage) for stage, count in layers.items() if count and stage != self.workload.stage]
         return [
             StepForecast(self.forecaster, self.model, run, derive(self.model, run), self.network, fused=self.fused)
             for run in runs
