@@ -15,7 +15,7 @@ from rich.console import Console
 import gemmscope as gs
 from gemmscope.document import document
 from gemmscope.writers import terminal
-from gemmscope.writers.figure import save_figure, save_figures
+from gemmscope.writers.figure import save_figures
 
 IMAGES = Path(__file__).parent / "images"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
@@ -42,7 +42,7 @@ def draw_step(path: Path) -> None:
 
 DRAWN: dict[str, Callable[[Path], None]] = {
     "shapes.svg": draw_shapes,
-    "bench-h200.svg": lambda path: save_figure(document(worked_example.bench()), path),
+    "bench-h200.svg": lambda path: worked_example.bench().save(path),
     "step-h200.svg": draw_step,
     "forecast.svg": lambda path: worked_example.forecast("b300", "h200").save(path),
     "speedups-blackwell.svg": lambda path: worked_example.draw_blackwell(str(path)),

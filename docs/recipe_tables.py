@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.bench.choose import GEMMS_ONLY, ON_GPU
+from gemmscope.recipe.frameworks import backends as measuring_backends
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
 
+ON_GPU = measuring_backends("cuda")
+GEMMS_ONLY = [name for name in ON_GPU if frameworks()[name].gemms_only]
 FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 

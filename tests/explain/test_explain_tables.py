@@ -241,7 +241,7 @@ def test_the_recorder_keeps_what_the_tables_need(tmp_path: Path) -> None:
     assert len(trace.stream_waits) == 1
     assert {call.name for call in trace.launches.values()} == {"cudaLaunchKernel", "cudaStreamWaitEvent", "cudaFree"}
     collective = next(work.message for work in trace.work if work.message is not None)
-    assert (collective.kind, collective.bytes_out, collective.ranks) == ("all-reduce", 32.0, (0, 1))
+    assert (collective.kind, collective.bytes_counted, collective.ranks) == ("all-reduce", 32.0, (0, 1))
     assert [operator.concrete[5] for operator in trace.operators if operator.concrete] == ["True"]
     assert "secret" not in gzip.decompress((tmp_path / "small.json.gz").read_bytes()).decode()
 

@@ -44,6 +44,13 @@ def test_llama_4_interleaves_everything() -> None:
     assert {attention.qk_norm for attention in attentions(spec)} == {None}
 
 
+def test_an_empty_list_of_layer_numbers_chooses_no_layer() -> None:
+    """It is not the same as no list, which means the usual layers."""
+    assert not any(layer.is_moe for layer in model("llama4_text", moe_layers=[], num_hidden_layers=4).layers)
+    short_convolutions = model("lfm2", full_attn_idxs=[], num_hidden_layers=4)
+    assert [layer.attention for layer in short_convolutions.layers] == [None] * 4
+
+
 def test_transformers_runs_all_experts_of_llama_4() -> None:
     """--check compares with what the class runs. The workload is what frameworks run."""
     spec = model("llama4_text", num_hidden_layers=1)

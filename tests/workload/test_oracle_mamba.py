@@ -13,6 +13,7 @@ from gemmscope.job.load import ModelRun
 from gemmscope.model import hf
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.check import differences
+from support.commands import shapes
 from support.mamba_variants import MIXER_FAMILIES, mixer_variant
 from support.oracle import compare, live, model_of
 
@@ -88,7 +89,7 @@ def test_the_check_says_what_it_compared(model_type: str, note: str | None, monk
         command, "trace_huggingface", lambda config, batch, sequence: live(dict(config), RunSpec(batch, sequence))
     )
     source = hf.from_config({"model_type": model_type, **sizes}, "config.json")
-    result = command.shapes(ModelRun(source, RunSpec(1, 16)), check=True)
+    result = shapes(ModelRun(source, RunSpec(1, 16)), check=True)
     assert result.check is not None
     assert result.check.equal
     codes = [finding.code for finding in result.findings]

@@ -13,7 +13,6 @@ import pytest
 
 import gemmscope
 from gemmscope import roles
-from gemmscope.commands.forecast import forecast
 from gemmscope.errors import MissingFactError, UserError
 from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets
@@ -29,6 +28,7 @@ from gemmscope.toml import FactTable, load_data
 from gemmscope.workload import derive as derivation
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear, Op, Work
+from support.commands import forecast
 from support.plan_files import planned
 from support.traced_files import TRACE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -16,8 +16,10 @@ from typer.core import TyperCommand
 
 from gemmscope.cli import commands
 from gemmscope.cli.complete import completion
-from gemmscope.cli.help import COMMANDS, SETTINGS, CommandHelp, command_help, describe, terminal_width
-from gemmscope.options.declare import Declared, Options, options_of
+from gemmscope.cli.help import COMMANDS, DATA, HELP, SETTINGS, CommandHelp, OptionGroup, OptionHelp, command_help, terminal_width
+from gemmscope.options.declare import GROUPS, OWN, Declared, Options, options_of
+
+OUTPUT = GROUPS[-1]
 
 
 class HelpfulCommand(TyperCommand):
@@ -139,3 +141,46 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise typer.BadParameter(str(error)) from None
 
     return parse
+
+
+def describe(name: str, options: Sequence[Declared]) -> CommandHelp:
+    """The help of a command with these options."""
+    facts = COMMANDS[name]
+    members: dict[str, list[OptionHelp]] = {group: [] for group in GROUPS}
+    for declared in options:
+        if not declared.option.hidden:
+            members[declared.group].append(option_help(declared))
+    shared = [group for group in GROUPS if members[group] and group != OUTPUT]
+    if members[OUTPUT] and not shared:  # nothing but outputs
+        members[OWN], members[OUTPUT] = members[OUTPUT], []
+    members[OUTPUT if members[OUTPUT] else [OWN, *shared][-1]].append(HELP)
+    arguments = [option.metavar for option in members[OWN] if not option.flags]
+    codes = {int(code): text for code, text in {**DATA["exit_codes"], **facts.get("exit_codes", {})}.items()}
+    return CommandHelp(
+        name=name,
+        usage=" ".join(("gemmscope", name, "[OPTIONS]", *arguments)),
+        summary=facts["summary"],
+        description=" ".join(facts["description"].split()),
+        groups=tuple(OptionGroup(group, tuple(listed)) for group, listed in members.items() if listed),
+        examples=tuple(facts["examples"]),
+        exit_codes=tuple(sorted(codes.items())),
+    )
+
+
+def option_help(declared: Declared) -> OptionHelp:
+    """The help of one option."""
+    option, metavar = declared.option, declared.metavar
+    if option.argument:
+        usage = f"{metavar}..." if option.repeated else metavar if option.required else f"[{metavar}]"
+        return OptionHelp(declared.name, (), (), usage, "", option.help)
+    spellings = [flag.partition("/") for flag in declared.flags]
+    on, off = tuple(flag for flag, _, _ in spellings), tuple(flag for _, _, flag in spellings if flag)
+    default = option.default or _default_in_words(declared.default, on, off)
+    return OptionHelp(declared.name, on, off, metavar, default, option.help)
+
+
+def _default_in_words(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
+    """The default in words. That of a flag is one of its spellings, if it has two."""
+    if isinstance(value, bool) and off:
+        return (on if value else off)[0].removeprefix("--")
+    return "" if value in (None, ()) or isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

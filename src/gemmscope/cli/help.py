@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemmscope.options.declare import GROUPS, OWN, Declared
 from gemmscope.toml import load_data
 
 DATA = load_data("gemmscope.cli", "commands.toml")
 COMMANDS: dict[str, dict[str, Any]] = DATA["commands"]
-OUTPUT = GROUPS[-1]
 SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
@@ -78,49 +75,6 @@ class CommandHelp:
 
 
 HELP = OptionHelp("help", ("--help", "-h"), (), "", "", "Show this help and exit.")
-
-
-def describe(name: str, options: Sequence[Declared]) -> CommandHelp:
-    """The help of a command with these options."""
-    facts = COMMANDS[name]
-    members: dict[str, list[OptionHelp]] = {group: [] for group in GROUPS}
-    for declared in options:
-        if not declared.option.hidden:
-            members[declared.group].append(option_help(declared))
-    shared = [group for group in GROUPS if members[group] and group != OUTPUT]
-    if members[OUTPUT] and not shared:  # nothing but outputs
-        members[OWN], members[OUTPUT] = members[OUTPUT], []
-    members[OUTPUT if members[OUTPUT] else [OWN, *shared][-1]].append(HELP)
-    arguments = [option.metavar for option in members[OWN] if not option.flags]
-    codes = {int(code): text for code, text in {**DATA["exit_codes"], **facts.get("exit_codes", {})}.items()}
-    return CommandHelp(
-        name=name,
-        usage=" ".join(("gemmscope", name, "[OPTIONS]", *arguments)),
-        summary=facts["summary"],
-        description=" ".join(facts["description"].split()),
-        groups=tuple(OptionGroup(group, tuple(listed)) for group, listed in members.items() if listed),
-        examples=tuple(facts["examples"]),
-        exit_codes=tuple(sorted(codes.items())),
-    )
-
-
-def option_help(declared: Declared) -> OptionHelp:
-    """The help of one option."""
-    option, metavar = declared.option, declared.metavar
-    if option.argument:
-        usage = f"{metavar}..." if option.repeated else metavar if option.required else f"[{metavar}]"
-        return OptionHelp(declared.name, (), (), usage, "", option.help)
-    spellings = [flag.partition("/") for flag in declared.flags]
-    on, off = tuple(flag for flag, _, _ in spellings), tuple(flag for _, _, flag in spellings if flag)
-    default = option.default or _default(declared.default, on, off)
-    return OptionHelp(declared.name, on, off, metavar, default, option.help)
-
-
-def _default(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
-    """The default in words. That of a flag is one of its spellings, if it has two."""
-    if isinstance(value, bool) and off:
-        return (on if value else off)[0].removeprefix("--")
-    return "" if value in (None, ()) or isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def wrapped(example: str, width: int = WIDTH, indent: str = "  ") -> list[str]:

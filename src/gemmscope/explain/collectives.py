@@ -51,22 +51,16 @@ Match = Mapping[int, Collective]
 
 def collectives_of(view: TraceView) -> list[Collective]:
     """The collectives of the chosen steps, in the order they ran."""
-    trace = view.trace
-    marks = _marks_by_thread(trace)
+    trace, marks = view.trace, dict[Any, list[Operator]]()  # by thread
+    for mark in trace.marks:
+        if mark.name.startswith(NCCL_MARK):
+            marks.setdefault(mark.thread, []).append(mark)
     return [
         Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
         for step, shares in zip(view.steps.chosen, view.shares, strict=True)
         for index in view.indices_in(step)
         if view.work_classes[index].name == "communication" and not (work := trace.work[index]).copy
     ]
-
-
-def _marks_by_thread(trace: RecordedTrace) -> dict[Any, list[Operator]]:
-    marks: dict[Any, list[Operator]] = {}
-    for mark in trace.marks:
-        if mark.name.startswith(NCCL_MARK):
-            marks.setdefault(mark.thread, []).append(mark)
-    return marks
 
 
 def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
@@ -168,8 +162,9 @@ def _total(
 
 
 def _group_name(message: CollectiveMessage) -> str:
-    members = f" {list(message.ranks)}" if 0 < len(message.ranks) <= MOST_MEMBERS_NAMED else ""
-    return f"{message.group}{members}".strip()[:MOST_GROUP_NAME] if members else message.group[:MOST_GROUP_NAME]
+    if 0 < len(message.ranks) <= MOST_MEMBERS_NAMED:
+        return f"{message.group} {list(message.ranks)}".strip()[:MOST_GROUP_NAME]
+    return message.group[:MOST_GROUP_NAME]
 
 
 def last_of(match: Match) -> int:

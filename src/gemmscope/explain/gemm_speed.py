@@ -3,10 +3,10 @@ below its speed, or the sizes do not fit its tensor cores."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd, prod
+from typing import Any
 
 from gemmscope.explain.gemms import Size
-from gemmscope.explain.gpu_rates import WEIGHTS, facts_clock
-from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, spans_of
 from gemmscope.explain.trace_view import TimedWork, add_up
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.recipe.precisions import precision_in_traces
@@ -20,8 +20,6 @@ LOADED_BYTES = 16  # that tensor cores load at once
 TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
 TINY = 32  # a side that does not fill a tile of a tensor core
-
-
 MOST_SHAPES = 200
 ALIGNED_BYTES = 16
 HIGH_BYTES = 2.0  # per element, where the precision is not known
@@ -37,7 +35,7 @@ def gemm_causes(step: StepEvidence) -> Iterator[Cause]:
 
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
     """A GPU that ran slowly: by the clock recorded with the trace, else if the best GEMM of every precision is slow for it."""
-    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
+    clock, slow, busy_ms = recorded_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
     computing = [item for item in step.items if item.work_class.rank == 0]
     if clock is not None:
         mean, highest, reasons = clock
@@ -52,6 +50,29 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
     elif slow and step.gpu is not None:
         share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
         yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=computing)
+
+
+def recorded_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
+    """Mean SM clock in MHz during the recording, the highest possible, and the throttle reasons; None if not recorded."""
+    clock = facts.get("clock")
+    if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
+        return None
+    readings = [reading for reading in clock["readings"] if isinstance(reading, dict) and _is_clock(reading.get("sm_mhz"))]
+    highest = clock.get("max_sm_mhz")
+    if not readings or not _is_clock(highest):
+        return None
+    throttled = [reading.get("throttle") for reading in readings]
+    reasons = sorted({str(reason) for reasons in throttled if isinstance(reasons, list) for reason in reasons})
+    return sum(reading["sm_mhz"] for reading in readings) / len(readings), float(highest or 0.0), reasons
+
+
+def _is_clock(value: Any) -> bool:
+    """Whether this is a plausible clock rate.
+
+    >>> _is_clock(1980), _is_clock(float("nan")), _is_clock("1980"), _is_clock(True)
+    (True, False, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e6
 
 
 def best_rates(step: StepEvidence) -> dict[str, float]:
@@ -102,16 +123,13 @@ def _misaligned(item: TimedWork) -> bool:
     return item.gemm.size is not None and any(side % multiple for side in item.gemm.size[1:])
 
 
-def _tiny(item: TimedWork) -> bool:
-    return "bmm" in item.gemm.layer and bool(item.gemm.size) and min(item.gemm.sides) < TINY
-
-
 def _misfits(step: StepEvidence) -> Iterator[Cause]:
     """GEMMs that take far longer than their FLOPs and bytes need, because of their sizes."""
     best = best_rates(step)
     lost: dict[str, list[tuple[TimedWork, float]]] = {"misaligned": [], "tiny": []}
     for item in step.items:
-        code = "misaligned" if _misaligned(item) else "tiny" if _tiny(item) else ""
+        tiny = "bmm" in item.gemm.layer and bool(item.gemm.size) and min(item.gemm.sides) < TINY
+        code = "misaligned" if _misaligned(item) else "tiny" if tiny else ""
         least_us = _least_us(step, item, best) if code and item.gemm.flops > 0 and item.scope.phase != "optimizer" else None
         if least_us is not None and item.work.time > TOO_SLOW * least_us:
             lost[code].append((item, item.share * (1 - least_us / item.work.time)))

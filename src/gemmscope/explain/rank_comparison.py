@@ -36,8 +36,7 @@ class RankComparison:
 
 def compare_ranks(diagnoses: Sequence[TraceDiagnosis]) -> RankComparison:
     """Ranks of one job; those without a rank of their own are numbered."""
-    numbered = ((number if one.trace.rank is None else one.trace.rank, one) for number, one in enumerate(diagnoses))
-    by_rank = dict(numbered)
+    by_rank = {number if one.trace.rank is None else one.trace.rank: one for number, one in enumerate(diagnoses)}
     matches = matched({rank: collectives_of(diagnosis.view) for rank, diagnosis in by_rank.items()})
     delays, waits, late = _delays_ms(matches, by_rank), waiting_us(matches), Counter(map(last_of, matches))
     times = tuple(

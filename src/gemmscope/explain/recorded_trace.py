@@ -68,20 +68,14 @@ BUS_FACTORS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMessage:
-    """`bytes_in`, `bytes_out`: of one rank; `ranks`: the members of the process group, empty if unknown; `size`: how many they
-    are, 0 if unknown."""
+    """`bytes_counted`: as NCCL's tests count them, the whole buffer of one rank, whichever side holds it; `ranks`: the members of
+    the process group, empty if unknown; `size`: how many they are, 0 if unknown."""
 
     kind: str
-    bytes_in: float = 0.0
-    bytes_out: float = 0.0
+    bytes_counted: float = 0.0
     group: str = ""
     ranks: tuple[int, ...] = ()
     size: int = 0
-
-    @property
-    def bytes_counted(self) -> float:
-        """As NCCL's tests count them: the whole buffer, whichever side holds it."""
-        return max(self.bytes_in, self.bytes_out)
 
 
 @dataclass(slots=True)
@@ -115,13 +109,9 @@ class Call:
 
 
 @dataclass(slots=True)
-class Operator:
+class Operator(Call):
     """An operator on the CPU, or an annotation (mark) set there by a person or a framework."""
 
-    name: str
-    start: float
-    end: float
-    thread: Any
     external: Any = None
     shapes: list[Any] = field(default_factory=list)
     types: list[Any] = field(default_factory=list)
@@ -429,8 +419,7 @@ def message_of(arguments: dict[str, Any]) -> CollectiveMessage:
     name = arguments.get("Process Group Name")
     return CollectiveMessage(
         kind=kind_of(str(arguments.get("Collective name", ""))),
-        bytes_in=width * _count(arguments.get("In msg nelems")),
-        bytes_out=width * _count(arguments.get("Out msg nelems")),
+        bytes_counted=width * max(_count(arguments.get(f"{side} msg nelems")) for side in ("In", "Out")),
         group=(group or str(name if name is not None else ""))[:100],
         ranks=ranks,
         size=int(_count(arguments.get("Group size"))) or len(ranks),
@@ -440,13 +429,13 @@ def message_of(arguments: dict[str, Any]) -> CollectiveMessage:
 def message_of_mark(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> CollectiveMessage:
     """From the annotation `nccl:all_reduce` that PyTorch sets around the launch, with the shape of the first tensor.
 
-    >>> message_of_mark("nccl:all_reduce", [[1024, 2]], ["float"]).bytes_in
+    >>> message_of_mark("nccl:all_reduce", [[1024, 2]], ["float"]).bytes_counted
     8192.0
     """
     shape = shapes[0] if shapes and isinstance(shapes[0], list) else None
     known = shape is not None and shape and all(isinstance(size, int) and 0 <= size < 1 << 40 for size in shape)
     size = float(prod(shape)) * element_bytes(types[0] if types else None) if known and shape is not None else 0.0
-    return CollectiveMessage(kind_of(name.removeprefix(NCCL_MARK)), size, size)
+    return CollectiveMessage(kind_of(name.removeprefix(NCCL_MARK)), size)
 
 
 def kind_of(name: str) -> str:

@@ -1,18 +1,19 @@
-"""What all searches for causes share: the evidence of a step, and how a cause is made from it."""
+"""What all searches for causes share: the evidence of a step, how fast its GPU can be, and how a cause is made from them."""
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.gpu_rates import gpu_rates, has_fp8, is_amd
 from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, add_up, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
+from gemmscope.gpu.specs import spec_of
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
@@ -28,6 +29,9 @@ TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", 
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
+
+
+WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 
 
 class StepEvidence:
@@ -246,3 +250,75 @@ def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
 @cache
 def _causes() -> dict[str, Any]:
     return load_data("gemmscope.explain", "causes.toml")
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Peak rates in TFLOP/s by format. `usual`: the share of them that large GEMMs reach in training."""
+
+    peaks: dict[str, float]
+    usual: float
+    bandwidth_tbps: float
+
+    def peak(self, precision: str) -> float | None:
+        """The rate that holds for this precision, the first that the GPU has. Weights in fewer bits are multiplied in BF16."""
+        known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
+        return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
+
+    def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
+        """The shortest time of a GEMM: what its FLOPs take at the usual rate, or its bytes at the bandwidth of the memory."""
+        peak = self.peak(precision)
+        return max(flops / (peak * self.usual) / 1e6, size_bytes / self.bandwidth_tbps / 1e6) if peak else None
+
+
+@cache
+def gpu_rates(name: str) -> GpuRates | None:
+    """The GPU with this driver name; None if it is not known.
+
+    >>> gpu_rates("NVIDIA H200").peak("BF16"), gpu_rates("Tesla V100-SXM2-16GB").peak("FP16"), gpu_rates("NVIDIA Something")
+    (989.0, 125, None)
+    """
+    if (spec := spec_of(name)) is not None:
+        return GpuRates(dict(spec.tflops), spec.usual_share, spec.bandwidth_tbps)
+    rules = (rule for rule in load_data("gemmscope.gpu", "other_gpus.toml")["gpu"] if re.search(rule["device"], name))
+    return next((GpuRates(rule["tflops"], rule["usual_share"], rule["bandwidth_tbps"]) for rule in rules), None)
+
+
+def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
+    """Whether the GPU multiplies in FP8: by its table, its name, or the compute capability in the trace; None if nothing shows
+    it.
+
+    >>> has_fp8("NVIDIA H100 80GB HBM3", {}), has_fp8("Tesla V100-SXM2-16GB", {}), has_fp8("AMD Instinct MI250X", {})
+    (True, False, False)
+    >>> has_fp8("", {"computeMajor": 7, "computeMinor": 5, "warpSize": 32}), has_fp8("", {}), has_fp8("AMD Something", {})
+    (False, None, None)
+    """
+    rates, facts = gpu_rates(name), load_data("gemmscope.gpu", "other_gpus.toml")["no_fp8"]
+    if rates is not None:
+        return "fp8" in rates.peaks
+    if re.search(facts["names"], name):
+        return False
+    capability = compute_capability(properties)
+    if capability is None or is_amd(name, properties):
+        return None
+    return capability >= float(facts["first_capability"])
+
+
+def is_amd(name: str, properties: dict[str, Any]) -> bool:
+    """Whether this is a GPU of AMD: by its name, or the width of its wavefronts.
+
+    >>> is_amd("AMD Instinct MI300X", {}), is_amd("", {"warpSize": 64}), is_amd("NVIDIA H100", {"warpSize": 32})
+    (True, True, False)
+    """
+    return re.search(r"\bAMD\b|Instinct|Radeon|\bMI\d+", name) is not None or (not name and properties.get("warpSize") == 64)
+
+
+def compute_capability(properties: dict[str, Any]) -> float | None:
+    """The compute capability as a number, such as 8.9; None if it is not known.
+
+    >>> compute_capability({"computeMajor": 8, "computeMinor": 9}), compute_capability({"computeMajor": "x"})
+    (8.9, None)
+    """
+    major, minor = properties.get("computeMajor"), properties.get("computeMinor", 0)
+    whole = all(isinstance(part, int) and not isinstance(part, bool) and 0 <= part < 100 for part in (major, minor))
+    return float(f"{major}.{minor}") if whole else None

@@ -12,7 +12,7 @@ from gemmscope.explain.attention_speed import attention_totals
 from gemmscope.explain.collectives import collective_totals, collectives_of
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_speed import gemm_shapes
-from gemmscope.explain.recorded_trace import Call, Operator, RecordedTrace
+from gemmscope.explain.recorded_trace import Call, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
 from gemmscope.explain.trace_view import TraceView, largest_sums
@@ -94,9 +94,9 @@ def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
 def _frames(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
     """What the CPU did in each gap; `gaps` in the order of their begin."""
     marks = [mark for mark in trace.marks if not mark.name.startswith(NOT_TELLING)]
-    every: list[Call | Operator] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
+    every: list[Call] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
     annotations = {id(mark) for mark in marks}
-    at, opened = 0, list[Call | Operator]()
+    at, opened = 0, list[Call]()
     for gap in gaps:
         begin, end = gap.begin, max(min(gap.scope.launched or gap.end, gap.end), gap.begin)
         needed = COVERED * (end - begin)

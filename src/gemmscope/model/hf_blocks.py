@@ -185,7 +185,8 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         return [index >= first for index in range(count)]
     if rule == "sparse_step":
         step = family.size("decoder_sparse_step", "layers")
-        dense = {index for index in layer_numbers(family, "mlp_only_layers") or [] if isinstance(index, int)}
+        dense_layers = layer_numbers(family, "mlp_only_layers") if family.value("mlp_only_layers") else []
+        dense = {index for index in dense_layers or () if isinstance(index, int)}
         has_experts = family.optional_size("num_experts") != 0
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
     if rule == "interval":
@@ -221,8 +222,8 @@ def listed(
 
 
 def layer_numbers(family: FamilyConfig, key: str) -> list[Any] | None:
-    """A list of the config with the numbers of some layers; None where it is left out."""
-    return listed(family, key, "of layer numbers", "for example [1, 3, 5]") if family.value(key) else None
+    """A list of the config with the numbers of some layers, which may be empty; None where it is left out."""
+    return listed(family, key, "of layer numbers", "for example [1, 3, 5]")
 
 
 def check_kinds(family: FamilyConfig, kinds: list[Any], possible: Collection[str]) -> None:

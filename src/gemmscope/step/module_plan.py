@@ -41,10 +41,6 @@ class ModulePlan:
     accumulation: int = 1
     recompute: str = "none"
 
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.sequence_length
-
     def with_depth(self, depth: int) -> ModulePlan:
         """Its first layers, so many of them."""
         return replace(self, depth=depth)

@@ -206,7 +206,7 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
         blocks.check_kinds(family, _counted(kinds, count), (LINEAR, FULL))
         return [kind == FULL for kind in kinds]
     if rule == "attn_layer_indices":
-        chosen = blocks.layer_numbers(family, rule) or []
+        chosen = (blocks.layer_numbers(family, rule) or []) if family.value(rule) else []
         return [index in chosen for index in range(count)]
     return _periodic(family, rule, count)
 
