@@ -15,7 +15,7 @@ from fuzz.targets import Target, command_line
 from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
-from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import figure, markdown, tables, terminal
 from gemmscope.writers import html as html_writer
 from support.poison import HOSTILE, poisoned
 from support.results import RESULTS
