@@ -254,7 +254,7 @@ def test_memory_that_is_tight_is_said() -> None:
 
 def test_all_layouts_have_the_same_optimizer() -> None:
     """By default, a single replica would have no FP32 master weights. In a comparison, it has them like the others."""
-    usual, light = small(restrict={"tp": 8}), small(restrict={"tp": 8}, settings={"optimizer_state": "bf16"})
+    usual, light = small(restrict={"tp": 8}), small(restrict={"tp": 8}, optimizer_state="bf16")
     assert usual.run is not None
     assert (usual.run.data_parallel, usual.run.state_precision) == (1, "fp32")
     assert usual.best is not None
