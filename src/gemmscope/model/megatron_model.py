@@ -53,8 +53,6 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
         depths = settings.maybe_count("mtp_num_layers", "layers") or 0
     else:
         depths = pattern.depths if pattern.predicts_one_layer else 0
-    # The blocks of one depth are one layer: attention or a mixer, and an MLP or experts, each with a norm before it.
-    predicting = _hybrid_layers(settings, hidden, pattern, pattern.prediction) if pattern and depths else []
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
@@ -64,7 +62,7 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
         positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
         prediction_layers=depths,
-        prediction_layer=replace(predicting[0], mlp=predicting[-1].mlp, norms=len(predicting)) if predicting else None,
+        prediction_layer=_prediction_layer(settings, hidden, pattern) if pattern and depths else None,
         prediction_shared=depths > 1 and settings.flag("mtp_use_repeated_layer"),
         source=origin,
     )
@@ -115,6 +113,12 @@ def _hybrid_layer(settings: MegatronSettings, hidden: int, pattern: HybridPatter
             f"add for example {settings.example('num_moe_experts')}",
         )
     return LayerSpec(None, mlp, norms=1)
+
+
+def _prediction_layer(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> LayerSpec:
+    """The blocks of one depth as one layer: attention or a mixer, and an MLP or experts, each with a norm before it."""
+    blocks = _hybrid_layers(settings, hidden, pattern, pattern.prediction)
+    return replace(blocks[0], mlp=blocks[-1].mlp, norms=len(blocks))
 
 
 def _has_layer_norm(settings: MegatronSettings) -> bool:
