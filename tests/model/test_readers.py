@@ -66,7 +66,7 @@ def test_file_and_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps(CONFIG))
     assert hidden_size(str(path)) == hidden_size(str(tmp_path)) == 64
     path.unlink()
-    assert unnamed(refused(str(tmp_path)), repr(str(tmp_path)), "config.json", "config=PATH") == []
+    assert unnamed(refused(str(tmp_path)), repr(str(tmp_path)), "config.json", "config='PATH'") == []
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
@@ -217,4 +217,4 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.Monke
     source = read_config("acme/tiny")
     assert source.model is not None
     assert source.model.hidden_size == 64
-    assert unnamed(refused("acme/absent"), "'acme/absent'", "hub ID", "config=PATH") == []
+    assert unnamed(refused("acme/absent"), "'acme/absent'", "hub ID", "config='PATH'") == []
