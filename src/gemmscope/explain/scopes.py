@@ -103,11 +103,8 @@ def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
 
     After the last function come norms, activations and sums, until the node that asked for the layer does its own work.
     """
-    nodes: dict[int, list[int]] = {}
-    for number, scope in enumerate(result):
-        around = scope.backward_nodes() if scope.phase in ("backward", "recomputed") else []
-        if around and scope.launched is not None:
-            nodes.setdefault(id(around[0]), []).append(number)
+    inside = [(number, scope) for number, scope in enumerate(result) if scope.phase in ("backward", "recomputed")]
+    nodes = grouped((id(around[0]), number) for number, scope in inside if (around := scope.backward_nodes()))
     for numbers in nodes.values():
         numbers.sort(key=lambda number: result[number].launched or 0.0)
         again = [place for place, number in enumerate(numbers) if result[number].phase == "recomputed"]

@@ -22,6 +22,7 @@ WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().value
 UNKNOWN_PRECISION = "unknown precision"
 PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
 CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
+OPERATOR_RULES: list[dict[str, str]] = load_data("gemmscope.explain", "operators.toml")["operator"]
 CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
 CHAIN = 14  # most kernels of one eager cast
@@ -139,18 +140,10 @@ def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
 
 def _class_of_operators(names: Iterable[str]) -> str:
     """The class that the operators give, by the first rule that fits any of them; empty if none does."""
-    rules = _operator_rules()
-    first = min(map(_first_rule, names), default=len(rules))
-    return rules[first][1] if first < len(rules) else ""
+    first = min(map(_first_rule, names), default=len(OPERATOR_RULES))
+    return OPERATOR_RULES[first]["class"] if first < len(OPERATOR_RULES) else ""
 
 
 @cache
 def _first_rule(name: str) -> int:
-    rules = _operator_rules()
-    return next((number for number, (pattern, _) in enumerate(rules) if pattern.search(name)), len(rules))
-
-
-@cache
-def _operator_rules() -> list[tuple[re.Pattern[str], str]]:
-    rules = load_data("gemmscope.explain", "operators.toml")["operator"]
-    return [(re.compile(rule["found"]), rule["class"]) for rule in rules]
+    return next((number for number, rule in enumerate(OPERATOR_RULES) if re.search(rule["found"], name)), len(OPERATOR_RULES))
