@@ -165,15 +165,15 @@ def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list
             lasts[at] = max(lasts[at], work.end)
         elif not any(firsts[:1]) and (call is None or call.start < windows[0].begin):
             earlier = max(earlier, work.end)
-    found = [(window, first, last) for window, first, last in zip(windows, firsts, lasts, strict=True) if first is not None]
-    if not found:  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
+    launching = [(window, first, last) for window, first, last in zip(windows, firsts, lasts, strict=True) if first is not None]
+    if not launching:  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
-    window, first, _ = found[0]
+    window, first, _ = launching[0]
     waited = first.start - trace.launches[first.correlation].end > QUEUED_US or earlier > window.begin
     begins = [first.start if waited else min(window.begin, first.start)]
-    begins += [max(window.begin, before) for (_, _, before), (window, _, _) in pairwise(found)]
-    ends = [max(last, window.end) for window, _, last in found]
-    steps = [RecordedStep(window.name, begin, end) for (window, _, _), begin, end in zip(found, begins, ends, strict=True)]
+    begins += [max(window.begin, before) for (_, _, before), (window, _, _) in pairwise(launching)]
+    ends = [max(last, window.end) for window, _, last in launching]
+    steps = [RecordedStep(window.name, begin, end) for (window, _, _), begin, end in zip(launching, begins, ends, strict=True)]
     return _until_next(steps, ends[-1])
 
 
