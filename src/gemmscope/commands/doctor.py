@@ -170,8 +170,7 @@ def _ask_frameworks() -> dict[str, Any]:
         return {"torch": {"broken": "importing it took more than three minutes"}}
     if not worker.text:
         return {"torch": {"broken": f"asking it ended with exit code {code}: {worker.reason}"}}
-    answer: dict[str, Any] = json.loads(worker.text)
-    return answer
+    return dict(json.loads(worker.text))
 
 
 def _gpu_line(gpu: GpuFacts) -> str:

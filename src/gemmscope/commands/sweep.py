@@ -29,8 +29,6 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import check
 
 GEMM_SIZES = ("m", "k", "n")
-ALL_SIZES = (*MEASURED_SIZES, *GEMM_SIZES, "global_batch", "vp", "dp", "zero", "fsdp")
-"""Everything that a user may name as a size to vary. Sizes that do not affect a measurement on one GPU are rejected."""
 MOST_POINTS = 5000
 Measured = TypeVar("Measured", BenchOptions, StepOptions)
 
@@ -57,8 +55,7 @@ def bench_sweep(
             raise UserError(f"{job.source.model.name} has no linear layers to measure", "gemmscope shapes lists what it runs")
         return MeasureUnit(options, _plain(job), context.command, reduce=BENCH_POINT)
 
-    measured = MeasuredSweepRun(options, sweep, context)
-    return measured.run(lambda signals: configurations(model, run, axes, unit, signals))
+    return MeasuredSweepRun(options, sweep, context).run(lambda signals: configurations(model, run, axes, unit, signals))
 
 
 def gemm_sweep(shape: Shape, options: BenchOptions, sweep: SweepOptions, context: RunContext = PLAIN) -> SweepResult:
@@ -104,8 +101,7 @@ def step_sweep(
             plan_step(job.source.model, job.run)
         return MeasureUnit(options, _plain(job), context.command, reduce=STEP_POINT)
 
-    measured = MeasuredSweepRun(options, sweep, context)
-    return measured.run(lambda signals: configurations(model, run, axes, unit, signals))
+    return MeasuredSweepRun(options, sweep, context).run(lambda signals: configurations(model, run, axes, unit, signals))
 
 
 def _of_point(options: Measured) -> Measured:
