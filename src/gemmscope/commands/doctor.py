@@ -156,8 +156,7 @@ def diagnose() -> Diagnosis:
 
 def _health() -> dict[int, Health]:
     nvml = open_nvml()
-    gpus = {index: gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))} if nvml else {}
-    return {index: health_facts(gpu) for index, gpu in gpus.items()}
+    return {index: health_facts(gpu) for index in range(nvml.count()) if (gpu := nvml.gpu(index))} if nvml else {}
 
 
 def _ask_frameworks() -> dict[str, Any]:

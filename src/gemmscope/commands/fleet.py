@@ -205,8 +205,10 @@ def check_rule(repeat: int, tolerance: float) -> None:
     if not 1 <= repeat <= MOST_REPEATS:
         raise UserError(f"{option('repeat', repeat)} must be between 1 and {MOST_REPEATS}", f"for example {option('repeat', 3)}")
     if not 0 <= tolerance < 1:
-        message = f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%"
-        raise UserError(message, f"for example {option('tolerance', '0.02')}")
+        raise UserError(
+            f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%",
+            f"for example {option('tolerance', '0.02')}",
+        )
 
 
 def _create_folder(folder: str | Path) -> Path:

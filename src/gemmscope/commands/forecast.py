@@ -74,8 +74,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    counting = options.cache_weights, options.as_te_benchmark
-    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, *counting)
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options.cache_weights, options.as_te_benchmark)
     _check_step(task, options.tokens, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
@@ -161,14 +160,20 @@ def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: boo
     """A `UserError` for options that apply to a training step if there is none, or to tokens if its inputs are others."""
     step = task.stepping
     if step is None and asks_for_cost:
-        problem = f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none"
-        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
+        raise UserError(
+            f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none",
+            f"name a model: {option('config')} or {option('preset')}",
+        )
     if step is not None and step.run.inputs is not None and tokens is not None:
-        problem = f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}"
-        raise UserError(problem, f"remove {option('tokens')}")
+        raise UserError(
+            f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}",
+            f"remove {option('tokens')}",
+        )
     if step is None and task.asked is not None:
-        problem = f"{task.asked.given} applies to a training step, but there is none"
-        raise UserError(problem, f"remove it, or name a model: {option('preset')}")
+        raise UserError(
+            f"{task.asked.given} applies to a training step, but there is none",
+            f"remove it, or name a model: {option('preset')}",
+        )
 
 
 def sweep(
@@ -285,8 +290,9 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
         raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
     linears = linear_cases(subject.workload)
     if not linears.cases:
-        problem = f"{subject.name} has no linear layers, and low precision speeds up only these"
-        raise UserError(problem, "gemmscope shapes lists what it runs")
+        raise UserError(
+            f"{subject.name} has no linear layers, and low precision speeds up only these", "gemmscope shapes lists what it runs"
+        )
     return linears
 
 

@@ -95,16 +95,22 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     best = next((point.best for point in points if point.best is not None), None)
     if best is None:
         raise _nothing_fits(points[0], chip, count, sizes)
-    findings = [finding("forecast-not-measured"), *source.findings]
-    findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
+    interrupted = [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
+    of_layouts = (*_findings(points, chip, source), *_priors(searches[0]))
     first, winner = next((point, search) for point, search in zip(points, searches, strict=False) if point.best is not None)
     return PlanResult(
         **common_fields(context.command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
         run=winner.runs[min(winner.candidates, key=order).run],
-        findings=tuple(findings),
+        findings=(
+            finding("forecast-not-measured"),
+            *source.findings,
+            *interrupted,
+            *of_layouts,
+            *recipe_findings,
+            *calibration_findings,
+        ),
         gpu=chip.name,
         title=chip.title,
         gpus=count,

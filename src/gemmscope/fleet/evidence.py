@@ -123,8 +123,7 @@ def _versions(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
     for name in dict.fromkeys((*own[0].versions, *others.versions)):
         value = Counter(facts.versions.get(name, "") for facts in own).most_common(1)[0][0]
         there = others.versions.get(name, Counter())
-        there = there + Counter({"": others.count - there.total()})
-        usual, count = there.most_common(1)[0]
+        usual, count = (there + Counter({"": others.count - there.total()})).most_common(1)[0]
         if value != usual and 2 * count > others.count:
             yield finding("fleet-version", what=name, value=value or "not installed", others=usual or "not installed")
 
