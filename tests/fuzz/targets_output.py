@@ -15,7 +15,7 @@ from fuzz.targets import Target, command_line
 from gemmscope.document import document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
-from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import figure, markdown, tables, terminal
 from gemmscope.writers import html as html_writer
 from support.poison import HOSTILE, poisoned
 from support.results import RESULTS
@@ -60,9 +60,8 @@ def write_everything(evil: Evil, folder: Path) -> str:
     """Every writer on one result. What is not a terminal's text is checked here."""
     result = evil_result(evil)
     doc = document(result, evil.texts[0])
-    tables = doc.tables()
     rows = list(csv.reader(io.StringIO(tables.csv_text(doc))))
-    assert len(rows) == 1 + sum(len(table.rows) for table in tables), "the CSV file has other rows"
+    assert len(rows) == 1 + sum(len(table.rows) for table in doc.tables()), "the CSV file has other rows"
     assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell)], "a formula"
     html_writer.page([doc]).encode()
     html_writer.notebook_html(doc).encode()

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -29,7 +30,8 @@ def with_better_recipe(rows: Sequence[GemmShapeTotal], gpu_name: str) -> tuple[G
     times = {fmt: time for fmt in timed_precisions() if (time := _times(spec, fmt, shapes, layouts)) is not None}
     result = list(rows)
     for number, place in enumerate(chosen):
-        result[place] = _better(rows[place], {fmt: _of(time, number) for fmt, time in times.items()})
+        own = {fmt: (float(time.gemm_ms[number]), float(time.quantize_ms[number])) for fmt, time in times.items()}
+        result[place] = _better(rows[place], own)
     return tuple(result)
 
 
@@ -45,8 +47,7 @@ def _can_change(row: GemmShapeTotal) -> bool:
 
 
 def _layout(row: GemmShapeTotal) -> Layout:
-    known = [layout for name, layout in LAYOUT_OF.items() if row.passes == (name,)]
-    return known[0] if known else "tn"
+    return next((layout for name, layout in LAYOUT_OF.items() if row.passes == (name,)), "tn")
 
 
 def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -> Times | None:
@@ -58,20 +59,15 @@ def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -
         return None
 
 
-def _of(times: Times, number: int) -> tuple[float, float]:
-    """Milliseconds of the GEMM, and of quantization."""
-    return float(times.gemm_ms[number]), float(times.quantize_ms[number])
-
-
 def _better(row: GemmShapeTotal, times: dict[str, tuple[float, float]]) -> GemmShapeTotal:
-    own = times.get(precision_in_traces()[row.precision].timed_as)
+    """The row with the fastest of the lower precisions. `times`: milliseconds of the GEMM and of quantization, by format."""
+    own_ms, own_cast_ms = times.get(precision_in_traces()[row.precision].timed_as, (inf, 0.0))
     now_ms = row.time_ms / row.count
     # What slows this GEMM down now (a low clock, other work at the same time) would slow it down in another recipe as well.
-    slower = max(now_ms / own[0], 1.0) if own is not None else 1.0
-    casts = own[1] if own is not None else 0.0
+    slower = max(now_ms / own_ms, 1.0)
     rising = list(precision_in_traces())
     lower = {precision_in_traces()[name].timed_as for name in rising[: rising.index(row.precision)]}
-    better_ms = {fmt: slower * gemm + max(cast - casts, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
+    better_ms = {fmt: slower * gemm + max(cast - own_cast_ms, 0.0) for fmt, (gemm, cast) in times.items() if fmt in lower}
     best = min(better_ms, key=lambda fmt: better_ms[fmt], default=None)
     if best is None or better_ms[best] > WORTH * now_ms:
         return row

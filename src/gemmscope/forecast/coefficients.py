@@ -105,8 +105,7 @@ class Coefficients:
         second = {"w2": (hidden, hidden), "b2": (hidden,), "s2": (series, hidden)}
         shapes = {**first, **second, "w3": (hidden, 2), "b3": (2,)}
         stored = [{name: array.values.shape for name, array in network.items()} for network in self.networks]
-        ranges = [len(values) for values in self.ranges.values()]
-        return all(network_shapes == shapes for network_shapes in stored) and ranges == [inputs, inputs]
+        return stored == [shapes] * len(stored) and [len(values) for values in self.ranges.values()] == [inputs, inputs]
 
 
 def read_stored(kind: type[Stored], what: str, text: str, origin: str, hint: str) -> Stored:

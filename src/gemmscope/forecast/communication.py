@@ -127,6 +127,14 @@ def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float,
     return launch, scale * root, scale * per_byte
 
 
+def _within_ms(chip: GpuSpec, operation: Collective, inside: int, message_bytes: float) -> float:
+    """The time of a collective among `inside` GPUs of one domain."""
+    if inside < 2:
+        return 0.0
+    launch, root, per_byte = _known(chip.collectives_of, operation, inside)
+    return launch + root * sqrt(message_bytes) + per_byte * message_bytes
+
+
 def collective_ms(
     chip: GpuSpec, network: Network, operation: Collective, ranks: int, message_bytes: float, apart: int = 1
 ) -> float:
@@ -144,11 +152,8 @@ def collective_ms(
     """
     if ranks < 2 or message_bytes <= 0:
         return 0.0
-    inside, within = network.inside(ranks, apart), 0.0
-    if inside > 1:
-        launch, root, per_byte = _known(chip.collectives_of, operation, inside)
-        share = inside / ranks if operation == "alltoall" else 1.0
-        within = launch + root * sqrt(message_bytes * share) + per_byte * message_bytes * share
+    inside = network.inside(ranks, apart)
+    within = _within_ms(chip, operation, inside, message_bytes * inside / ranks if operation == "alltoall" else message_bytes)
     if inside == ranks:
         return within
     travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
@@ -254,16 +259,12 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     moe = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)), None)
     if run.ep < 2 or moe is None or not share.moe_layers:
         return Exchange("experts", 0.0, crosses=False)
-    apart = run.expert_tp
-    inside = network.inside(run.ep, apart)
+    inside = network.inside(run.ep, run.expert_tp)
     domains = run.ep // inside
     token = (
         run.tokens * run.expert_tp / run.tp * (moe.latent or model.hidden_size) * ELEMENT_BYTES
     )  # all tokens of one rank, once
-    near, once = token * _distinct(inside, moe.top_k / domains), 0.0
-    if inside > 1:
-        launch, root, per_byte = _known(chip.collectives_of, "alltoall", inside)
-        once = launch + root * sqrt(near) + per_byte * near
+    once = _within_ms(chip, "alltoall", inside, token * _distinct(inside, moe.top_k / domains))
     if domains > 1:
         far = token * _distinct(domains, moe.top_k) * (domains - 1) / domains
         once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(network_facts()["latency_ms"])
@@ -287,18 +288,16 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
     message = run.tokens * model.streams * model.hidden_size * ELEMENT_BYTES / shard
     apart = run.tp * run.cp * run.data_parallel
     near = network.domain >= 2 * apart
-    launch, root, per_byte = _known(chip.collectives_of, "alltoall", 2)
-    # An all-to-all of two ranks sends half of its message: twice the message here.
-    once = launch + root * sqrt(2 * message) + per_byte * 2 * message
-    if not near:
+    if near:  # an all-to-all of two ranks sends half of its message: twice the message here
+        once = _within_ms(chip, "alltoall", 2, 2 * message)
+    else:
         once = message / (network.reached_gbps * 1e6) + float(network_facts()["latency_ms"])
     return Exchange("stages", 2 * run.vp * once, crosses=not near)
 
 
 def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
     """Data parallelism: gradients and weights, among all ranks that have the same weights (or the same experts)."""
-    times = {"reduce": 0.0, "gather": 0.0}
-    crosses = False
+    reduce_ms, gather_ms, crosses = 0.0, 0.0, False
     for parameters, ranks, apart in (
         (share.parameters, run.cp * run.data_parallel, run.tp),
         (share.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
@@ -307,19 +306,15 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
         if not message or ranks < 2:
             continue
         crosses = crosses or network.inside(ranks, apart) < ranks
-        if run.zero_stage == 0:
-            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks, message, apart)
-            continue
-        sharing = min(run.zero_ranks or ranks, ranks)
-        times["reduce"] += collective_ms(chip, network, "reduce_scatter", sharing, message, apart)
-        times["gather"] += collective_ms(chip, network, "all_gather", sharing, message, apart)
-        if sharing < ranks:  # hybrid sharding: copies of a shard agree on its gradients
-            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks // sharing, message / sharing, apart * sharing)
+        sharing = min(run.zero_ranks or ranks, ranks) if run.zero_stage else 1
+        reduce_ms += collective_ms(chip, network, "reduce_scatter", sharing, message, apart)
+        gather_ms += collective_ms(chip, network, "all_gather", sharing, message, apart)
+        # Copies of a shard (without ZeRO, of all weights) agree on its gradients.
+        reduce_ms += collective_ms(chip, network, "all_reduce", ranks // sharing, message / sharing, apart * sharing)
     every = run.zero_stage == 3  # weights are gathered for forward and again for backward, gradients reduced, in each micro-batch
-    gathers = 2 if every else 1
     return [
-        Exchange("gradients", times["reduce"], crosses, per_step=not every),
-        Exchange("weights", gathers * times["gather"], crosses, per_step=not every),
+        Exchange("gradients", reduce_ms, crosses, per_step=not every),
+        Exchange("weights", (2 if every else 1) * gather_ms, crosses, per_step=not every),
     ]
 
 
@@ -372,23 +367,23 @@ def _exposed(exchange: Exchange, run: RunSpec, computed: MicroBatch) -> Exposed:
 
 
 def _overlaps(kind: ExchangeKind, run: RunSpec) -> bool:
-    if kind == "tensor":
-        return run.tp_overlap and run.sequence_parallel
-    if kind == "experts":
-        return run.ep_overlap
-    if kind == "stages":
-        return run.vp > 1
-    return kind in ("context", "offload") or run.dp_overlap
+    overlaps: dict[ExchangeKind, bool] = {
+        "tensor": run.tp_overlap and run.sequence_parallel,
+        "experts": run.ep_overlap,
+        "stages": run.vp > 1,
+        "gradients": run.dp_overlap,
+        "weights": run.dp_overlap,
+    }
+    return overlaps.get(kind, True)
 
 
 def _hides_behind(exchange: Exchange, computed: MicroBatch) -> float:
     """Milliseconds of the computation that an exchange overlaps with."""
-    if exchange.kind == "tensor":
-        return computed.gemms_ms
-    if exchange.kind == "context":
-        return computed.attention_ms
-    if exchange.kind == "gradients":
-        return BACKWARD * computed.all_ms
-    if exchange.kind == "weights":  # of ZeRO-3 before every forward and every backward pass, else before the first forward pass
-        return (FORWARD if exchange.per_step else BOTH) * computed.all_ms
-    return computed.all_ms
+    behind: dict[ExchangeKind, float] = {
+        "tensor": computed.gemms_ms,
+        "context": computed.attention_ms,
+        "gradients": BACKWARD * computed.all_ms,
+        # Of ZeRO-3 before every forward and every backward pass, else before the first forward pass.
+        "weights": (FORWARD if exchange.per_step else BOTH) * computed.all_ms,
+    }
+    return behind.get(exchange.kind, computed.all_ms)

@@ -72,8 +72,6 @@ class Times:
     @staticmethod
     def merged(pieces: list[tuple[NDArray[np.int_], Times]]) -> Times:
         """Merge the times of parts of the GEMMs; each part comes with the indices of its GEMMs."""
-        if len(pieces) == 1:
-            return pieces[0][1]
         result = {field.name: np.zeros(sum(len(index) for index, _ in pieces)) for field in fields(Times)}
         for index, part in pieces:
             for name, values in result.items():
@@ -268,7 +266,7 @@ class GemmModel:
                     times = times.reaching(self._time(other, shapes, layouts, work, known))
         return times.within(shapes.flops / (basis.chip.tflops[precisions()[basis.fmt].rate] * 1e9))  # caches can beat the memory
 
-    def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
+    def _time(self, basis: Basis, shapes: Shapes, layouts: NDArray[np.str_], work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
         rates = {"tflops": chip.tflops[precisions()[fmt].rate], "bandwidth_tbps": chip.bandwidth_tbps}
         physics = roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates)
@@ -277,14 +275,12 @@ class GemmModel:
         correction, scale = known[series.index]
         compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
         bound = 1 / (1 + (moved / compute) ** 4)  # the degree to which the GEMM is compute-bound, 0 to 1
-        factors, uncertainties = _layouts(layout, chip, fmt, len(physics))
+        factors, uncertainties = _layouts(layouts, chip, fmt)
         gemm = physics * np.exp(correction) * (1 + (basis.factor * factors - 1) * bound)
         gemm = np.maximum(gemm, power_limit_ms(shapes, fmt, chip, basis.state))
-        launch, passes = series.quantize
         quantize = np.zeros(len(physics))
         if fmt != "bf16":
-            if series.fmt != fmt:
-                launch, passes = _transfer()["quantize"][fmt]
+            launch, passes = series.quantize if series.fmt == fmt else _transfer()["quantize"][fmt]
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
         uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes, series.sizes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
@@ -294,11 +290,8 @@ class GemmModel:
 
 def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
     """The lower bound for any library on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
-    compute_ms, memory_ms = (
-        shapes.flops / (chip.tflops[precisions()[fmt].rate] * 1e9),
-        shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9),
-    )
-    limit: Array = np.maximum(compute_ms, memory_ms)
+    compute_ms = shapes.flops / (chip.tflops[precisions()[fmt].rate] * 1e9)
+    limit: Array = np.maximum(compute_ms, shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9))
     return limit
 
 
@@ -366,14 +359,13 @@ def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
     return factor * _slower(chip, series.fmt) if state == "sustained" else factor / _slower(chip, series.fmt)
 
 
-def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, Array]:
+def _layouts(layouts: NDArray[np.str_], chip: GpuSpec, fmt: str) -> tuple[Array, Array]:
     """The factor on compute time of each GEMM's layout, and the uncertainty of it: only TN was measured widely."""
     table = _transfer()["layouts"]
     known = table.get(chip.architecture, {}).get(fmt, table["other"])
-    names = np.broadcast_to(np.asarray(layout), (length,))
-    factors, uncertainties = np.ones(length), np.zeros(length)
+    factors, uncertainties = np.ones(len(layouts)), np.zeros(len(layouts))
     for name, (factor, uncertainty) in known.items():
-        factors[names == name], uncertainties[names == name] = factor, uncertainty
+        factors[layouts == name], uncertainties[layouts == name] = factor, uncertainty
     return factors, uncertainties
 
 

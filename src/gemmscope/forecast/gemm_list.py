@@ -125,11 +125,6 @@ def forecast_gemm_list(
     return GemmForecast(out.getvalue(), tuple(findings))
 
 
-def _spelled(fmt: str) -> str:
-    """A format as the table spells it."""
-    return next((known.name for known in precisions().values() if fmt in known.aliases), fmt)
-
-
 class _Gemms(NamedTuple):
     """All GEMMs of a file: M, K, N and groups of each, its layout, and the rows of every format and library."""
 
@@ -141,6 +136,7 @@ class _Gemms(NamedTuple):
     def of(rows: list[GemmRow], library: str | None) -> _Gemms:
         """Parse and check the rows."""
         sizes, layouts, kinds = [], [], dict[Kind, list[int]]()
+        spelled = {alias: known.name for known in precisions().values() for alias in known.aliases}
         for number, row in enumerate(rows):
             m, k, n = map(row.size, ("m", "k", "n"))
             groups = row.size("groups") if row.cells.get("groups") else 1
@@ -153,7 +149,7 @@ class _Gemms(NamedTuple):
                 raise UserError(f"{row.where}: {groups} groups share {side} = {most}: some are empty", HINT)
             sizes.append((m, k, n, groups))
             fmt = row.cell("format")
-            kinds.setdefault((_spelled(fmt), row.cell("library") or library), []).append(number)
+            kinds.setdefault((spelled.get(fmt, fmt), row.cell("library") or library), []).append(number)
             if len(kinds) > MOST_KINDS:
                 raise UserError(f"{row.where}: there are more than {MOST_KINDS} formats and libraries", HINT)
         return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)

@@ -74,8 +74,7 @@ class Pruning:
     def merge(self, other: Pruning) -> None:
         """Add what another process has counted."""
         self.counts.update(other.counts)
-        for rule, example in other.examples.items():
-            self.examples.setdefault(rule, example)
+        self.examples = other.examples | self.examples
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -93,8 +92,7 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layouts(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[RunSpec]:
@@ -180,8 +178,9 @@ def virtual_layers(layers: int, pp: int) -> int:
 
 
 def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
-    parallel = {"sequence_parallel": split["tp"] > 1}
-    return RunSpec(**{**parallel, **space.settings, "sequence_length": task.sequence_length, **split, **rest})
+    return RunSpec(
+        **{"sequence_parallel": split["tp"] > 1, **space.settings, "sequence_length": task.sequence_length, **split, **rest}
+    )
 
 
 def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[RunSpec]:

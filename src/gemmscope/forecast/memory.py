@@ -107,11 +107,10 @@ class ModelMemory:
 
     def __init__(self, model: ModelSpec) -> None:
         self.model = model
-        kinds = dict.fromkeys({id(layer): layer for layer in model.layers}.values())
-        self._kinds: list[LayerSpec] = list(kinds)
-        index = {layer: position for position, layer in enumerate(self._kinds)}
-        by_id = {id(layer): index[layer] for layer in model.layers}
-        self._order = [by_id[id(layer)] for layer in model.layers]
+        by_id = {id(layer): layer for layer in model.layers}
+        self._kinds: list[LayerSpec] = list(dict.fromkeys(by_id.values()))
+        kinds = {number: self._kinds.index(layer) for number, layer in by_id.items()}
+        self._order = [kinds[id(layer)] for layer in model.layers]
         self._blocks: dict[tuple[Any, ...], Blocks] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
@@ -128,8 +127,7 @@ class ModelMemory:
             layers = [block_memory(layer_ops(self.model, layer, plain), plain, width) for layer in self._kinds]
             embedding = block_memory(embedding_ops(self.model, plain), plain, width)
             head = block_memory(head_ops(self.model, plain), plain, width)
-            predicting = prediction_ops(replace(self.model, prediction_layers=1), plain)
-            prediction = block_memory(predicting, plain, width)
+            prediction = block_memory(prediction_ops(replace(self.model, prediction_layers=1), plain), plain, width)
             known = self._blocks[key] = Blocks(layers, embedding, head, prediction)
         return known
 
@@ -240,7 +238,6 @@ class _Stage(NamedTuple):
     logits: float
     kept_batches: float  # micro-batches whose activations are on the GPU: those in flight, less what is offloaded to the CPU
     in_flight: float
-    largest: int  # parameters of the largest layer, or of the embedding or the head
     weights: float
     gradients: float
     master: float
@@ -255,14 +252,10 @@ class _Stage(NamedTuple):
     ) -> "_Stage":
         """`parts`: each kind of layer, with how many of it there are."""
         known, zero, fp32 = memory_facts(), run.zero_stage, run.state_precision == "fp32"
-        if len(parts) == 1:
-            (block, depth), *_ = parts
-            layers = BlockMemory._make(value * depth for value in block)
-            widest = block
-        else:
-            layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
-            widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
-            depth = sum(count for _, count in parts)
+        of_kinds = [[value * count for value in block] for block, count in parts]
+        layers = BlockMemory._make(map(sum, zip(NOTHING, *of_kinds, strict=True)))
+        widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
+        depth = sum(count for _, count in parts)
         repeated = sum(block.shared * (count - 1) for block, count in parts)  # counted more than once above
         layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
@@ -287,7 +280,7 @@ class _Stage(NamedTuple):
         batches = in_flight(run, stage)
         return cls(
             stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, batches * on_gpu,
-            batches, largest, weights, gradients, master, moments, buffers,
+            batches, weights, gradients, master, moments, buffers,
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip
 

@@ -52,24 +52,24 @@ def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Fi
     """Findings about recipes that do not fit, may not fit or are tight in memory, with what to change."""
     if not memory:
         return
-    available = memory[0].available_bytes
-    unfit = [need for need in memory if need.fit == "does not fit"]
-    unsure = [need for need in memory if need.fit == "may not fit"]
-    tight = [need for need in memory if need.fit == "tight"]
-    about = {"memory_gb": available / 1e9}
+    unfit, unsure, tight = ([need for need in memory if need.fit == fit] for fit in ("does not fit", "may not fit", "tight"))
+    memory_gb = memory[0].available_bytes / 1e9
     if unfit:
         rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}
         largest = sorted(rows, key=lambda name: -rows[name])[:2]
-        needed = {need.recipe: need.least_bytes / 1e9 for need in unfit}
-        yield finding("does-not-fit", **about, needed_gb=needed, largest=largest, remedies=_remedies(unfit[0], run))
+        needed_gb, remedies = _gb(unfit, "least_bytes"), _remedies(unfit[0], run)
+        yield finding("does-not-fit", memory_gb=memory_gb, needed_gb=needed_gb, largest=largest, remedies=remedies)
     if unsure:
-        needed = {need.recipe: need.total_bytes / 1e9 for need in unsure}
-        least = {need.recipe: need.least_bytes / 1e9 for need in unsure}
-        yield finding("may-not-fit", **about, needed_gb=needed, least_gb=least, remedies=_remedies(unsure[0], run))
+        bounds = {"needed_gb": _gb(unsure, "total_bytes"), "least_gb": _gb(unsure, "least_bytes")}
+        yield finding("may-not-fit", memory_gb=memory_gb, **bounds, remedies=_remedies(unsure[0], run))
     if tight:
-        needed = {need.recipe: need.total_bytes / 1e9 for need in tight}
-        most = {need.recipe: need.most_bytes / 1e9 for need in tight}
-        yield finding("memory-tight", **about, needed_gb=needed, most_gb=most)
+        needed_gb, most_gb = _gb(tight, "total_bytes"), _gb(tight, "most_bytes")
+        yield finding("memory-tight", memory_gb=memory_gb, needed_gb=needed_gb, most_gb=most_gb)
+
+
+def _gb(memory: Sequence[RecipeMemory], row: str) -> dict[str, float]:
+    """One row of the table in GB, by recipe."""
+    return {need.recipe: getattr(need, row) / 1e9 for need in memory}
 
 
 def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:

@@ -142,11 +142,10 @@ def _that_fit(
 ) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
     """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
     model, chip, available = search.task.model, forecaster.chip, forecaster.chip.memory_bytes
-    place = first
-    for _, alike in groupby(runs, key=_same_ops):
+    for _, alike in groupby(enumerate(runs, first), key=lambda numbered: replace(numbered[1], vp=1, zero=None)):
         workload: Workload | None = None
         reasons: dict[str, str] = {}
-        for run in alike:
+        for place, run in alike:
             needed = {}
             for name in recipes:
                 memory = rank_memory(model, run, name, chip)
@@ -165,12 +164,6 @@ def _that_fit(
                     del needed[place, name]
             if needed:
                 yield step, needed
-            place += 1
-
-
-def _same_ops(run: RunSpec) -> RunSpec:
-    """Equal for runs that have the same operations on a rank."""
-    return replace(run, vp=1, zero=None)
 
 
 def _name(run: RunSpec) -> str:

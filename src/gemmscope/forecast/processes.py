@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -57,12 +58,12 @@ def computed(
         pool.end()
 
 
+@dataclass
 class _Worker(Generic[Item]):
     """One process and the items that it has."""
 
-    def __init__(self, process: BaseProcess) -> None:
-        self.process = process
-        self.items: deque[Item] = deque()
+    process: BaseProcess
+    items: deque[Item] = field(default_factory=deque)
 
 
 class _Pool(Generic[Item, Output]):
@@ -103,10 +104,8 @@ class _Pool(Generic[Item, Output]):
 
     def end(self) -> None:
         """End all processes."""
-        for connection, worker in self.workers.items():
-            worker.process.kill()
-            worker.process.join()
-            connection.close()
+        for connection in list(self.workers):
+            self._remove_ended(connection)
 
     def _start(self) -> None:
         here, there = multiprocessing.Pipe()
@@ -121,7 +120,7 @@ class _Pool(Generic[Item, Output]):
         self.workers[here] = _Worker(process)
 
     def _remove_ended(self, connection: Connection) -> None:
-        """Remove a process that ended, and put its items back in the queue."""
+        """Remove a process, which may have ended by itself, and put its items back in the queue."""
         worker = self.workers.pop(connection)
         self.waiting.extendleft(reversed(worker.items))
         worker.process.kill()

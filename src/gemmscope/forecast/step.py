@@ -173,8 +173,7 @@ class StepForecast:
         if kept is None or self.model is None or self.run.pp == 1 or self.run.pp_stage is not None:
             return []
         layers = {0: kept.first_layers, self.run.pp - 1: kept.last_layers}
-        stages = [stage for stage, count in layers.items() if count and stage != self.workload.stage]
-        runs = [replace(self.run, pp_stage=stage) for stage in stages]
+        runs = [replace(self.run, pp_stage=stage) for stage, count in layers.items() if count and stage != self.workload.stage]
         return [
             StepForecast(self.forecaster, self.model, run, derive(self.model, run), self.network, fused=self.fused)
             for run in runs
@@ -192,7 +191,7 @@ class StepForecast:
         waited_ms = sum(wait.exposed_ms for wait in waits)
         once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
-        host_ms = self._host_ms(name)
+        host_ms = self._mean(name, self._launch_ms)
         ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
         batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.rank_share.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
@@ -244,12 +243,12 @@ class StepForecast:
 
     def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
         times = [LinearTimes(*self.forecaster.in_step(cases, name)) for name, cases in linears.items() if cases]
-        if len(times) < 2:
-            return times[0] if times else LinearTimes()
-        gemms, activations, weights = (
-            total(estimates) for estimates in zip(*((one[0], one[2], one[3]) for one in times), strict=True)
+        return LinearTimes(
+            total(one.gemms for one in times),
+            sum(one.least_ms for one in times),
+            total(one.activations for one in times),
+            total(one.weights for one in times),
         )
-        return LinearTimes(gemms, sum(one.least_ms for one in times), activations, weights)
 
     def _mean(self, name: str, value: Callable[[str], float]) -> float:
         """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
@@ -259,11 +258,8 @@ class StepForecast:
         share, low, high = self.kept_share(name), value(chosen.base), value(chosen.kept.recipe)
         return high if share == 1 else low + (high - low) * share
 
-    def _host_ms(self, name: str) -> float:
-        """Milliseconds that the CPU needs to launch one micro-batch."""
-        return self._mean(name, self._launch_ms)
-
     def _launch_ms(self, name: str) -> float:
+        """Milliseconds that the CPU needs to launch one micro-batch."""
         if self.model is not None:
             return launch_ms(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run)
         graphs = cluster()["host"]["graphs"] if self.run.cuda_graphs else 1.0
@@ -327,25 +323,23 @@ class StepForecast:
         estimates: dict[StepPart, list[Estimate]] = {}
         optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
         for op in self.workload.ops:
-            if isinstance(op, Linear):
-                part = op.facts.part
-                if part != "GEMMs":
-                    gemms = self.forecaster.linear(linear_case(op), BASELINE).all_gemms()
-                    times = op.count * (1 + (op.forward_runs - 1) / len(op.passes))
-                    estimates.setdefault(part, []).append(gemms.times(times))
-                    if part == "head and loss":
-                        saved += (gemms.value - self.forecaster.least_ms(linear_case(op), BASELINE)) * times
-                continue
-            if isinstance(op, traced.TracedOp):
-                part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
-                estimates.setdefault(part, []).append(Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure))
-                continue
             part = op.facts.part
-            estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
+            if isinstance(op, Linear):
+                if part == "GEMMs":
+                    continue
+                times = op.count * (1 + (op.forward_runs - 1) / len(op.passes))
+                estimate = self.forecaster.linear(linear_case(op), BASELINE).all_gemms().times(times)
+                if part == "head and loss":
+                    saved += estimate.value - self.forecaster.least_ms(linear_case(op), BASELINE) * times
+            elif isinstance(op, traced.TracedOp):
+                part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
+                estimate = Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure)
+            else:
+                estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
             if isinstance(op, Optimizer):
                 optimizer = estimate.times(self._optimizer_share)
-            else:
-                estimates.setdefault(part, []).append(estimate)
+                continue
+            estimates.setdefault(part, []).append(estimate)
             if isinstance(op, Activation) and op.facts.block == "experts":
                 activation = total([activation, estimate])
         parts = {part: total(of_part) for part, of_part in estimates.items()}

@@ -38,9 +38,16 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
     if share < NOTICEABLE:
         return None
     later = min(names, key=lambda name: times[name][1])
-    about: dict[str, Fact] = {"recipe": best, "share": share, "later_share": once(best) / times[best][1]}
-    about |= {"speedup": times[BASELINE][0] / times[best][0], "later_speedup": times[BASELINE][1] / times[best][1]}
-    about |= {"now": now, "many": many, "saved": 1 - times[best][1] / many * now / times[best][0]}
+    about: dict[str, Fact] = {
+        "recipe": best,
+        "share": share,
+        "later_share": once(best) / times[best][1],
+        "speedup": times[BASELINE][0] / times[best][0],
+        "later_speedup": times[BASELINE][1] / times[best][1],
+        "now": now,
+        "many": many,
+        "saved": 1 - times[best][1] / many * now / times[best][0],
+    }
     if later == best:
         return finding("once-per-step", **about)
     return finding("once-per-step-decides", **about, other=later)
@@ -83,9 +90,8 @@ def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:
     shares = [time.parts_ms.get("pipeline bubble", 0.0) / time.step_ms.value for time in step.recipes]
     if not shares or max(shares) < WORTH_SAYING:
         return []
-    enough = enough_micro_batches(run.pp, run.vp)
-    facts = {"stages": run.pp, "micro_batches": run.gradient_accumulation, "enough": enough, "goal": GOAL}
-    return [finding("pipeline-bubble", share=max(shares), **facts)]
+    facts = {"stages": run.pp, "micro_batches": run.gradient_accumulation, "enough": enough_micro_batches(run.pp, run.vp)}
+    return [finding("pipeline-bubble", share=max(shares), **facts, goal=GOAL)]
 
 
 def enough_micro_batches(stages: int, virtual: int) -> int:

@@ -49,10 +49,9 @@ def forecast_sweep(
     complete = len(points) == len(possible)
     points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
-    sizes = tuple(points[0].values)
     return GpuSweep(
         gpu=forecaster.chip.name,
-        sizes=sizes,
+        sizes=tuple(points[0].values),
         recipes=tuple(recipes),
         points=tuple(points),
         break_even=break_evens(points, recipes) if complete else (),
@@ -108,25 +107,22 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
 def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
     """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
     failing: dict[tuple[str, ...], list[SweepPoint]] = {}
+    unfit: dict[tuple[str, ...], list[str]] = {}
     for point in points:
         if point.not_possible:
             failing.setdefault(tuple(point.not_possible), []).append(point)
-    bound = [point for point in points if point.host_bound]
-    names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
-    findings = []
-    unfit: dict[tuple[str, ...], list[str]] = {}
-    for point in points:
         if point.unfit:
             unfit.setdefault(() if point.winner is None else point.unfit, []).append(point.place)
+    findings, memory_gb = [], chip.memory_bytes / 1e9
     for recipes, places in unfit.items():
-        memory_gb = chip.memory_bytes / 1e9
         if recipes:
             findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
         else:
             findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
     if unsure := [point.place for point in points if point.may_not_fit]:
-        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=chip.memory_bytes / 1e9))
-    if bound:
+        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=memory_gb))
+    if bound := [point for point in points if point.host_bound]:
+        names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
         launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
         findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))
     for names, where in failing.items():

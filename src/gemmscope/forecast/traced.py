@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from gemmscope.forecast.memory import RankMemory, memory_facts, shards, storage
-from gemmscope.forecast.training import attention_ms, facts
+from gemmscope.forecast.training import attention_ms, facts, work_ms
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -61,9 +61,7 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
         once = op.forward_runs * one_way(op, chip, "forward") + op.backward_runs * one_way(op, chip, "backward")
         return float(op.count * once * slower)
     known = coefficients()["convolution" if isinstance(op, Convolution) else "batched_gemm"]
-    work = op.work()
-    once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
-    return float(op.count * (once + launch_ms))
+    return float(op.count * (work_ms(op.work(), chip, known) + launch_ms))
 
 
 def _unfused_ms(op: TracedAttention, chip: GpuSpec, direction: Direction) -> float:

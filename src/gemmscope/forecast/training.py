@@ -157,22 +157,22 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])
 
 
+def work_ms(work: Work, chip: GpuSpec, shares: Mapping[str, float]) -> float:
+    """FLOPs at a share of the BF16 rate, or bytes at a share of the bandwidth, whichever takes longer."""
+    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * shares["rate"])
+    return float(max(compute_ms, work.bytes_moved / (chip.bandwidth_tbps * 1e9 * shares["bandwidth"])))
+
+
 def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
     """One forward or backward run: FLOPs at a share of the BF16 rate, or bytes at a share of the bandwidth."""
     table = facts()["linear attention"]
-    known = table[op.rule][direction]
     work = op.forward() if direction == "forward" else op.backward()
-    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
-    memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
-    return float(max(compute_ms, memory_ms) + table["kernels"] * facts()["launch_ms"])
+    return work_ms(work, chip, table[op.rule][direction]) + float(table["kernels"] * facts()["launch_ms"])
 
 
 def index_ms(work: Work, chip: GpuSpec) -> float:
     """One forward or backward run of the indexer's scores."""
-    known = facts()["sparse attention"]
-    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
-    memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
-    return float(max(compute_ms, memory_ms) + facts()["launch_ms"])
+    return work_ms(work, chip, facts()["sparse attention"]) + float(facts()["launch_ms"])
 
 
 def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:

@@ -37,10 +37,6 @@ class OperandError(Part):
     octaves: float | None = None
     """Powers of two between the largest and the smallest value of the tensor, zeros left out."""
 
-    @property
-    def sqnr_db(self) -> float | None:
-        return decibels(self.relative)
-
 
 class PassError(Part):
     """One GEMM: its output with quantized operands, compared with the output without."""
@@ -53,10 +49,6 @@ class PassError(Part):
     cosine: float | None = None
     """Of the output with the exact output."""
     operands: tuple[OperandError, OperandError]
-
-    @property
-    def sqnr_db(self) -> float | None:
-        return decibels(self.relative.value)
 
 
 class DroppedPass(Part):
