@@ -18,8 +18,8 @@ import numpy as np
 from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change, differing, interval_width, judged, with_verdict
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
-from gemmscope.fleet.rule import MEDIAN_ERROR, NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
-from gemmscope.fleet.spread import median_interval
+from gemmscope.fleet.rule import MEDIAN_ERROR, RuleOutcome, Sample, apply_rule, rule_data
+from gemmscope.fleet.spread import NORMAL_95, median_interval
 from gemmscope.interval import Interval
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult
