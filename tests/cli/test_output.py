@@ -170,7 +170,7 @@ def test_the_run_file_is_written_before_anything_can_fail(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gemmscope.commands.result.document", broken)
+    monkeypatch.setattr("gemmscope.commands.document", broken)
     with pytest.raises(ZeroDivisionError):
         deliver(long, options(tmp_path, *ALL))
     assert read_result(tmp_path / "out.json").sample_count == long.sample_count

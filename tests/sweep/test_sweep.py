@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gemmscope
-from gemmscope.commands.read import continues
+from gemmscope.commands.sweep import continues
 from gemmscope.document import document
 from gemmscope.document.sweep import _begins
 from gemmscope.document.sweep_tables import sweep_summary

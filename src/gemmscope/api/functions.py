@@ -368,7 +368,7 @@ def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) 
 
 def read(path: str | Path) -> Result:
     """Read the result from a run file."""
-    return commands.read.read_result(path)
+    return commands.read_result(path)
 
 
 @takes(CalibrateOptions)

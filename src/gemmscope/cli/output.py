@@ -103,8 +103,8 @@ def deliver(result: "Result", outputs: OutputOptions) -> None:
 
     The run file comes first: it holds everything. Standard output comes last: its reader may be gone.
     """
-    document = cache(lambda: commands.result.document(result))
-    targets, keeper, failures = outputs.targets(), commands.result.Keeper(result), list[UserError]()
+    document = cache(lambda: commands.document(result))
+    targets, keeper, failures = outputs.targets(), commands.Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
         path, note = keeper.place(place, run_file=name == "json")
         if note:
@@ -214,7 +214,7 @@ class StreamedFiles:
         self._decided, ours = True, False
         for name, place in list(self._paths.items()):
             path = Path(place)
-            ours = commands.read.continues(result, path) if name == "json" else ours
+            ours = commands.sweep.continues(result, path) if name == "json" else ours
             if not ours and path.exists() and path.stat().st_size:
                 self._paths[name] = str(path.with_name(f"{path.stem}.partial{path.suffix}"))
                 self._beside.append(Path(self._paths[name]))
@@ -229,4 +229,4 @@ class StreamedFiles:
 
 
 def _page(result: "SweepResult") -> str:
-    return writers.html.page([commands.result.document(result)], refresh_s=REFRESH_S)
+    return writers.html.page([commands.document(result)], refresh_s=REFRESH_S)

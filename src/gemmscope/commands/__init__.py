@@ -12,25 +12,31 @@ if TYPE_CHECKING:
     from gemmscope.commands import bench, calibrate, compare, doctor, explain, fleet, forecast, numerics
 
     # isort: split
-    from gemmscope.commands import plan, read, report, result, shapes, step, sweep
+    from gemmscope.commands import plan, report, shapes, step, sweep
 
     # isort: split
+    from gemmscope.document import document
     from gemmscope.job.load import ModelRun, load_model, model_run
     from gemmscope.pool.gpus import Launched, launched, one_gpu
     from gemmscope.progress import Console
+    from gemmscope.results.keep import Keeper
+    from gemmscope.results.read import read_result
     from gemmscope.run_context import RunContext
 
 __all__ = [
-    "Console", "Launched", "ModelRun", "RunContext", "bench", "calibrate", "compare", "doctor", "explain", "fleet", "forecast",
-    "launched", "load_model", "model_run", "numerics", "one_gpu", "plan", "read", "report", "result", "shapes", "step",
-    "supported", "sweep",
+    "Console", "Keeper", "Launched", "ModelRun", "RunContext", "bench", "calibrate", "compare", "doctor", "document", "explain",
+    "fleet", "forecast", "launched", "load_model", "model_run", "numerics", "one_gpu", "plan", "read_result", "report", "shapes",
+    "step", "supported", "sweep",
 ]  # fmt: skip
 
 _ELSEWHERE = {
     **dict.fromkeys(("ModelRun", "load_model", "model_run"), "job.load"),
     **dict.fromkeys(("Launched", "launched", "one_gpu"), "pool.gpus"),
     "Console": "progress",
+    "Keeper": "results.keep",
     "RunContext": "run_context",
+    "document": "document",
+    "read_result": "results.read",
     "supported": "bench.choose",
 }
 

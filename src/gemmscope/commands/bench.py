@@ -38,9 +38,12 @@ def run_bench(job: ModelRun | None, options: BenchOptions = MEASURED, context: R
     quoted = read_fleet(options.fleet, "bench") if options.fleet is not None else None
     with _prepared(job, options, context) as bench, defer_signals() as signals:
         campaign = bench.campaign
-        beside = [*bench.linears.findings, *bench.choice.findings]
-        beside += [finding("dgrad-always-measured")] if options.verify_dgrad else []
-        beside += filter(None, [not_resumed(campaign.recording) if options.resume else None])
+        beside = [
+            *bench.linears.findings,
+            *bench.choice.findings,
+            *([finding("dgrad-always-measured")] if options.verify_dgrad else []),
+            *filter(None, [not_resumed(campaign.recording) if options.resume else None]),
+        ]
         ended = _measure(campaign, context.reporter)
         shown_recipes = bench.choice.recipes
         if options.recipes is None:  # those that were named have their column, measured or not

@@ -103,9 +103,8 @@ def calibrate(options: CalibrateOptions = CALIBRATED, context: RunContext = PLAI
                 health=dict(hello.device.get("health", {})),
             )
         )
-        path = factors.place(calibration.gpu)
         recording.deliver(lambda: factors.save(calibration), complete=True)
-    return Calibrated(calibration, path, (*findings, *dropped))
+    return Calibrated(calibration, factors.place(calibration.gpu), (*findings, *dropped))
 
 
 @dataclass(frozen=True)

@@ -34,25 +34,20 @@ def compare(
         )
     names = [str(run) if isinstance(run, (str, Path)) else f"run {number}" for number, run in enumerate(runs, start=1)]
     results = [_measured(run, name) for run, name in zip(runs, names, strict=True)]
-    several = {
-        type(result): name for name, result in zip(names, results, strict=True) if isinstance(result, (SweepResult, FleetResult))
-    }
-    others = [(name, result) for name, result in zip(names, results, strict=True) if type(result) not in several]
-    if several and (others or len(several) > 1):
-        one = next(iter(several.values()))
-        kind = next(result.kind for name, result in zip(names, results, strict=True) if name == one)
-        other, other_kind = next((name, result.kind) for name, result in zip(names, results, strict=True) if result.kind != kind)
+    kinds = [(name, result.kind) for name, result in zip(names, results, strict=True)]
+    one, kind = next(((name, kind) for name, kind in kinds if kind in ("sweep", "fleet")), kinds[0])
+    different = [(name, other) for name, other in kinds if other != kind]
+    if kind in ("sweep", "fleet") and different:
+        other, other_kind = different[0]
         raise UserError(
             f"{one} is a result of {command_of(kind)}, {other} of {command_of(other_kind)}: they cannot be compared",
             "compare results of the same kind",
         )
     with damage_reported(*results):
-        if FleetResult in several:
-            fleets = [result for result in results if isinstance(result, FleetResult)]
-            return compare_fleets(fleets, names, limit=fail_if_slower, command=context.command)
-        if SweepResult in several:
-            sweeps = [result for result in results if isinstance(result, SweepResult)]
-            return compare_sweeps(sweeps, names, limit=fail_if_slower, command=context.command)
+        if kind == "fleet":
+            return compare_fleets(cast(list[FleetResult], results), names, limit=fail_if_slower, command=context.command)
+        if kind == "sweep":
+            return compare_sweeps(cast(list[SweepResult], results), names, limit=fail_if_slower, command=context.command)
         return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=context.command)
 
 

@@ -156,8 +156,7 @@ def diagnose() -> Diagnosis:
 
 def _health() -> dict[int, Health]:
     nvml = open_nvml()
-    gpus = {index: gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))} if nvml else {}
-    return {index: health_facts(gpu) for index, gpu in gpus.items()}
+    return {index: health_facts(gpu) for index in range(nvml.count()) if (gpu := nvml.gpu(index))} if nvml else {}
 
 
 def _ask_frameworks() -> dict[str, Any]:
@@ -170,8 +169,7 @@ def _ask_frameworks() -> dict[str, Any]:
         return {"torch": {"broken": "importing it took more than three minutes"}}
     if not worker.text:
         return {"torch": {"broken": f"asking it ended with exit code {code}: {worker.reason}"}}
-    answer: dict[str, Any] = json.loads(worker.text)
-    return answer
+    return dict(json.loads(worker.text))
 
 
 def _gpu_line(gpu: GpuFacts) -> str:

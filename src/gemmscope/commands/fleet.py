@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,8 +58,7 @@ def unit_of(job: ModelRun | None, options: FleetOptions) -> MeasureUnit:
     if not options.step and (misplaced := [name for name in STEP_OPTIONS if getattr(options, name)]):
         raise UserError(f"{option(misplaced[0])} applies only to training steps", f"add {option('step')}, or remove it")
     alone = replace(options, resume=False)
-    measured = shared(alone, StepOptions) if options.step else shared(alone, BenchOptions)
-    return MeasureUnit(measured, job, reduce=SUMMARY)
+    return MeasureUnit(shared(alone, StepOptions) if options.step else shared(alone, BenchOptions), job, reduce=SUMMARY)
 
 
 def mark_of(job: ModelRun | None, options: FleetOptions, gpus: str) -> str:
@@ -78,10 +78,8 @@ class RunFile:
     name: str
 
     def __call__(self, result: BenchResult | StepResult) -> None:
-        try:
+        with suppress(UserError):
             write_text(Path(self.folder) / self.name, result.to_json())
-        except UserError:
-            return
 
 
 def run_fleet(job: ModelRun | None, options: FleetOptions = EVERY_GPU, context: RunContext = PLAIN) -> FleetResult:
@@ -153,7 +151,8 @@ def run_own_gpu(
     into = _create_folder(options.folder)
     with gpu_of_rank(rank, on_cpu=options.on_cpu) as gpu, temporary_folder() as local:
         uuid = gpu.uuid or "" if gpu is not None else ""
-        file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=_cpu_rank(rank))
+        on_machine = rank.local_rank if rank.local_rank is not None else rank.rank  # tells files of its CPU's processes apart
+        file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=on_machine)
         if options.resume and _is_complete(file, context.command):
             return None, file
 
@@ -206,13 +205,10 @@ def check_rule(repeat: int, tolerance: float) -> None:
     if not 1 <= repeat <= MOST_REPEATS:
         raise UserError(f"{option('repeat', repeat)} must be between 1 and {MOST_REPEATS}", f"for example {option('repeat', 3)}")
     if not 0 <= tolerance < 1:
-        message = f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%"
-        raise UserError(message, f"for example {option('tolerance', '0.02')}")
-
-
-def _cpu_rank(rank: Launched) -> int:
-    """The number that keeps the files of several processes on the CPU of one machine apart."""
-    return rank.local_rank if rank.local_rank is not None else rank.rank
+        raise UserError(
+            f"{option('tolerance', tolerance)} must be between 0 and 1, or a percentage such as 2%",
+            f"for example {option('tolerance', '0.02')}",
+        )
 
 
 def _create_folder(folder: str | Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemmscope import signals
 from gemmscope.bench.choose import chosen_modes
@@ -74,13 +74,11 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    counting = options.cache_weights, options.as_te_benchmark
-    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, *counting)
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options.cache_weights, options.as_te_benchmark)
     _check_step(task, options.tokens, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
-    cheapest = cheapest_finding(forecasts)
-    findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
+    findings = (*_common_findings(subject, linears, forecasts), *filter(None, [cheapest_finding(forecasts)]))
     common = {**common_fields(context.command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
@@ -126,14 +124,18 @@ class _ForecastTask:
             heads=self.may_stay,
             as_te_benchmark=self.as_te_benchmark,
         )
-        step, memory, about_step, mixes = None, tuple[RecipeMemory, ...](), _StepFindings(), Mixes()
+        step, memory, mixes = None, tuple[RecipeMemory, ...](), Mixes()
+        other_ways, repeated = list[Finding | None](), None  # findings about other ways to run the step
         if (stepping := self.stepping) is not None:
             step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, links)
             mixes = mixes_on(chip, self.asked, names, stepping)
             of_step = list(dict.fromkeys([*names, *mixes.names]))
             memory = tuple(memory_of_recipe(stepping, name, chip, step_forecast) for name in of_step)
             step = forecast_step(step_forecast, of_step, budget, memory)
-            about_step = _StepFindings.of(step_forecast, step, stepping.trace.layers if stepping.trace is not None else 0)
+            layers = stepping.trace.layers if stepping.trace is not None else 0
+            by_layer = layers_finding(step_forecast, step, layers) if layers else None
+            other_ways = [graphs_finding(step_forecast, step), by_layer, eager_finding(step_forecast)]
+            repeated = accumulation_finding(step_forecast, step)
         return GpuForecast(
             gpu=chip.name,
             title=chip.title,
@@ -144,10 +146,10 @@ class _ForecastTask:
             memory=memory,
             findings=(
                 *mixes.findings,
-                *about_step.first,
+                *filter(None, other_ways),
                 *_findings(linears, step, self.subject),
                 *(memory_findings(memory, self.subject.run) if self.subject is not None else ()),
-                *about_step.last,
+                *filter(None, [repeated]),
                 *recipe_findings,
                 *calibration_findings,
             ),
@@ -158,28 +160,20 @@ def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: boo
     """A `UserError` for options that apply to a training step if there is none, or to tokens if its inputs are others."""
     step = task.stepping
     if step is None and asks_for_cost:
-        problem = f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none"
-        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
+        raise UserError(
+            f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none",
+            f"name a model: {option('config')} or {option('preset')}",
+        )
     if step is not None and step.run.inputs is not None and tokens is not None:
-        problem = f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}"
-        raise UserError(problem, f"remove {option('tokens')}")
+        raise UserError(
+            f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}",
+            f"remove {option('tokens')}",
+        )
     if step is None and task.asked is not None:
-        problem = f"{task.asked.given} applies to a training step, but there is none"
-        raise UserError(problem, f"remove it, or name a model: {option('preset')}")
-
-
-class _StepFindings(NamedTuple):
-    """Findings about other ways to run the step: those to list before the others, and those to list after them."""
-
-    first: tuple[Finding, ...] = ()
-    last: tuple[Finding, ...] = ()
-
-    @classmethod
-    def of(cls, forecast: StepForecast, step: StepTimes, layers: int) -> "_StepFindings":
-        """The findings of one forecast. `layers`: the number of layers of a traced module; 0 for other models."""
-        graphs, repeated = graphs_finding(forecast, step), accumulation_finding(forecast, step)
-        by_layer = layers_finding(forecast, step, layers) if layers else None
-        return cls(tuple(filter(None, (graphs, by_layer, eager_finding(forecast)))), tuple(filter(None, (repeated,))))
+        raise UserError(
+            f"{task.asked.given} applies to a training step, but there is none",
+            f"remove it, or name a model: {option('preset')}",
+        )
 
 
 def sweep(
@@ -296,8 +290,9 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
         raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
     linears = linear_cases(subject.workload)
     if not linears.cases:
-        problem = f"{subject.name} has no linear layers, and low precision speeds up only these"
-        raise UserError(problem, "gemmscope shapes lists what it runs")
+        raise UserError(
+            f"{subject.name} has no linear layers, and low precision speeds up only these", "gemmscope shapes lists what it runs"
+        )
     return linears
 
 

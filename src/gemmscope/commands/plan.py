@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.errors import UserError, closest, in_python, option, shown
+from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import network_of
@@ -19,7 +18,7 @@ from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, 
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
-from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.options.estimating import LayoutOptions, PlanOptions
 from gemmscope.paste.emit import layout_to_paste
@@ -28,6 +27,7 @@ from gemmscope.results.base import ModelSummary
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
+from gemmscope.sweep.axes import possible_points
 from gemmscope.workload.summary import count_parameters
 
 VARIED = (*SIZES, "sequence")
@@ -65,8 +65,9 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     length = _count("sequence_length", length, "the sequence length", 8192)
     budget = _budget(options.tokens, count, options.price)
     names, recipe_findings = _recipes(chip, options, source.framework)
+    of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
-    space = Space(_restricted(options), {"optimizer_state": "fp32", **_of_file(source), **settings})  # the same in all layouts
+    space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
@@ -94,16 +95,22 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     best = next((point.best for point in points if point.best is not None), None)
     if best is None:
         raise _nothing_fits(points[0], chip, count, sizes)
-    findings = [finding("forecast-not-measured"), *source.findings]
-    findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
-    first = next(place for place, point in enumerate(points) if point.best is not None)
+    interrupted = [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
+    of_layouts = (*_findings(points, chip, source), *_priors(searches[0]))
+    first, winner = next((point, search) for point, search in zip(points, searches, strict=False) if point.best is not None)
     return PlanResult(
         **common_fields(context.command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
-        run=_run_of(searches[first]),
-        findings=tuple(findings),
+        run=winner.runs[min(winner.candidates, key=order).run],
+        findings=(
+            finding("forecast-not-measured"),
+            *source.findings,
+            *interrupted,
+            *of_layouts,
+            *recipe_findings,
+            *calibration_findings,
+        ),
         gpu=chip.name,
         title=chip.title,
         gpus=count,
@@ -116,7 +123,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         recipes=tuple(names),
         points=tuple(points),
         varied=tuple(sizes),
-        ready_to_paste=_paste(best, points[first], searches[first]) if not sizes else {},
+        ready_to_paste=_paste(best, first, winner) if not sizes else {},
         interrupted=not complete,
     )
 
@@ -149,10 +156,6 @@ def _recipes(chip: GpuSpec, options: PlanOptions, framework: str) -> tuple[list[
     names, findings = choose_recipes([chip], options, framework)[chip.name]
     named = {recipe(name).name for name in options.recipes} if options.recipes else set(names)
     return [name for name in names if name in named], tuple(findings)
-
-
-def _of_file(source: ModelSource) -> dict[str, Any]:
-    return {name: value for name, value in source.run_settings.items() if name in OF_FILE}
 
 
 def _restricted(options: LayoutOptions) -> dict[str, tuple[Any, ...]]:
@@ -197,29 +200,18 @@ def _tasks(
     model: ModelSpec, axes: Mapping[str, Sequence[int]], task: PlanTask
 ) -> tuple[list[tuple[dict[str, int], PlanTask]], list[PlanPoint]]:
     """A task for every combination of sizes, and the combinations that make no model, with the reason."""
-    tasks: list[tuple[dict[str, int], PlanTask]] = []
-    impossible: list[PlanPoint] = []
-    first: UserError | None = None
-    for combination in product(*axes.values()):
-        values = dict(zip(axes, combination, strict=True))
-        of_model = {name: value for name, value in values.items() if name in SIZES}
-        try:
-            other = varied(model, of_model)
-            length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
-        except UserError as error:
-            first = first or error
-            summary = ModelSummary.of(model, model.name, model.source)
-            impossible.append(
-                PlanPoint(
-                    values=values, model=summary, parameters=0, global_batch=task.global_batch,
-                    sequence_length=task.sequence_length, why_not=in_python(error.message),
-                )
-            )  # fmt: skip
-            continue
-        tasks.append((values, replace(task, model=other, sequence_length=length)))
-    if not tasks and first is not None:
-        raise first
-    return tasks, impossible
+
+    def described(values: Mapping[str, int]) -> PlanTask:
+        other = varied(model, {name: value for name, value in values.items() if name in SIZES})
+        length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
+        return replace(task, model=other, sequence_length=length)
+
+    tasks, impossible = possible_points(axes, described)
+    about = PlanPoint(
+        values={}, model=ModelSummary.of(model, model.name, model.source), parameters=0, global_batch=task.global_batch,
+        sequence_length=task.sequence_length,
+    )  # fmt: skip
+    return tasks, [about.model_copy(update={"values": values, "why_not": why}) for values, why in impossible]
 
 
 def _check_any(searches: Sequence[Search], space: Space) -> None:
@@ -241,21 +233,16 @@ def _check_any(searches: Sequence[Search], space: Space) -> None:
             wrong = option(name, ",".join(map(str, values)))
             raise UserError(f"{wrong}: no layout of {task.model.name} on {task.gpus} GPUs has it", f"possible values: {listed}")
     message = f"no layout of {task.model.name} divides into {task.gpus} GPUs"
-    raise UserError(f"{message} with {given}" if given else message, f"for example {option('gpus', _power_below(task.gpus))}")
-
-
-def _power_below(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
+    power_of_two = 1 << (task.gpus.bit_length() - 1)
+    raise UserError(f"{message} with {given}" if given else message, f"for example {option('gpus', power_of_two)}")
 
 
 def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names: Sequence[str], most: int) -> PlanPoint:
     task = search.task
     listed = ranked(search, forecaster, most)
-    smallest = None
-    if not listed:
-        smallest = smallest_layout(search)
-        if smallest is not None:
-            smallest = smallest.model_copy(update={"gpus_needed": _gpus_needed(search, forecaster.chip, names)})
+    smallest = smallest_layout(search) if not listed else None
+    if smallest is not None:
+        smallest = smallest.model_copy(update={"gpus_needed": _gpus_needed(search, forecaster.chip, names)})
     return PlanPoint(
         values=values,
         model=ModelSummary.of(task.model, task.model.name, task.model.source),
@@ -273,14 +260,12 @@ def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names
 def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | None:
     """The smallest number of GPUs with which some layout fits: doubled again and again, with as large a batch as they need."""
     task, available = search.task, chip.memory_bytes
-    gpus = task.gpus
-    for _ in range(MOST_DOUBLINGS):
-        gpus *= 2
+    small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        gpus = task.gpus << doublings
         if gpus > MOST_GPUS:
             return None
-        batch = -(-task.global_batch // gpus) * gpus
-        other = replace(task, gpus=gpus, global_batch=batch)
-        small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
+        other = replace(task, gpus=gpus, global_batch=-(-task.global_batch // gpus) * gpus)
         for run in layouts(other, small, Pruning()):
             if any(rank_memory(task.model, run, name, chip).total <= available for name in names):
                 return gpus
@@ -307,11 +292,6 @@ def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]
     layers = search.task.model.layers
     experts = any(layer.is_moe for layer in layers)
     return layout_to_paste(best, point.global_batch, point.sequence_length, len(layers), experts=experts)
-
-
-def _run_of(search: Search) -> RunSpec:
-    """How the best layout is run."""
-    return search.runs[min(search.candidates, key=order).run]
 
 
 def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -> list[Finding]:

@@ -86,11 +86,12 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     )
     versions = ", ".join(f"{name} {version}" for name, version in check.versions.items())
     live = {"model_class": check.model_class, "versions": versions}
-    if check.equal:
-        outcome = finding("check-equal", gemms=check.gemms, **live)
-    else:
-        outcome = finding("check-differs", differences=len(check.differences), **live)
-    notes = [finding("check-unsharded")] if comparable_run(run) != run else []
+    notes = [
+        finding("check-equal", gemms=check.gemms, **live)
+        if check.equal
+        else finding("check-differs", differences=len(check.differences), **live)
+    ]
+    notes += [finding("check-unsharded")] if comparable_run(run) != run else []
     if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.stored_dense for layer in model.layers):
         notes.append(finding("check-dense-experts", model_type=model.model_type))
     if has_fallback(trace):
@@ -99,7 +100,7 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         notes.append(finding("check-of-recurrences", recurrences=recurrences(trace)))
     if any(attention.top_k is not None for attention in model.attentions):
         notes.append(finding("check-of-sparse-attention"))
-    return check, (outcome, *notes)
+    return check, tuple(notes)
 
 
 def preset_table() -> Table:

@@ -60,9 +60,8 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
     plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
     mixes = _mixes(asked, choice, subject, live=live)
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
-    most_layers = None
-    if isinstance(plan, ModulePlan):
-        most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=choice.backend in backends("cpu"))
+    on_cpu = choice.backend in backends("cpu")
+    most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=on_cpu) if isinstance(plan, ModulePlan) else None
     with (
         context.recording(fingerprint_of(plan, settings, recipes), resume=options.resume) as recording,
         LocalWorkers() as workers,

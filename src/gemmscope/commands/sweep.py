@@ -6,6 +6,7 @@ are spread over the GPUs that were asked for; every outcome is in the journal be
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gemmscope.bench.timing import check_shape, check_timing, counts_of, limits
@@ -17,6 +18,7 @@ from gemmscope.options.declare import with_defaults
 from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape
 from gemmscope.pool.measure_unit import MeasureUnit
+from gemmscope.results.read import read_result
 from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import DeferredSignals
@@ -29,8 +31,6 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import check
 
 GEMM_SIZES = ("m", "k", "n")
-ALL_SIZES = (*MEASURED_SIZES, *GEMM_SIZES, "global_batch", "vp", "dp", "zero", "fsdp")
-"""Everything that a user may name as a size to vary. Sizes that do not affect a measurement on one GPU are rejected."""
 MOST_POINTS = 5000
 Measured = TypeVar("Measured", BenchOptions, StepOptions)
 
@@ -45,8 +45,10 @@ def bench_sweep(
     check_timing(options)
     axes = sweep.sweep or {}
     if "gradient_accumulation" in axes:
-        problem = "the linears of one micro-batch do not depend on gradient_accumulation"
-        raise UserError(problem, "vary it with gemmscope step, or vary another size")
+        raise UserError(
+            "the linears of one micro-batch do not depend on gradient_accumulation",
+            "vary it with gemmscope step, or vary another size",
+        )
     sizes = [name for name in MEASURED_SIZES if name != "gradient_accumulation"]
     check_axes(axes, sizes, model, MOST_POINTS)
     options = _of_point(options)
@@ -57,8 +59,7 @@ def bench_sweep(
             raise UserError(f"{job.source.model.name} has no linear layers to measure", "gemmscope shapes lists what it runs")
         return MeasureUnit(options, _plain(job), context.command, reduce=BENCH_POINT)
 
-    measured = MeasuredSweepRun(options, sweep, context)
-    return measured.run(lambda signals: configurations(model, run, axes, unit, signals))
+    return MeasuredSweepRun(options, sweep, context).run(lambda signals: configurations(model, run, axes, unit, signals))
 
 
 def gemm_sweep(shape: Shape, options: BenchOptions, sweep: SweepOptions, context: RunContext = PLAIN) -> SweepResult:
@@ -104,8 +105,23 @@ def step_sweep(
             plan_step(job.source.model, job.run)
         return MeasureUnit(options, _plain(job), context.command, reduce=STEP_POINT)
 
-    measured = MeasuredSweepRun(options, sweep, context)
-    return measured.run(lambda signals: configurations(model, run, axes, unit, signals))
+    return MeasuredSweepRun(options, sweep, context).run(lambda signals: configurations(model, run, axes, unit, signals))
+
+
+def continues(result: SweepResult, path: Path) -> bool:
+    """Whether the file holds an unfinished run of the same sweep, with no more points than this result."""
+    try:
+        old = read_result(path, ["sweep"])
+    except UserError:  # not a run file of this sweep
+        return False
+    assert isinstance(old, SweepResult)
+    return _subject(old) == _subject(result) and old.interrupted and old.sample_count <= result.sample_count
+
+
+def _subject(result: SweepResult) -> tuple[Any, ...]:
+    """What tells two sweeps apart."""
+    sizes = [sweep.sizes for sweep in result.sweeps[:1]]
+    return (result.of, result.origin, result.model, result.run, result.shape, result.wanted, sizes)
 
 
 def _of_point(options: Measured) -> Measured:

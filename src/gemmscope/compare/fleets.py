@@ -15,11 +15,11 @@ from math import exp, isfinite, sqrt
 
 import numpy as np
 
-from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change, interval_width, with_verdict
+from gemmscope.compare.runs import BETWEEN_RUNS, CONFIDENCE, change, differing, interval_width, judged, with_verdict
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
-from gemmscope.fleet.rule import MEDIAN_ERROR, NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
-from gemmscope.fleet.spread import median_interval
+from gemmscope.fleet.rule import MEDIAN_ERROR, RuleOutcome, Sample, apply_rule, rule_data
+from gemmscope.fleet.spread import NORMAL_95, median_interval
 from gemmscope.interval import Interval
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult
@@ -50,12 +50,14 @@ def compare_fleets(
                 "compare fleets of the same GPU type, power limit and recipes",
             )
     tests = len(figures) * len(pairs)
-    rows = [row for figure in figures for row in _rows(figure, pairs, tests)]
-    findings = tuple(note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name))
-    differences = tuple(_differences(fleets))
     return with_verdict(
         CompareResult(
-            command=command, runs=tuple(names), rows=tuple(rows), differences=differences, limit=limit, findings=findings
+            command=command,
+            runs=tuple(names),
+            rows=tuple(row for figure in figures for row in _rows(figure, pairs, tests)),
+            differences=tuple(_differences(fleets)),
+            limit=limit,
+            findings=tuple(note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name)),
         )
     )
 
@@ -129,22 +131,22 @@ def _key(gpu: FleetGpu) -> str:
 def _rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
     """All GPUs of a group in one figure, then those that changed differently; each GPU, if they are too few to tell. `tests`: how
     many figures are compared, over all fleets."""
-    kept = [(pair, *pair.changes(figure)) for pair in pairs]
+    kept = [pair.changes(figure) for pair in pairs]
     medians = [pair.after.figure(figure.name, figure.group) for pair in pairs]
     times = (figure.center.value, *(median.center.value if median is not None else None for median in medians))
-    changes = tuple(_fleet_change(sample, tests) for _, _, sample in kept)
+    changes = tuple(_fleet_change(sample, tests) for _, sample in kept)
     yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times, changes=changes)
-    outcomes = [_test(sample, tests) for _, _, sample in kept]
+    outcomes = [_test(sample, tests) for _, sample in kept]
     if all(outcome is None for outcome in outcomes):
         yield from _single_rows(figure, pairs, tests)
         return
     outside: dict[str, float] = {}
-    for (_, gpus, _), test in zip(kept, outcomes, strict=True):
+    for (gpus, _), test in zip(kept, outcomes, strict=True):
         if test is not None:
             for row in np.flatnonzero(test.outside).tolist():
                 outside[gpus[row].place] = max(abs(float(test.deviations[row])), outside.get(gpus[row].place, 0.0))
     for place in sorted(outside, key=lambda name: -outside[name])[:MOST_ROWS]:
-        yield _gpu_row(place, figure, [(gpus, sample, test) for (_, gpus, sample), test in zip(kept, outcomes, strict=True)])
+        yield _gpu_row(place, figure, [(gpus, sample, test) for (gpus, sample), test in zip(kept, outcomes, strict=True)])
 
 
 def _single_rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
@@ -176,12 +178,10 @@ def _fleet_change(sample: Sample, tests: int) -> Change:
     if ends is None:
         variance = float(np.mean(sample.errors**2)) + 2 * BETWEEN_RUNS**2
         if not isfinite(variance):
-            return Change(ratio=Interval(exp(middle)), verdict="too close to call")
+            return judged(Interval(exp(middle)))
         reach = interval_width(tests) * MEDIAN_ERROR * sqrt(variance / len(sample.speeds))
         ends = middle - reach, middle + reach
-    ratio = Interval(exp(middle), exp(ends[0]), exp(ends[1]))
-    verdict: Verdict = "slower" if ratio.above_one else "faster" if ratio.below_one else "too close to call"
-    return Change(ratio=ratio, verdict=verdict)
+    return judged(Interval(exp(middle), exp(ends[0]), exp(ends[1])))
 
 
 def _test(sample: Sample, tests: int) -> RuleOutcome | None:
@@ -202,8 +202,7 @@ def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu
             times.append(None)
             changes.append(Change(ratio=None, verdict="missing"))
             continue
-        old = gpus[row].figures[figure.name].value
-        change = float(sample.speeds[row])
+        old, change = gpus[row].figures[figure.name].value, float(sample.speeds[row])
         times[0] = old
         times.append(old * exp(change))
         reach = test.critical * test.scale if test is not None else 0.0
@@ -215,12 +214,7 @@ def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu
 
 def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:
     """Versions that differ between the fleets, and versions that differ between the GPUs of a fleet."""
-    names = dict.fromkeys(name for fleet in fleets for name in fleet.versions)
-    values = {name: tuple(fleet.versions.get(name, "") for fleet in fleets) for name in names}
-    rows = [EnvironmentDifference(name=name, values=texts) for name, texts in values.items() if len(set(texts)) > 1]
-    inside = [{row.name: "; ".join(row.values) for row in fleet.differences} for fleet in fleets]
-    for name in dict.fromkeys(name for fleet in inside for name in fleet):
-        texts = tuple(fleet.get(name, "") for fleet in inside)
-        if any(texts) and len(set(texts)) > 1:
-            rows.append(EnvironmentDifference(name=f"{name} of single GPUs", values=texts))
-    return rows
+    values = differing([fleet.versions for fleet in fleets])
+    inside = differing([{row.name: "; ".join(row.values) for row in fleet.differences} for fleet in fleets])
+    values |= {f"{name} of single GPUs": texts for name, texts in inside.items()}
+    return [EnvironmentDifference(name=name, values=texts) for name, texts in values.items()]

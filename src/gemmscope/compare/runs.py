@@ -101,12 +101,16 @@ def change(old: Interval | None, new: Interval | None, width: float) -> Change:
     errors = []  # relative standard errors
     for time in (old, new):
         if time.low is None or time.high is None:
-            return Change(ratio=Interval(ratio), verdict="too close to call")
+            return judged(Interval(ratio))
         errors.append((time.high - time.low) / 2 / time.value / NORMAL_95)
     reach = width * math.sqrt(sum(error**2 + BETWEEN_RUNS**2 for error in errors))
-    low, high = ratio * math.exp(-reach), ratio * math.exp(reach)
-    verdict: Verdict = "slower" if low > 1 else "faster" if high < 1 else "too close to call"
-    return Change(ratio=Interval(ratio, low, high), verdict=verdict)
+    return judged(Interval(ratio, ratio * math.exp(-reach), ratio * math.exp(reach)))
+
+
+def judged(ratio: Interval) -> Change:
+    """The change with this ratio of new over old time; too close to call where it has no interval."""
+    verdict: Verdict = "slower" if ratio.above_one else "faster" if ratio.below_one else "too close to call"
+    return Change(ratio=ratio, verdict=verdict)
 
 
 def _is_time(value: float) -> bool:
@@ -197,7 +201,7 @@ def _different_runs(first: MeasuredResult, run: MeasuredResult) -> str:
     return ", ".join(f"{name} {before[name]} and {after[name]}" for name in before if before[name] != after[name])
 
 
-def _differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
+def differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
     """The facts that differ, of every run; empty where a run does not have one."""
     values = {name: tuple(table.get(name, "") for table in tables) for name in dict.fromkeys(chain(*tables))}
     return {name: texts for name, texts in values.items() if len(set(texts)) > 1}
@@ -205,8 +209,8 @@ def _differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
 
 def _differences(runs: Sequence[MeasuredResult]) -> tuple[EnvironmentDifference, ...]:
     """What differs between the runs besides their times."""
-    differing = _differing([_facts(run) for run in runs])
-    values = {name: texts for name, texts in differing.items() if all(texts) or name not in WHICH_CHIP}
+    facts = differing([_facts(run) for run in runs])
+    values = {name: texts for name, texts in facts.items() if all(texts) or name not in WHICH_CHIP}
     clocks = [_mean_clock(run) for run in runs]
     known = [clock for clock in clocks if clock is not None]
     if known and (len(known) < len(clocks) or max(known) > 1.02 * min(known)):  # a clock varies by a percent or two by itself
@@ -274,7 +278,7 @@ def _sweep_times(run: SweepResult) -> dict[RowKey, Interval]:
 
 def _sweep_differences(runs: Sequence[SweepResult]) -> tuple[EnvironmentDifference, ...]:
     """What differs besides the times: types of GPUs, versions, and which GPU measured each point."""
-    values = _differing([_sweep_facts(run) for run in runs])
+    values = differing([_sweep_facts(run) for run in runs])
     chips = [{point.place: point.uuid or point.gpu for point in run.sweeps[0].points if not point.reason} for run in runs]
     moved = sum(any(chip.get(place) != where for chip in chips[1:] if place in chip) for place, where in chips[0].items())
     if moved:

@@ -95,10 +95,9 @@ def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
 def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
     """Kernels without a shape (reductions, conversions of dQ) belong to the only shape of their backend and pass."""
     for key in [key for key in groups if key.shape is None]:
-        alike = [other for other in groups if (other.backend, other.pass_name) == (key.backend, key.pass_name)]
-        same = [other for other in alike if other.shape is not None]
-        if len(same) == 1:
-            groups[same[0]] += groups.pop(key)
+        alike = [other for other in groups if (other.backend, other.pass_name) == (key.backend, key.pass_name) and other.shape]
+        if len(alike) == 1:
+            groups[alike[0]] += groups.pop(key)
 
 
 def _key(item: TimedWork) -> _Key:
@@ -157,7 +156,6 @@ def _math_key(item: TimedWork) -> _Key | None:
 
 def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> AttentionTotal:
     time_us = sum(item.work.time for item in items)
-    main = main_kernels(items, 1)[0]
     # Several kernels make up one attention: the one that runs longest counts. Where shapes are not known, layers of different
     # kinds may run different ones, each about as long.
     times = largest_sums((item.work.name, item.work.time) for item in items)
@@ -173,7 +171,7 @@ def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> Attention
     row = AttentionTotal(
         backend=key.backend, pass_name=key.pass_name, batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head,
         causal=key.causal, precision=key.precision, count=runs / step.view.count, time_ms=time_us / 1000 / step.view.count,
-        tflops=tflops, kernel=main,
+        tflops=tflops, kernel=main_kernels(items, 1)[0],
     )  # fmt: skip
     return _with_faster(row, step)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.recorded_trace import (
     BUS_FACTORS,
     NCCL_MARK,
@@ -40,10 +41,6 @@ class Collective:
     end: float
     exposed: float
 
-    @property
-    def time(self) -> float:
-        return self.work.time
-
 
 Match = Mapping[int, Collective]
 """The same collective, by rank."""
@@ -51,10 +48,8 @@ Match = Mapping[int, Collective]
 
 def collectives_of(view: TraceView) -> list[Collective]:
     """The collectives of the chosen steps, in the order they ran."""
-    trace, marks = view.trace, dict[Any, list[Operator]]()  # by thread
-    for mark in trace.marks:
-        if mark.name.startswith(NCCL_MARK):
-            marks.setdefault(mark.thread, []).append(mark)
+    trace = view.trace
+    marks = grouped((mark.thread, mark) for mark in trace.marks if mark.name.startswith(NCCL_MARK))
     return [
         Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
         for step, shares in zip(view.steps.chosen, view.shares, strict=True)
@@ -97,16 +92,14 @@ def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:
 
 def _ending_together(matches: Sequence[Match]) -> list[Match]:
     """Align the clocks of the ranks by the ends of their collectives, and drop those that still end apart."""
-    late: dict[int, list[float]] = {}
-    for match in matches:
-        centre = median(collective.end for collective in match.values())
-        for rank, collective in match.items():
-            late.setdefault(rank, []).append(collective.end - centre)
+    centres = (median(collective.end for collective in match.values()) for match in matches)
+    ends = zip(matches, centres, strict=True)
+    late = grouped((rank, one.end - centre) for match, centre in ends for rank, one in match.items())
     offsets = {rank: median(values) for rank, values in late.items()}
 
     def together(match: Match) -> bool:
         ends = [collective.end - offsets[rank] for rank, collective in match.items()]
-        return max(ends) - min(ends) <= max(SAME_END_US, SAME_END * max(collective.time for collective in match.values()))
+        return max(ends) - min(ends) <= max(SAME_END_US, SAME_END * max(collective.work.time for collective in match.values()))
 
     return list(filter(together, matches))
 
@@ -115,9 +108,9 @@ def waiting_us(matches: Iterable[Match]) -> dict[int, dict[int, float]]:
     """The time that each rank waits in each collective, by the identity of its work."""
     waits: dict[int, dict[int, float]] = {}
     for match in matches:
-        shortest = min(collective.time for collective in match.values())
+        shortest = min(collective.work.time for collective in match.values())
         for rank, collective in match.items():
-            waits.setdefault(rank, {})[id(collective.work)] = collective.time - shortest
+            waits.setdefault(rank, {})[id(collective.work)] = collective.work.time - shortest
     return waits
 
 
@@ -125,11 +118,11 @@ def collective_totals(
     collectives: Sequence[Collective], steps: int, world_size: int, known_waits: Mapping[int, float]
 ) -> tuple[CollectiveTotal, ...]:
     """Collectives by kind, process group and size, per step, the longest first. `known_waits`: by the identity of the work."""
-    groups: dict[tuple[str, str, int, float], list[Collective]] = {}
-    for collective in collectives:
-        message = collective.message
-        key = message.kind or "unknown", _group_name(message), message.size or world_size, message.bytes_counted
-        groups.setdefault(key, []).append(collective)
+    messages = ((collective.message, collective) for collective in collectives)
+    groups = grouped(
+        ((message.kind or "unknown", _group_name(message), message.size or world_size, message.bytes_counted), collective)
+        for message, collective in messages
+    )
     totals = [_total(key, group, steps, known_waits) for key, group in groups.items()]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))
 
@@ -138,10 +131,10 @@ def _total(
     key: tuple[str, str, int, float], group: Sequence[Collective], steps: int, known_waits: Mapping[int, float]
 ) -> CollectiveTotal:
     kind, name, ranks, size = key
-    time_us = sum(collective.time for collective in group)
+    time_us = sum(collective.work.time for collective in group)
     known = [known_waits[id(collective.work)] for collective in group if id(collective.work) in known_waits]
     from_ranks = len(known) == len(group)
-    waiting_us = sum(known) if from_ranks else time_us - len(group) * min(collective.time for collective in group)
+    waiting_us = sum(known) if from_ranks else time_us - len(group) * min(collective.work.time for collective in group)
     waiting = waiting_us if from_ranks or len(group) > 1 else None
     transfer_us = time_us - (waiting or 0.0)
     algorithm = size * len(group) / transfer_us / 1e3 if size and transfer_us > 0 else None
@@ -169,4 +162,4 @@ def _group_name(message: CollectiveMessage) -> str:
 
 def last_of(match: Match) -> int:
     """The rank that was the last to enter a collective: it spends the least time in it."""
-    return min(match, key=lambda rank: match[rank].time)
+    return min(match, key=lambda rank: match[rank].work.time)

@@ -173,8 +173,7 @@ def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
 
 def _usual_times(times: Sequence[float]) -> list[float]:
     """The sorted times that slow steps are compared with: those of the fast group, or else of all steps."""
-    groups = two_groups(times)
-    return groups[0] if groups else sorted(times)
+    return (two_groups(times) or [sorted(times)])[0]
 
 
 def _profile(view: TraceView, shares: Shares) -> dict[str, float]:

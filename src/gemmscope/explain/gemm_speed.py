@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope.explain.gemms import Size
 from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, spans_of
-from gemmscope.explain.trace_view import TimedWork, add_up
+from gemmscope.explain.trace_view import TimedWork, add_up, largest_sums
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, GemmShapeTotal
@@ -21,7 +21,6 @@ TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
 TINY = 32  # a side that does not fill a tile of a tensor core
 MOST_SHAPES = 200
-ALIGNED_BYTES = 16
 HIGH_BYTES = 2.0  # per element, where the precision is not known
 
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
@@ -40,13 +39,12 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
     if clock is not None:
         mean, highest, reasons = clock
         bad = [reason for reason in reasons if reason in BAD_REASONS]
+        evidence = [finding("cause-throttle-reasons", reasons=bad)] if bad else []
         if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
-            evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
-            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow], shortened=computing)
-        elif bad:
+            evidence = [finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])]
+        if evidence:
             lost = max(1 - mean / (0.8 * highest), 0.0)
-            limits = finding("cause-throttle-reasons", reasons=bad)
-            yield step.cause("throttled", busy_ms * lost, [limits, *slow], shortened=computing)
+            yield step.cause("throttled", busy_ms * lost, [*evidence, *slow], shortened=computing)
     elif slow and step.gpu is not None:
         share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
         yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=computing)
@@ -101,10 +99,9 @@ def _slow_gemms(step: StepEvidence) -> list[Finding]:
     shares = _peak_shares(step, rates)
     if step.gpu is None or not shares:
         return []
-    usual = step.gpu.usual
+    usual, tflops = step.gpu.usual, {name: rates[name] for name in shares}
     if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
         return []
-    tflops = {name: rates[name] for name in shares}
     return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
 
 
@@ -142,8 +139,7 @@ def _misfits(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
-    precisions = add_up((item.gemm.precision, item.share) for item in items)
-    precision = max(precisions, key=lambda name: precisions[name])
+    precision = next(iter(largest_sums((item.gemm.precision, item.share) for item in items)))
     own = [item for item in items if item.gemm.precision == precision]
     tflops = sum(item.gemm.flops for item in own) / sum(item.work.time for item in own) / 1e6
     shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops, "precision": precision}
@@ -229,5 +225,5 @@ def alignment(inner: int, columns: int, precision: str) -> int:
     """
     known = precision_in_traces().get(precision)
     bits = round(8 * (known.bytes if known else HIGH_BYTES))
-    whole = gcd(gcd(inner * bits, columns * bits), 8 * ALIGNED_BYTES)
+    whole = gcd(gcd(inner * bits, columns * bits), 8 * LOADED_BYTES)
     return max(whole // 8, 1)

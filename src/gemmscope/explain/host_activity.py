@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from gemmscope.toml import load_data
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,19 @@ class Covered:
         return self._until(end) - self._until(begin) if end > begin else 0.0
 
 
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key.
+
+    >>> grouped([("norms", 1), ("loss", 2), ("norms", 3)])
+    {'norms': [1, 3], 'loss': [2]}
+    """
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def by_key(spans: Iterable[tuple[Hashable, float, float]]) -> dict[Any, Covered]:
     """The spans of each key."""
-    groups: dict[Hashable, list[tuple[float, float]]] = {}
-    for key, begin, end in spans:
-        groups.setdefault(key, []).append((begin, end))
+    groups = grouped((key, (begin, end)) for key, begin, end in spans)
     return {key: Covered(group) for key, group in groups.items()}

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
 from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
 from gemmscope.explain.work_class import LOW
@@ -83,10 +84,7 @@ def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWo
     forward GEMM."""
     forward = Counter(item.gemm.sides for item in high if item.gemm.pass_name == "fprop")
     kept: list[TimedWork] = []
-    by_sides: dict[tuple[int, ...], list[TimedWork]] = {}
-    for item in backward:
-        by_sides.setdefault(item.gemm.sides, []).append(item)
-    for sides, items in by_sides.items():
+    for sides, items in grouped((item.gemm.sides, item) for item in backward).items():
         passes = Counter(item.gemm.pass_name for item in items)
         items.sort(key=lambda item: passes[item.gemm.pass_name])  # the pass with the most GEMMs is the one kept in high precision
         kept += items[2 * forward[sides] :]

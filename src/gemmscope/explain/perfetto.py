@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,11 @@ def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
     stream = EventStream(diagnosis.trace.source)
     with replacing(path) as raw, text_into(raw, packed=path.suffix == ".gz") as out:
         out.write('{"traceEvents": [\n')
-        first = True
-        for events in (stream, events_of(diagnosis)):
-            for event in events:
-                if event.get("ph") == "M" and event.get("name") not in NAMING:
-                    continue
-                out.write(("" if first else ",\n") + json.dumps(event))
-                first = False
+        separator = ""
+        for event in chain(stream, events_of(diagnosis)):
+            if event.get("ph") != "M" or event.get("name") in NAMING:
+                out.write(separator + json.dumps(event))
+                separator = ",\n"
         out.write("\n]")
         for key, value in stream.head.items():
             out.write(f",\n{json.dumps(key)}: {json.dumps(value)}")

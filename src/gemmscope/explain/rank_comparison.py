@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from gemmscope.explain.collectives import Collective, Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE
+from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import RankTime
 
@@ -72,16 +72,13 @@ def _rank_time(
 
 def _delays_ms(matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) -> dict[int, float]:
     """How long the others wait for each rank, per step: in every collective they wait for the one that spends the least time."""
-    delays: dict[int, float] = {}
-    for match in matches:
-        last = last_of(match)
-        delays[last] = delays.get(last, 0.0) + _waited_us(match, last) / 1000 / by_rank[last].view.count
-    return delays
+    lasts = ((match, last_of(match)) for match in matches)
+    return add_up((last, _waited_us(match, last) / 1000 / by_rank[last].view.count) for match, last in lasts)
 
 
 def _waited_us(match: Match, last: int) -> float:
     """How long the others wait on average for the rank that enters a collective last."""
-    return mean(collective.time for rank, collective in match.items() if rank != last) - match[last].time
+    return mean(one.work.time for rank, one in match.items() if rank != last) - match[last].work.time
 
 
 def _by_computation(ranks: Sequence[RankTime]) -> Finding:

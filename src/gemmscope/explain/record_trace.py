@@ -95,13 +95,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             action()
         except Exception as error:
             self._failed = True
-            profiler, self._profiler = self._profiler, None
             with suppress(Exception):
-                if self._clock is not None:
-                    self._clock.stop()
-                if profiler is not None:
-                    profiler.on_trace_ready = None
-                    profiler.__exit__(None, None, None)
+                self._stop()
             say(f"gemmscope: no trace is recorded, the training continues: {type(error).__name__}: {error}")
 
     def _start(self) -> None:
@@ -127,12 +122,10 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
-        if self._profiler is None:
-            return
-        if not self._finished:
-            self._profiler.on_trace_ready = None
-        self._profiler.__exit__(None, None, None)
-        self._profiler = None
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.on_trace_ready = None  # what is complete was written before
+            profiler.__exit__(None, None, None)
 
     def _watch(self) -> None:
         """Read the clock from the first recorded step on, until the trace is written."""

@@ -209,8 +209,6 @@ def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
 
 def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
-    if phase is None:
-        return
     arguments, thread = as_table(event.get("args")), _key(event.get("tid"))
     if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
         trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
@@ -223,16 +221,12 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     if kind is None:
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
-    if start is None or duration is None or duration < 0:
-        return
-    if kind == "python" and duration < LONG_US:
+    if start is None or duration is None or duration < (LONG_US if kind == "python" else 0):
         return
     name, end = printable(event.get("name", "")), start + duration
     name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
-    if duration >= LONG_US and kind in ("python", "operator"):
-        trace.activities.append(Call(name, start, end, thread))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
         collective = printable(arguments.get("Collective name") or "")
@@ -240,23 +234,23 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
         stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
         message = message_of(arguments) if collective else None
         trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
-    elif kind == "launch":
-        call = Call(name, start, end, thread)
-        if duration >= LONG_US:
-            trace.activities.append(call)
+        return
+    call, activity = Call(name, start, end, thread), ""
+    if duration >= LONG_US and kind in ("python", "operator", "launch"):
+        trace.activities.append(call)
+    if kind == "launch":
+        activity = activity_of_call(name)
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
         elif "StreamWaitEvent" in name:
             trace.stream_waits.append(call)
-        if activity := activity_of_call(name):
-            trace.host_work.setdefault(activity, []).append(call)
-    else:
-        if kind != "gpu mark" and not name.startswith("aten::") and (activity := activity_of(name)):
-            trace.host_work.setdefault(activity, []).append(Call(name, start, end, thread))
-        if kind == "python":
-            return
+    elif kind != "gpu mark" and not name.startswith("aten::"):
+        activity = activity_of(name)
+    if activity:
+        trace.host_work.setdefault(activity, []).append(call)
+    if kind not in ("launch", "python"):
         _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
 
 
@@ -335,10 +329,9 @@ def _align(trace: RecordedTrace) -> None:
     if not lags:
         return
     least = lags[len(lags) // 200]
-    if -SKEW_US <= least <= LONGEST_QUEUE_US:
-        return
-    trace.skew_us = least
-    _shift([*trace.work, *trace.gpu_marks], least)
+    if not -SKEW_US <= least <= LONGEST_QUEUE_US:
+        trace.skew_us = least
+        _shift([*trace.work, *trace.gpu_marks], least)
 
 
 def _from_zero(trace: RecordedTrace) -> None:

@@ -11,9 +11,9 @@ from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from math import inf, nextafter
-from typing import Any, Literal
+from typing import Literal
 
-from gemmscope.explain.host_activity import merged
+from gemmscope.explain.host_activity import grouped, merged
 from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
@@ -44,14 +44,9 @@ class Scope:
 
 def find_scopes(trace: RecordedTrace) -> list[Scope]:
     """One scope for every piece of work, in the same order."""
-    by_thread: dict[Any, list[tuple[float, int]]] = {}
-    for number, work in enumerate(trace.work):
-        call = trace.launches.get(work.correlation)
-        if call is not None:
-            by_thread.setdefault(call.thread, []).append((call.start, number))
-    operators: dict[Any, list[Operator]] = {}
-    for operator in trace.operators:
-        operators.setdefault(operator.thread, []).append(operator)
+    calls = ((number, trace.launches.get(work.correlation)) for number, work in enumerate(trace.work))
+    by_thread = grouped((call.thread, (call.start, number)) for number, call in calls if call is not None)
+    operators = grouped((operator.thread, operator) for operator in trace.operators)
     optimizing = optimizer_spans(trace)
     result = [Scope()] * len(trace.work)
     for thread, launches in by_thread.items():
@@ -108,11 +103,8 @@ def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
 
     After the last function come norms, activations and sums, until the node that asked for the layer does its own work.
     """
-    nodes: dict[int, list[int]] = {}
-    for number, scope in enumerate(result):
-        around = scope.backward_nodes() if scope.phase in ("backward", "recomputed") else []
-        if around and scope.launched is not None:
-            nodes.setdefault(id(around[0]), []).append(number)
+    inside = [(number, scope) for number, scope in enumerate(result) if scope.phase in ("backward", "recomputed")]
+    nodes = grouped((id(around[0]), number) for number, scope in inside if (around := scope.backward_nodes()))
     for numbers in nodes.values():
         numbers.sort(key=lambda number: result[number].launched or 0.0)
         again = [place for place, number in enumerate(numbers) if result[number].phase == "recomputed"]

@@ -22,6 +22,7 @@ NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
 MOST_SPANS = 2000  # of one cause in a trace viewer
 LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
+CAUSES: dict[str, Any] = load_data("gemmscope.explain", "causes.toml")
 TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
@@ -57,7 +58,7 @@ class StepEvidence:
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
         none is given) less by the cost. `removed`: so much of that work would not be launched at all.
         """
-        entry, kernels = _causes()[code], list(kernels)
+        entry, kernels = CAUSES[code], list(kernels)
         inference, amd = self.view.trace.inference, is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
         instead = ["amd_inference"] * (inference and amd) + ["inference"] * inference + ["amd"] * amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
@@ -245,11 +246,6 @@ def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
 def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
     """Pieces of work, for a trace viewer."""
     return [(item.work.start, item.work.end, label) for item in items]
-
-
-@cache
-def _causes() -> dict[str, Any]:
-    return load_data("gemmscope.explain", "causes.toml")
 
 
 @dataclass(frozen=True)

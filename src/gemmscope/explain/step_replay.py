@@ -204,16 +204,15 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     """The CPU's own time for the step: from its first launch to the first of the next step, without waiting for the GPU."""
     if not calls:
         return 0.0
-    begin = min(call.start for call in calls)
-    end = max(call.end for call in calls)
+    begin, end = min(call.start for call in calls), max(call.end for call in calls)
     at = bisect_left(view.trace.work, step.end, key=lambda work: work.start)
     after = view.trace.launches.get(view.trace.work[at].correlation) if at < len(view.trace.work) else None
     end = max(end, after.start) if after is not None else end
     usual = median(call.end - call.start for call in calls)
     blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
     blocked += [(wait.start + OWN_US, wait.end) for wait in waits if wait.until is not None and wait.end - wait.start > OWN_US]
-    blocked = [(first, last) for first, last in blocked if last > first]
-    return max(min(end - begin - Covered(blocked).within(begin, end), step.time), 0.0)
+    blocked_us = Covered((first, last) for first, last in blocked if last > first).within(begin, end)
+    return max(min(end - begin - blocked_us, step.time), 0.0)
 
 
 def _replay(graph: _StepGraph, change: StepChange) -> float:
@@ -226,13 +225,12 @@ def _replay(graph: _StepGraph, change: StepChange) -> float:
     host = _HostTime(graph.waits, removed, change.saved)
     ends: list[float] = []
     for node in nodes:
-        time = node.end - node.start
         begin = node.start
         if node.start >= step.begin and (node.after or node.launched is not None):
             begin = max((ends[place] for place in node.after), default=-inf) + node.slack
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
-        ends.append(begin + max(time - change.saved.get(node.index, 0.0), 0.0))
+        ends.append(begin + max(node.end - node.start - change.saved.get(node.index, 0.0), 0.0))
     inside = [place for place, node in enumerate(nodes) if node.end > step.begin]
     last = max((min(nodes[place].end, step.end) for place in inside), default=step.begin)
     new_last = max((ends[place] - max(nodes[place].end - step.end, 0.0) for place in inside), default=step.begin)
@@ -247,8 +245,7 @@ class _HostTime:
 
     def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:
         self._saved = saved
-        events: list[tuple[float, _Wait | float]] = [(wait.end, wait) for wait in waits]
-        events += [(moment, time) for moment, time in removed]
+        events: list[tuple[float, _Wait | float]] = [*((wait.end, wait) for wait in waits), *removed]
         self._events = sorted(events, key=lambda event: event[0])
         self._moments, self._shifts = [-inf], [0.0]
         self._at = 0

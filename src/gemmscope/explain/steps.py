@@ -165,22 +165,16 @@ def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list
             lasts[at] = max(lasts[at], work.end)
         elif not any(firsts[:1]) and (call is None or call.start < windows[0].begin):
             earlier = max(earlier, work.end)
-    if not any(firsts):  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
+    launching = [(window, first, last) for window, first, last in zip(windows, firsts, lasts, strict=True) if first is not None]
+    if not launching:  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
-    steps: list[RecordedStep] = []
-    before: float | None = None
-    for window, first, last in zip(windows, firsts, lasts, strict=True):
-        if first is None:
-            continue
-        if before is None:
-            call = trace.launches[first.correlation]
-            waited = first.start - call.end > QUEUED_US or earlier > window.begin
-            begin = first.start if waited else min(window.begin, first.start)
-        else:
-            begin = max(window.begin, before)
-        steps.append(RecordedStep(window.name, begin, max(last, window.end)))
-        before = last
-    return _until_next(steps, steps[-1].end)
+    window, first, _ = launching[0]
+    waited = first.start - trace.launches[first.correlation].end > QUEUED_US or earlier > window.begin
+    begins = [first.start if waited else min(window.begin, first.start)]
+    begins += [max(window.begin, before) for (_, _, before), (window, _, _) in pairwise(launching)]
+    ends = [max(last, window.end) for window, _, last in launching]
+    steps = [RecordedStep(window.name, begin, end) for (window, _, _), begin, end in zip(launching, begins, ends, strict=True)]
+    return _until_next(steps, ends[-1])
 
 
 def _window_of(windows: Sequence[RecordedStep], moment: float) -> int | None:

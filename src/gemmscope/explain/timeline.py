@@ -99,8 +99,9 @@ class _HostTimeline:
         self._launches = sorted(launches, key=lambda call: call.start)
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None
-        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
-        self._activities = by_key(spans)
+        self._activities = by_key(
+            ((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls
+        )
         self._waits, self._replays = by_key(_waits(trace)), Covered(_replays(trace))
 
     def was_busy(self, begin: float, end: float, next_call: Call | None) -> bool:
@@ -143,15 +144,14 @@ def _share_out(
     before = step.begin
     idle_from: float | None = step.begin
     for moment, opens, number in edges:
-        if moment > before:
-            _divide(result, groups, moment - before)
+        _divide(result, groups, moment - before)
         before = moment
         group = groups[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
                 result.gaps += _gaps(trace, idle_from, moment, trace.work[number], scopes[number], host)
             idle_from = None
-            group.begin(number)
+            group.since[number] = group.accrued
         else:
             if share := group.end(number):
                 result.of[number] = share
@@ -170,9 +170,6 @@ class _Running:
     def __init__(self) -> None:
         self.since: dict[int, float] = {}  # `accrued` when each piece of work began
         self.accrued = 0.0
-
-    def begin(self, number: int) -> None:
-        self.since[number] = self.accrued
 
     def end(self, number: int) -> float:
         """Its share of the time."""

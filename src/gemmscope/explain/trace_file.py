@@ -89,8 +89,7 @@ class EventStream:
         if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
             limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
             raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
-        if len(self._names) < MOST_MEMBERS:
-            self._names.add(key[:LONGEST_KEY])
+        self._names.add(key[:LONGEST_KEY])
         if key in HEAD:
             self.head[key] = value
 

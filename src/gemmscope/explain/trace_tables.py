@@ -34,11 +34,10 @@ def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
     times = largest_sums((item.work.name, item.work.time) for item in step.items)
     counts = Counter(item.work.name for item in step.items)
     classes = {item.work.name: item.name for item in step.items}
-    steps = step.view.count
     return tuple(
         TopKernel(
-            name=name, kernel_class=classes[name], count=counts[name] / steps, time_ms=times[name] / 1000 / steps,
-            mean_us=times[name] / counts[name],
+            name=name, kernel_class=classes[name], count=counts[name] / step.view.count,
+            time_ms=times[name] / 1000 / step.view.count, mean_us=times[name] / counts[name],
         )
         for name in list(times)[:MOST_KERNELS]
     )  # fmt: skip

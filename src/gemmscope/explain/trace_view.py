@@ -3,14 +3,14 @@ account of where the time went: by part of the step, by class of kernel, and in 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
+from gemmscope.explain.host_activity import Key
 from gemmscope.explain.recorded_trace import GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope, find_scopes
 from gemmscope.explain.steps import RecordedStep, Steps, find_steps
@@ -18,9 +18,6 @@ from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED, Shares, share_ou
 from gemmscope.explain.work_class import CLASSES, ORDER, WorkClass, classify_work
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
-
-Key = TypeVar("Key", bound=Hashable)
-
 
 EXPOSED: StepPart = "exposed communication"
 HOST: StepPart = "idle, host-bound"

@@ -22,6 +22,7 @@ WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().value
 UNKNOWN_PRECISION = "unknown precision"
 PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
 CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
+OPERATOR_RULES: list[dict[str, str]] = load_data("gemmscope.explain", "operators.toml")["operator"]
 CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
 CHAIN = 14  # most kernels of one eager cast
@@ -67,7 +68,9 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
                 latest[work.stream] = result
         work_classes.append(result)
     _convolutions_by_name(trace, scopes, work_classes)
-    return work_classes if any(scope.operators for scope in scopes) else _cast_chains(trace, work_classes)
+    if not any(scope.operators for scope in scopes):
+        _cast_chains(trace, work_classes)
+    return work_classes
 
 
 def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
@@ -81,19 +84,17 @@ def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classe
             work_classes[number] = WorkClass("convolution", result.facts)
 
 
-def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> list[WorkClass]:
+def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
     """Without operators: the small PyTorch kernels that precede a copy into FP8 belong to that cast."""
-    result = list(work_classes)
     for number, work in enumerate(trace.work):
         if "float8_copy" not in work.name:
             continue
         for before in range(number - 1, max(number - CHAIN, -1), -1):
-            small, name = trace.work[before], result[before].name
+            small, name = trace.work[before], work_classes[before].name
             if name not in ("elementwise", "quantization", "copies") or not (small.copy or "at::native" in small.name):
                 break
             if name == "elementwise":
-                result[before] = WorkClass("quantization", result[before].facts, eager=True)
-    return result
+                work_classes[before] = WorkClass("quantization", work_classes[before].facts, eager=True)
 
 
 def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> WorkClass:
@@ -111,7 +112,7 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
             return WorkClass("convolution", facts)
         precision = _precision(work.name, facts, operator)
         return WorkClass(f"GEMM {precision}", facts, precision)
-    eager = False
+    eager = kind == "quantize" and "at::native" in work.name
     if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
         by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
         if by_operator == "convolution" and kind != "other":
@@ -120,7 +121,6 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
         kind = by_operator or ("known" if kind == "other" and facts.known else kind)
     elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
         kind = "attention"
-    eager = eager or (kind == "quantize" and "at::native" in work.name)
     return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
 
 
@@ -140,18 +140,10 @@ def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
 
 def _class_of_operators(names: Iterable[str]) -> str:
     """The class that the operators give, by the first rule that fits any of them; empty if none does."""
-    rules = _operator_rules()
-    first = min(map(_first_rule, names), default=len(rules))
-    return rules[first][1] if first < len(rules) else ""
+    first = min(map(_first_rule, names), default=len(OPERATOR_RULES))
+    return OPERATOR_RULES[first]["class"] if first < len(OPERATOR_RULES) else ""
 
 
 @cache
 def _first_rule(name: str) -> int:
-    rules = _operator_rules()
-    return next((number for number, (pattern, _) in enumerate(rules) if pattern.search(name)), len(rules))
-
-
-@cache
-def _operator_rules() -> list[tuple[re.Pattern[str], str]]:
-    rules = load_data("gemmscope.explain", "operators.toml")["operator"]
-    return [(re.compile(rule["found"]), rule["class"]) for rule in rules]
+    return next((number for number, rule in enumerate(OPERATOR_RULES) if re.search(rule["found"], name)), len(OPERATOR_RULES))

@@ -13,12 +13,11 @@ from typing import Literal
 import numpy as np
 
 from gemmscope.fleet.rule import Sample
-from gemmscope.fleet.spread import Floats
+from gemmscope.fleet.spread import NORMAL_95, Floats
 from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import GpuCondition
 
-NORMAL_95 = 1.959964
 LEAST_FREEDOM = 5  # degrees of freedom from repeats, below which the intervals of the runs say more
 LEAST_ROBUST = 5  # repeated GPUs, from which one unstable GPU does not spoil the noise of all
 ROBUST_EFFICIENCY = 0.37  # of a median of variances
@@ -106,7 +105,6 @@ class FigureColumn:
     figure: SummaryFigure
     values: Floats
     errors: Floats
-    repeated: Sequence[int]
     ends: Sequence[Interval | None]
     """As its single run gave it; None for repeats."""
     noise_from: Literal["repeats", "runs"] = "runs"
@@ -147,13 +145,11 @@ def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
 
 def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:
     values = np.array([median([interval.value for interval in cell]) if cell else np.nan for cell in cells])
-    repeated = [len(cell) for cell in cells]
     ends = [cell[0] if len(cell) == 1 else None for cell in cells]
     noise = _repeat_noise(cells)
     if noise is not None:
-        return FigureColumn(figure, values, noise[0], repeated, ends, "repeats", noise[1])
-    errors = np.array([_run_error(cell) for cell in cells])
-    return FigureColumn(figure, values, errors, repeated, ends)
+        return FigureColumn(figure, values, noise[0], ends, "repeats", noise[1])
+    return FigureColumn(figure, values, np.array([_run_error(cell) for cell in cells]), ends)
 
 
 def _run_error(cell: Sequence[Interval]) -> float:
@@ -170,7 +166,8 @@ def median_variance(count: int) -> float:
 def _repeat_noise(cells: Sequence[Sequence[Interval]]) -> tuple[Floats, float] | None:
     """The standard error of every chip's figure by the variation between repeats, and its degrees of freedom; None if there are
     too few repeats."""
-    variances = {row: (_variance(cell), len(cell) - 1) for row, cell in enumerate(cells) if len(cell) > 1}
+    logarithms = {row: np.log([interval.value for interval in cell]) for row, cell in enumerate(cells) if len(cell) > 1}
+    variances = {row: (float(np.var(values, ddof=1)), len(values) - 1) for row, values in logarithms.items()}
     freedom: float = sum(own for _, own in variances.values())
     if freedom < LEAST_FREEDOM:
         return None
@@ -184,10 +181,6 @@ def _repeat_noise(cells: Sequence[Sequence[Interval]]) -> tuple[Floats, float] |
         if variance > pooled * _chi_squared(own, UNSTABLE):
             errors[row] = np.sqrt(variance * median_variance(own + 1))
     return errors, freedom
-
-
-def _variance(cell: Sequence[Interval]) -> float:
-    return float(np.var(np.log([interval.value for interval in cell]), ddof=1))
 
 
 def _chi_squared(freedom: float, quantile: float) -> float:

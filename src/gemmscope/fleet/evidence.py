@@ -21,6 +21,8 @@ from gemmscope.fleet.spread import qn_scale
 from gemmscope.results.compare import EnvironmentDifference
 from gemmscope.results.fleet import GpuCondition
 
+READINGS = {"sm_mhz": "fleet-clock", "temperature_c": "fleet-temperature", "power_w": "fleet-power"}
+
 
 class Facts(NamedTuple):
     """The condition and the versions of one GPU."""
@@ -34,8 +36,8 @@ class Reference:
 
     def __init__(self, others: Sequence[Facts]) -> None:
         self.count = len(others)
-        self._others = others
-        self._readings: dict[str, tuple[float, float] | None] = {}
+        known = {name: [value for facts in others if (value := getattr(facts.condition, name)) is not None] for name in READINGS}
+        self.readings = {name: (median(values), qn_scale(np.array(values))) for name, values in known.items() if values}
         reasons = {reason for facts in others for reason in facts.condition.throttled}
         self.throttled = {
             reason: np.array([facts.condition.throttled.get(reason, 0.0) for facts in others]) for reason in reasons
@@ -43,13 +45,6 @@ class Reference:
         self.health = _counted([facts.condition.health for facts in others])
         self.usual_health = {name: _usual(counts) for name, counts in self.health.items()}
         self.versions = _counted([facts.versions for facts in others])
-
-    def reading(self, name: str) -> tuple[float, float] | None:
-        """The median and the robust standard deviation of a reading; None if the driver does not give it."""
-        if name not in self._readings:
-            values = [value for facts in self._others if (value := getattr(facts.condition, name)) is not None]
-            self._readings[name] = (median(values), qn_scale(np.array(values))) if values else None
-        return self._readings[name]
 
     def is_rare(self, alike: int) -> bool:
         """Whether nearly none of the others is like that."""
@@ -81,12 +76,12 @@ def evidence(own: Sequence[Facts], others: Reference) -> tuple[Finding, ...]:
 
 def _readings(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
     """Clock, temperature and power: far from the others' median by their robust spread, and by more than readings vary anyway."""
-    for name, code in (("sm_mhz", "fleet-clock"), ("temperature_c", "fleet-temperature"), ("power_w", "fleet-power")):
+    for name, code in READINGS.items():
         limits = rule_data()["evidence"][name]
-        here, there = [value for facts in own if (value := getattr(facts.condition, name)) is not None], others.reading(name)
-        if not here or there is None:
+        here = [value for facts in own if (value := getattr(facts.condition, name)) is not None]
+        if not here or name not in others.readings:
             continue
-        value, (usual, scale) = median(here), there
+        value, (usual, scale) = median(here), others.readings[name]
         least = max(limits.get("least", 0.0), limits.get("least_share", 0.0) * usual)
         if abs(value - usual) >= max(least, rule_data()["evidence"]["distance"] * scale):
             yield finding(code, value=value, others=usual)
@@ -128,8 +123,7 @@ def _versions(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
     for name in dict.fromkeys((*own[0].versions, *others.versions)):
         value = Counter(facts.versions.get(name, "") for facts in own).most_common(1)[0][0]
         there = others.versions.get(name, Counter())
-        there = there + Counter({"": others.count - there.total()})
-        usual, count = there.most_common(1)[0]
+        usual, count = (there + Counter({"": others.count - there.total()})).most_common(1)[0]
         if value != usual and 2 * count > others.count:
             yield finding("fleet-version", what=name, value=value or "not installed", others=usual or "not installed")
 
@@ -177,9 +171,9 @@ def fleet_differences(chips: Sequence[Chip]) -> list[EnvironmentDifference]:
         if len(holders) > 1:
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
             values = [f"{value or MISSING} on {_who(own, sizes, first=not at)}" for at, (value, own) in enumerate(ordered)]
-            more = [f"{len(values) - MOST_VALUES + 1} other values"] if len(values) > MOST_VALUES else []
-            kept = values[: MOST_VALUES - len(more)] if more else values
-            rows.append(EnvironmentDifference(name=name, values=(*kept, *more)))
+            if len(values) > MOST_VALUES:
+                values[MOST_VALUES - 1 :] = [f"{len(values) - MOST_VALUES + 1} other values"]
+            rows.append(EnvironmentDifference(name=name, values=tuple(values)))
     return rows
 
 
@@ -190,8 +184,8 @@ def _facts(chip: Chip) -> dict[str, str]:
         facts["power limit"] = f"{run.condition.power_limit_w:.0f} W"
     if "max_sm_mhz" in run.device:
         facts["maximum SM clock"] = f"{run.device['max_sm_mhz']} MHz"
-    settings = {called: str(run.condition.health[name]) for name, called in SETTINGS.items() if name in run.condition.health}
-    return facts | settings
+    health = run.condition.health
+    return facts | {called: str(health[name]) for name, called in SETTINGS.items() if name in health}
 
 
 def _who(chips: Sequence[Chip], sizes: Mapping[str, int], *, first: bool) -> str:

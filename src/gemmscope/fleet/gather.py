@@ -155,8 +155,8 @@ def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Map
     names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     if "command" in names:  # everything else differs with it
         names = ["command"]
-    texts = [f"{key}: {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in names]
-    texts = texts[:MOST_DIFFERENCES_NAMED]
+    named = names[:MOST_DIFFERENCES_NAMED]
+    texts = [f"{key}: {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in named]
     more = f" and {len(names) - len(texts)} more differences" if len(names) > len(texts) else ""
     raise UserError(
         f"{first} and {name} did not measure the same: {'; '.join(texts)}{more}",
@@ -191,7 +191,7 @@ class _Group:
         self.name, self.chips = name, chips
         self.columns = columns(chips)
         self.conditions = [chip.condition() for chip in chips]
-        self.calls = GroupCalls({}, {}, ())
+        self.calls = GroupCalls({}, ())
         self.samples = {column.figure.name: column.sample for column in self.columns}
         self._on_node = np.array([chip.node for chip in chips])
 
@@ -202,9 +202,8 @@ class _Group:
 
     @property
     def baseline(self) -> str:
-        times = [column.figure.name for column in self.columns if column.figure.unit == "ms"]
-        own = [column.figure.name for column in self.columns if column.figure.unit == "ms" and column.figure.recipe == BASELINE]
-        return next(iter((*own, *times)), "")
+        times = [column.figure for column in self.columns if column.figure.unit == "ms"]
+        return next((figure.name for figure in sorted(times, key=lambda figure: figure.recipe != BASELINE)), "")
 
     @property
     def testable(self) -> bool:
@@ -214,8 +213,7 @@ class _Group:
     def call(self, alarms: float, tolerance: float) -> None:
         """Apply the rule."""
         samples = [self.samples[column.figure.name] for column in self.tested_columns()]
-        nodes = [chip.node for chip in self.chips]
-        least = rule_data()["least_gpus"]
+        nodes, least = [chip.node for chip in self.chips], rule_data()["least_gpus"]
         self.calls = call_group(samples, self.baseline, nodes, alarms=alarms, tolerance=tolerance, least=least)
 
     def fast(self) -> int:
@@ -271,10 +269,8 @@ class _Group:
     def _center(self, column: FigureColumn, speeds: NDArray[np.float64]) -> Interval:
         """The median; with fewer than six GPUs without an interval, and for a single GPU with its own."""
         sign = 1 if column.figure.unit == "x" else -1
-        if len(speeds) == 1:
-            own = column.interval(int(np.flatnonzero(np.isfinite(column.values))[0]))
-            if own is not None:
-                return own
+        if len(speeds) == 1 and (own := column.interval(int(np.flatnonzero(np.isfinite(column.values))[0]))) is not None:
+            return own
         ends = median_interval(speeds)
         low, high = sorted(exp(sign * end) for end in ends) if ends is not None else (None, None)
         return rounded(Interval(exp(sign * float(np.median(speeds))), low, high))
@@ -316,14 +312,11 @@ class _Group:
     def outliers(self) -> Iterable[Outlier]:
         """What the rule calls, with what else differs there."""
         facts = [Facts(condition, chip.versions) for chip, condition in zip(self.chips, self.conditions, strict=True)]
-        rows: dict[str, list[int]] = {}
-        for row, chip in enumerate(self.chips):
-            rows.setdefault(chip.node, []).append(row)
-        called = {row for call in self.calls.calls for row in ([call.gpu] if call.gpu >= 0 else rows[call.node])}
+        rows = [[call.gpu] if call.gpu >= 0 else np.flatnonzero(self._on_node == call.node).tolist() for call in self.calls.calls]
+        called = {row for own in rows for row in own}
         others = Reference([own for row, own in enumerate(facts) if row not in called])
-        for call in self.calls.calls:
-            own = [facts[row] for row in ([call.gpu] if call.gpu >= 0 else rows[call.node])]
-            yield self._outlier(call, evidence(own, others))
+        for call, own in zip(self.calls.calls, rows, strict=True):
+            yield self._outlier(call, evidence([facts[row] for row in own], others))
 
     def _outlier(self, call: OutlierCall, differs: tuple[Finding, ...]) -> Outlier:
         whole = call.gpu < 0
@@ -356,9 +349,7 @@ def _groups(chips: Sequence[Chip], tolerance: float) -> list[_Group]:
 
 def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu]]:
     """Findings that every GPU has, once; and the GPUs without them."""
-    if len(gpus) < 2:
-        return [], gpus
-    codes = set.intersection(*({entry.code for entry in gpu.findings} for gpu in gpus))
+    codes = set.intersection(*({entry.code for entry in gpu.findings} for gpu in gpus)) if len(gpus) > 1 else set()
     if not codes:
         return [], gpus
     shared = [
@@ -405,8 +396,7 @@ def _notes(groups: Sequence[_Group]) -> Iterable[Finding]:
             missing = [chip.place for chip, value in zip(group.chips, column.values, strict=True) if not np.isfinite(value)]
             if missing:
                 yield finding("fleet-figure-missing", figure=column.figure.name, gpus=len(missing), places=missing)
-        unknown = sum(not chip.node for chip in group.chips)
-        if unknown:
+        if unknown := sum(not chip.node for chip in group.chips):
             yield finding("fleet-place-unknown", runs=unknown)
 
 
@@ -439,11 +429,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[Finding]]:
             raise problems[0]
         problem = "no run files of single GPUs, only results of fleet or compare" if skipped else "no run files"
         raise UserError(f"{', '.join(called(path) for path in paths[:MOST_NAMED])}: {problem}", NOTHING)
-    findings = []
-    if problems:
-        reasons = [problem.message for problem in problems]
-        findings = [finding("fleet-files-left-out", files=len(problems), reasons=reasons)]
-    return runs, findings
+    reasons = [problem.message for problem in problems]
+    return runs, [finding("fleet-files-left-out", files=len(reasons), reasons=reasons)] if reasons else []
 
 
 NOTHING = "name a folder with the run files of bench or step (NAME.json or NAME.json.gz), or the files"

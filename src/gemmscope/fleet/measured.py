@@ -58,8 +58,7 @@ class MeasuredFleet:
     def measurements(self) -> dict[str, Measurement]:
         """Those of every place that is known, also from an earlier run, by their keys."""
         places = {place.key: place for place, _ in self.outcomes.done.values()} | self.outcomes.places
-        numbers = range(1, self.repeat + 1)
-        every = (Measurement(place, self.kind, number) for place in places.values() for number in numbers)
+        every = (Measurement(place, self.kind, number + 1) for place in places.values() for number in range(self.repeat))
         return {measurement.key: measurement for measurement in every}
 
     @cached_property

@@ -26,11 +26,14 @@ def read_fleet(fleet: str | Path | Result, kind: str) -> FleetResult:
     given = f"{option('fleet')} {shown(str(fleet))}" if isinstance(fleet, (str, Path)) else option("fleet")
     result = read_result(fleet) if isinstance(fleet, (str, Path)) else fleet
     if not isinstance(result, FleetResult):
-        hint = "name a run file of gemmscope fleet"
-        raise UserError(f"{given} must be a run file of gemmscope fleet, but is one of {command_of(result.kind)}", hint)
+        raise UserError(
+            f"{given} must be a run file of gemmscope fleet, but is one of {command_of(result.kind)}",
+            "name a run file of gemmscope fleet",
+        )
     if result.of != kind:
-        message = f"{given} holds results of {result.of}, but this is {kind}"
-        raise UserError(message, f"name a run file of gemmscope fleet{FLAGS[kind]}")
+        raise UserError(
+            f"{given} holds results of {result.of}, but this is {kind}", f"name a run file of gemmscope fleet{FLAGS[kind]}"
+        )
     return result
 
 

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.fleet.spread import Floats, qn_scale
+from gemmscope.fleet.spread import NORMAL_95, Floats, qn_scale
 from gemmscope.interval import Interval
 from gemmscope.toml import load_data
 
-NORMAL_95 = 1.959964
 MEDIAN_ERROR = sqrt(np.pi / 2)  # the standard error of the median over that of the mean, for normal values
 
 
@@ -134,7 +133,6 @@ class GroupCalls:
     """What the rule says of one group: the figures that were tested, and the outliers."""
 
     figures: Mapping[str, RuleOutcome]
-    nodes: Mapping[str, RuleOutcome]
     calls: Sequence[OutlierCall]
 
 
@@ -148,7 +146,7 @@ def call_group(
     """
     usable = [sample for sample in samples if np.isfinite(sample.speeds).sum() >= least]
     if not usable:
-        return GroupCalls({}, {}, ())
+        return GroupCalls({}, ())
     by_node = _nodes(nodes, usable[0], least)
     share = rule_data()["share_of_nodes"] if by_node else 0.0
     shares = _shares([sample.name for sample in usable], baseline)
@@ -162,7 +160,7 @@ def call_group(
             if np.isfinite(medians.speeds).sum() >= least:
                 node_tests[sample.name] = apply_rule(medians, alarms * share * shares[sample.name], tolerance, widths)
     calls = _node_calls(node_tests, by_node, figures) if node_tests else []
-    return GroupCalls(figures, node_tests, [*calls, *_gpu_calls(usable, figures, nodes, calls, node_tests, list(by_node))])
+    return GroupCalls(figures, [*calls, *_gpu_calls(usable, figures, nodes, calls, node_tests, list(by_node))])
 
 
 def _shares(names: Sequence[str], baseline: str) -> dict[str, float]:

@@ -175,17 +175,14 @@ def _bench_figures(view: RunView) -> Iterator[SummaryFigure]:
         yield from _gemm_figures(view.linears, flops)
         return
     what = "GEMMs" if view.linears.bare else "linears"
-    seen = set()
+    times: dict[str, SummaryFigure] = {}
     for total in view.linears.totals:
-        name = figure_name(total.recipe, what, total.mode)
-        if name not in seen:  # pre-quantized, BF16 is the same as in autocast mode
-            seen.add(name)
-            time = rounded(total.total_ms)
-            yield SummaryFigure(name=name, unit="ms", recipe=total.recipe, mode=total.mode, flops=flops, value=time)
+        time = _figure(total.recipe, what, total.total_ms, total.mode, flops)
+        times.setdefault(time.name, time)  # pre-quantized, BF16 is the same as in autocast mode
+    yield from times.values()
     for ratio in view.linears.speedups:
         if ratio.over == BASELINE and not ratio.op and not ratio.pass_name:
-            name = figure_name(ratio.recipe, "speedup", ratio.mode)
-            yield SummaryFigure(name=name, unit="x", recipe=ratio.recipe, mode=ratio.mode, value=rounded(ratio.speedup))
+            yield _figure(ratio.recipe, "speedup", ratio.speedup, ratio.mode)
 
 
 def _gemm_figures(linears: _LinearsView, flops: float) -> Iterator[SummaryFigure]:
@@ -197,17 +194,15 @@ def _gemm_figures(linears: _LinearsView, flops: float) -> Iterator[SummaryFigure
     sums = {key: own for key, own in times.items() if own.keys() == ops}
     comparisons = [ratio for ratio in linears.speedups if ratio.over == BASELINE and not ratio.pass_name]
     compared = {(ratio.recipe, ratio.mode, ratio.op) for ratio in comparisons}
-    speedups, seen = [], set()
+    speedups, totals = [], dict[str, SummaryFigure]()
     for (recipe, mode), own in sums.items():
-        name = figure_name(recipe, "GEMMs", mode)
-        if name not in seen:
-            seen.add(name)
-            yield SummaryFigure(name=name, unit="ms", recipe=recipe, mode=mode, flops=flops, value=rounded(_sum(own.values())))
+        total = _sum(own.values())
+        figure = _figure(recipe, "GEMMs", total, mode, flops)
+        totals.setdefault(figure.name, figure)
         base = sums.get((BASELINE, mode))
         if base is not None and all((recipe, mode, op) in compared for op in ops):
-            value = rounded(_ratio(_sum(base.values()), _sum(own.values())))
-            name = figure_name(recipe, "speedup", mode)
-            speedups.append(SummaryFigure(name=name, unit="x", recipe=recipe, mode=mode, value=value))
+            speedups.append(_figure(recipe, "speedup", _ratio(_sum(base.values()), total), mode))
+    yield from totals.values()
     if len(ops) == 1:  # its own speedup, with its own interval
         single = {(ratio.recipe, ratio.mode): ratio.speedup for ratio in comparisons}
         speedups = [figure.model_copy(update={"value": rounded(single[figure.recipe, figure.mode])}) for figure in speedups]
@@ -236,12 +231,21 @@ def _step_figures(view: RunView) -> Iterator[SummaryFigure]:
         return
     for time in view.step.recipes:
         flops = time.model_tflops * 1e12 * time.step_ms.value / 1000
-        yield SummaryFigure(
-            name=figure_name(time.recipe, "step"), unit="ms", recipe=time.recipe, flops=flops, value=rounded(time.step_ms)
-        )
+        yield _figure(time.recipe, "step", time.step_ms, flops=flops)
         if time.speedup is not None and time.recipe != BASELINE:
-            name = figure_name(time.recipe, "speedup")
-            yield SummaryFigure(name=name, unit="x", recipe=time.recipe, value=rounded(time.speedup))
+            yield _figure(time.recipe, "speedup", time.speedup)
+
+
+def _figure(recipe: str, what: str, value: Interval, mode: str = "", flops: float | None = None) -> SummaryFigure:
+    """One figure; every `what` but "speedup" is a time."""
+    return SummaryFigure(
+        name=figure_name(recipe, what, mode),
+        unit="x" if what == "speedup" else "ms",
+        recipe=recipe,
+        mode=mode,
+        flops=flops,
+        value=rounded(value),
+    )
 
 
 def figure_name(recipe: str, what: str, mode: str = "") -> str:

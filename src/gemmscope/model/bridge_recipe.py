@@ -119,14 +119,13 @@ def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
         module = BridgeRecipe()
         _collect(tree.body, module, in_branch=False)
         functions = {node.name: node for node in tree.body if isinstance(node, Function)}
-        recipes = [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
+        return [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
     except SyntaxError as error:
         raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
     except (ValueError, MemoryError, RecursionError):
         raise UserError(
             "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
         ) from None
-    return recipes
 
 
 def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
@@ -211,8 +210,7 @@ def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branc
     elif len(path) == 1:
         recipe.names[path[0]] = _value(value, recipe)
     elif len(path) >= 2 and not section:
-        holder = recipe.aliases.get(path[-2]) if len(path) == 2 else path[-2]
-        holder = holder or (path[-2] if path[-2] in SECTIONS else None)
+        holder = recipe.aliases.get(path[-2], path[-2]) if len(path) == 2 else path[-2]
         if holder in SECTIONS and path[-1] not in SECTIONS:
             recipe.sections.setdefault(holder, {})[path[-1]] = _value(value, recipe)
             if in_branch and path[-1] in RECIPE["noted"]:
@@ -260,13 +258,11 @@ def _value(node: ast.expr, recipe: BridgeRecipe) -> object:
         return [_value(item, recipe) for item in node.elts]
     if isinstance(node, ast.Name) and node.id in recipe.names:
         return recipe.names[node.id]
+    text = ast.unparse(node)
+    unknown = Unknown(text[:60], "the recipe computes it")
     if isinstance(node, ast.Attribute):
-        return ".".join(_path(node)) or Unknown(_shown(node), "the recipe computes it")
+        return ".".join(_path(node)) or unknown
     try:
-        return evaluate(re.sub(r"[A-Za-z_]\w*", lambda name: str(recipe.names.get(name[0], name[0])), ast.unparse(node)))
+        return evaluate(re.sub(r"[A-Za-z_]\w*", lambda name: str(recipe.names.get(name[0], name[0])), text))
     except ValueError:
-        return Unknown(_shown(node), "the recipe computes it")
-
-
-def _shown(node: ast.expr) -> str:
-    return ast.unparse(node)[:60]
+        return unknown

@@ -180,9 +180,6 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     rule = family.facts.get("moe_layers")
     if rule is None:
         return [False] * count
-    if rule == "after_first":
-        first = family.optional_size(family.facts.get("dense_first", "first_k_dense_replace")) or 0
-        return [index >= first for index in range(count)]
     if rule == "sparse_step":
         step = family.size("decoder_sparse_step", "layers")
         dense_layers = layer_numbers(family, "mlp_only_layers") if family.value("mlp_only_layers") else []
@@ -196,7 +193,7 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
     if rule == "mlp_layer_types" and (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
         return [kind == "sparse" for kind in kinds]
-    first = (family.number("dense_first") or 0) if rule == "mlp_layer_types" else 0
+    first = 0 if rule == "all" else family.number("dense_first") or 0
     return [index >= first for index in range(count)]
 
 

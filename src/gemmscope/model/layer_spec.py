@@ -153,14 +153,6 @@ class AttentionSpec(Checked):
 
 
 MixerKind = Literal["ssd", "selective scan", "gated delta rule", "kda", "lightning attention", "short convolution"]
-MIXER_NAMES: dict[MixerKind, str] = {
-    "ssd": "Mamba-2",
-    "selective scan": "Mamba",
-    "gated delta rule": "gated delta rule",
-    "kda": "KDA",
-    "lightning attention": "lightning attention",
-    "short convolution": "short convolution",
-}
 
 
 @dataclass(frozen=True)
@@ -219,7 +211,7 @@ class MixerSpec(Checked):
 
     @property
     def name(self) -> str:
-        return MIXER_NAMES[self.kind]
+        return {"ssd": "Mamba-2", "selective scan": "Mamba", "kda": "KDA"}.get(self.kind, self.kind)
 
     @property
     def inner(self) -> int:
@@ -232,9 +224,6 @@ class MixerSpec(Checked):
         return self.groups * self.key_dim
 
 
-StreamKind = Literal["hyper-connections", "alternating updates"]
-
-
 @dataclass(frozen=True)
 class StreamsSpec(Checked):
     """Several residual streams of the hidden size instead of one.
@@ -244,7 +233,7 @@ class StreamsSpec(Checked):
     the layer works on one stream; the others are predicted before it and corrected after it.
     """
 
-    kind: StreamKind
+    kind: Literal["hyper-connections", "alternating updates"]
     count: Annotated[int, Size("the number of residual streams", "streams")]
 
 

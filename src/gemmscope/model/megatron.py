@@ -106,7 +106,8 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
     findings += [finding("setting-repeated", setting=spell(name)) for name in arguments.repeated]
     if arguments.conditional:
         findings.append(finding("settings-in-condition", settings=[*map(spell, arguments.conditional)]))
-    if _groups_are_ignored(arguments.values):
+    groups_are_used = arguments.values.get("group_query_attention") or arguments.values.get("multi_latent_attention")
+    if not groups_are_used and arguments.values.get("num_query_groups") not in (None, "1"):  # 1 is in every printed list
         findings.append(finding("query-groups-ignored", setting=spell("num_query_groups"), switch=spell("group_query_attention")))
     findings += [
         finding("setting-misspelled", setting=spell(name), suggestion=spell(meant)) for name, meant in _misspellings(arguments)
@@ -135,12 +136,6 @@ def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Fin
     if not programs & {"gpt", *HYBRID_SCRIPTS}:
         raise other_model(f"pretrain_{other}.py trains", OTHER_SCRIPTS[other.split("_")[0]])
     return [finding("read-as-gpt", script=f"pretrain_{other}.py")]
-
-
-def _groups_are_ignored(values: Mapping[str, object]) -> bool:
-    """Whether a number of query groups is given but not used. The printed list always has one: its default is 1."""
-    used = values.get("group_query_attention") or values.get("multi_latent_attention")
-    return not used and values.get("num_query_groups") not in (None, "1")
 
 
 def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
@@ -218,10 +213,12 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
-            if not piece.startswith("(") or _is_text(word):
+            balanced = piece.count("(") == piece.count(")")
+            # In quotes it is text, such as FREQ="([0]*3+[1]*58)"; else brackets are an array.
+            if not piece.startswith("(") or (balanced and word.quoted and "--" not in piece):
                 before = f"${{{assigned[1]}}}" if assigned[2] == "+=" else ""
                 shell.assign(assigned[1], before + piece, in_branch=inside)
-            if piece.startswith("(") and piece.endswith(")") and piece.count("(") == piece.count(")"):  # an array of one word
+            if piece.startswith("(") and piece.endswith(")") and balanced:  # an array of one word
                 piece = piece[1:-1]
         if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < 3:
             _collect(piece, shell, arguments, in_branch=inside, depth=depth + 1)
@@ -280,11 +277,6 @@ class _Unused:
             return False
         self._brackets = opened
         return True
-
-
-def _is_text(word: Word) -> bool:
-    """Whether an assignment in brackets is text, such as `FREQ="([0]*3+[1]*58)"`, and not an array."""
-    return word.quoted and "--" not in word.text and word.text.count("(") == word.text.count(")")
 
 
 def _without_brackets(piece: str) -> str:

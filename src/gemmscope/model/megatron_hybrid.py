@@ -68,7 +68,7 @@ def _share(settings: MegatronSettings, name: str) -> float:
         return 0.0
     value = settings.single(name)
     try:
-        share = float(str(value)) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
+        share = float(str(value))
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
@@ -105,7 +105,8 @@ def _parsed(settings: MegatronSettings, name: str) -> HybridPattern:
     what, value = settings.spell(name), settings.single(name)
     text = value.strip() if isinstance(value, str) else ""
     main, *predictions = text.split(PREDICTION)
-    _check_symbols(what, main.translate(str.maketrans("", "", "[]|")))
+    layers = main.translate(str.maketrans("", "", "[]|"))
+    _check_symbols(what, layers)
     parts = [len(part) for part in main.translate(str.maketrans("", "", "[]")).split(STAGE)]
     if not 0 < sum(parts) <= LARGEST["layers"]:
         raise UserError(f"{what} must be one symbol per layer, not {shown(value)}", "for example M-M*-M-M*-")
@@ -120,7 +121,6 @@ def _parsed(settings: MegatronSettings, name: str) -> HybridPattern:
             f"{what} has different layers of multi-token prediction: {' and '.join(map(shown, predictions[:3]))}",
             "Megatron needs the same after every /",
         )
-    layers = "".join(symbol for symbol in main if symbol not in "[]|")
     prediction = predictions[0] if predictions else settings.text(PREDICTION_PATTERN)
     _check_symbols(what if predictions else settings.spell(PREDICTION_PATTERN), prediction)
     depths = len(predictions) or settings.maybe_count("mtp_num_layers", "layers") or 0

@@ -49,7 +49,10 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
     _require_sizes(settings, pattern, unknown_names)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    depths = _prediction_depths(settings, pattern)
+    if pattern is None:
+        depths = settings.maybe_count("mtp_num_layers", "layers") or 0
+    else:
+        depths = pattern.depths if pattern.predicts_one_layer else 0
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
@@ -110,13 +113,6 @@ def _hybrid_layer(settings: MegatronSettings, hidden: int, pattern: HybridPatter
             f"add for example {settings.example('num_moe_experts')}",
         )
     return LayerSpec(None, mlp, norms=1)
-
-
-def _prediction_depths(settings: MegatronSettings, pattern: HybridPattern | None) -> int:
-    """Layers of multi-token prediction, as far as they can be modelled."""
-    if pattern is None:
-        return settings.maybe_count("mtp_num_layers", "layers") or 0
-    return pattern.depths if pattern.predicts_one_layer else 0
 
 
 def _prediction_layer(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> LayerSpec:

@@ -110,21 +110,20 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recompute(settings: MegatronSettings) -> tuple[dict[str, Any], list[Finding]]:
     """What backward computes again: layers, or attention; other modules are only named. By default, Megatron's is attention."""
-    run = _known({"recompute": settings.word("recompute_granularity", ("selective", "full"), "") or None})
-    given, counted, others = settings.values.get("recompute_modules"), True, list[str]()
+    kind, given = settings.word("recompute_granularity", ("selective", "full"), ""), settings.values.get("recompute_modules")
     modules = re.findall(r"\w+", given) if isinstance(given, str) else given
-    if isinstance(modules, list) and modules != ["None"]:
-        counted = COUNTED_MODULE in modules
-        others = sorted({module for module in modules if isinstance(module, str)} - {COUNTED_MODULE})
-    if run.get("recompute") == "selective":
-        run |= {"partly_recomputed": True} if others else {}
-        run["recompute"] = "selective" if counted else "none"
-        if others:
-            code, names = "recompute-only-attention" if counted else "recompute-not-modelled", [name[:100] for name in others]
-            return run, [finding(code, setting=settings.spell("recompute_modules"), modules=names)]
-    if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
-        return run, [finding("recompute-all-layers", setting=settings.spell("recompute_method"))]
-    return run, []
+    if kind == "full" and settings.values.get("recompute_method") == "block":
+        return {"recompute": kind}, [finding("recompute-all-layers", setting=settings.spell("recompute_method"))]
+    if kind != "selective" or not isinstance(modules, list) or modules == ["None"]:
+        return _known({"recompute": kind or None}), []
+    counted = COUNTED_MODULE in modules
+    others = sorted({module for module in modules if isinstance(module, str)} - {COUNTED_MODULE})
+    run = {"recompute": "selective" if counted else "none"}
+    if not others:
+        return run, []
+    code = "recompute-only-attention" if counted else "recompute-not-modelled"
+    modules_not_counted = finding(code, setting=settings.spell("recompute_modules"), modules=[name[:100] for name in others])
+    return {**run, "partly_recomputed": True}, [modules_not_counted]
 
 
 def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,8 +139,9 @@ def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any
         "cuda_graphs": _cuda_graphs(settings),
         "gradient_precision": _gradient_precision(settings),
         "quantized_weights": _any(settings, "fp8_param_gather", "fp4_param_gather"),
-        "offloaded_layers": _offloaded_layers(settings),
     }
+    if settings.flag("cpu_offloading", default=True):
+        fields["offloaded_layers"] = settings.maybe_count("cpu_offloading_num_layers", "layers")
     if fields["tp_overlap"] and not run.get("sequence_parallel"):
         fields["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
     groups = settings.maybe_size("num_distributed_optimizer_instances", "parallel") or 1
@@ -204,10 +204,6 @@ def _gradient_precision(settings: MegatronSettings) -> str | None:
     return "fp32" if settings.silent_means_off else None
 
 
-def _offloaded_layers(settings: MegatronSettings) -> int | None:
-    return settings.maybe_count("cpu_offloading_num_layers", "layers") if settings.flag("cpu_offloading", default=True) else None
-
-
 def _bits(dtype: object) -> int:
     name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else ""
     return {"bf16": 16, "bfloat16": 16, "fp16": 16, "float16": 16, "half": 16, "fp8": 8, "uint8": 8}.get(name, 32)
@@ -215,9 +211,7 @@ def _bits(dtype: object) -> int:
 
 def _cuda_graphs(settings: MegatronSettings) -> bool | None:
     kind = settings.text("cuda_graph_impl").lower()
-    if kind and kind != "none":
-        return True
-    return False if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
+    return kind != "none" if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
 
 
 def _parts(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, list[int]]:

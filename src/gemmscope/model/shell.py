@@ -366,22 +366,21 @@ class Branches:
             self.stack.pop()
             return True
         if top is not None and top.reading:
-            return self._read(top, word)
+            self._read(top, word)
+            return True
         if not word.opens or word.quoted:
             return False
         if word.text in ("[", "[["):
             self.stack.append(Condition("and", reading="test", collected=[word]))
-            return True
-        if word.text in ("if", "case"):
+        elif word.text in ("if", "case"):
             self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
-            return True
-        if top is not None and top.kind == "if" and word.text in ("elif", "else"):
-            if word.text == "elif":
-                top.reading = "test"
-            else:
-                top.enter(holds=True)
-            return True
-        return False
+        elif word.text == "elif" and top is not None and top.kind == "if":
+            top.reading = "test"
+        elif word.text == "else" and top is not None and top.kind == "if":
+            top.enter(holds=True)
+        else:
+            return False
+        return True
 
     def _ends_short(self, top: Condition, word: Word) -> bool:
         """Whether the word is beyond the command of a condition without `if`. What follows `&&` and `||` belongs to it."""
@@ -399,28 +398,22 @@ class Branches:
             top.brackets += (word.text == "{") - (word.text == "}") + word.text.count("(") - word.text.count(")")
         return False
 
-    def _read(self, top: Condition, word: Word) -> bool:
-        if top.kind == "and":
-            top.collected.append(word)
-            top.reading = "operator" if word.text in ("]", "]]") else top.reading
-        elif top.reading == "test":
-            if word.opens and word.text == "then":
-                top.enter(self._holds(top.collected))
-            else:
-                top.collected.append(word)
-        elif top.reading == "subject":
-            if word.text == "in" and top.collected:
-                subject = self.shell.fill_in(top.collected[0].text)
-                top.subject = subject if "$" not in subject and "`" not in subject else None
-                top.reading, top.collected = "pattern", []
-            else:
-                top.collected.append(word)
-        else:
-            top.collected.append(word)
-            if word.text.endswith(")"):
-                patterns = [part.text.strip("()") for part in top.collected]
-                top.enter(None if top.subject is None else any(fnmatchcase(top.subject, pattern) for pattern in patterns))
-        return True
+    def _read(self, top: Condition, word: Word) -> None:
+        """Add the word to the part that is read, or end that part."""
+        if top.kind == "if" and word.opens and word.text == "then":
+            top.enter(self._holds(top.collected))
+            return
+        if top.reading == "subject" and word.text == "in" and top.collected:
+            subject = self.shell.fill_in(top.collected[0].text)
+            top.subject = subject if "$" not in subject and "`" not in subject else None
+            top.reading, top.collected = "pattern", []
+            return
+        top.collected.append(word)
+        if top.kind == "and" and word.text in ("]", "]]"):
+            top.reading = "operator"
+        elif top.reading == "pattern" and word.text.endswith(")"):
+            patterns = [part.text.strip("()") for part in top.collected]
+            top.enter(None if top.subject is None else any(fnmatchcase(top.subject, pattern) for pattern in patterns))
 
     def _holds(self, test: list[Word]) -> bool | None:
         """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`, `(( N > 2 ))`; None where that is not known."""

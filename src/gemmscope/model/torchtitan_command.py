@@ -66,15 +66,14 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
             continue
         shell.assign_defaults(word.text, in_branch=branches.open)
         flag, assigned = FLAG.fullmatch(word.text.strip("(),")), ASSIGNMENT.fullmatch(word.text)
-        if waiting[1] and not word.text.startswith("--"):
-            put(*waiting, _value(shell.resolve(word.text.strip("(),"))))
-        elif waiting[1]:
-            put(*waiting, value=True)  # a switch
+        if waiting[1]:  # a flag without a value is a switch
+            put(*waiting, value=True if word.text.startswith("--") else _value(shell.resolve(word.text.strip("(),"))))
         waiting = ("", "")
         if flag:
             section, name = flag[1] or "", (flag[2] or flag[3]).replace("-", "_")
-            waiting = (section, name) if flag[4] is None else waiting
-            if flag[4] is not None:
+            if flag[4] is None:
+                waiting = (section, name)
+            else:
                 put(section, name, _value(shell.resolve(flag[4])))
         elif assigned and assigned[2] == "=":
             shell.assign(assigned[1], assigned[3], in_branch=branches.open)
@@ -98,8 +97,10 @@ def _model_of(named: dict[str, object]) -> dict[str, object]:
     module, config = str(named.get("module", ""))[:100], str(named.get("config", ""))[:100]
     family = family_names().get(module.rsplit(".", 1)[-1])
     if family is None:
-        known = f"known: {', '.join(family_names())}"
-        raise UserError(f"--module {module} is not a known torchtitan model", did_you_mean(module, family_names()) + known)
+        raise UserError(
+            f"--module {module} is not a known torchtitan model",
+            f"{did_you_mean(module, family_names())}known: {', '.join(family_names())}",
+        )
     flavors: dict[str, object] = families()[family]["flavors"]
     rest = _letters(config).removeprefix(_letters(family))
     fitting = [flavor for flavor in flavors if rest.startswith(_letters(flavor))]

@@ -16,9 +16,6 @@ from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, Mix
 from gemmscope.model.spec import ModelSpec
 from gemmscope.toml import FactTable, inherited, load_data
 
-OTHER_WAYS = f"for any other model give its Hugging Face config.json with {option('config')}, or trace it with " + option(
-    "module", "FILE.py:FUNCTION"
-)
 Flavor = Mapping[str, Any]
 """The sizes of one flavor, under torchtitan's argument names."""
 
@@ -76,7 +73,11 @@ def _text(model: Mapping[str, Any], key: str, known: Mapping[str, Any]) -> str:
 
 
 def _unknown(message: str, given: str, known: Mapping[str, Any]) -> UserError:
-    return UserError(message, f"{did_you_mean(given, known)}known: {', '.join(known)}; {OTHER_WAYS}")
+    return UserError(
+        message,
+        f"{did_you_mean(given, known)}known: {', '.join(known)}; for any other model give its Hugging Face config.json with "
+        f"{option('config')}, or trace it with {option('module', 'FILE.py:FUNCTION')}",
+    )
 
 
 def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:

@@ -34,22 +34,20 @@ def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
     for name, value in values.items():
         check_size(option(name), value, SIZES[name])
     hidden = values.get("hidden", model.hidden_size)
-    changed = {layer: _layer(layer, hidden / model.hidden_size, values) for layer in dict.fromkeys(model.layers)}
+    ratio, predicting = hidden / model.hidden_size, model.prediction_layer
+    changed = {layer: _layer(layer, ratio, values) for layer in dict.fromkeys(model.layers)}
     layers = tuple(changed[layer] for layer in model.layers)  # equal layers are one object
     if "layers" in values:
         layers = tuple(layers[place * len(layers) // values["layers"]] for place in range(values["layers"]))
     embedding = model.embedding_size
     if embedding is not None and hidden != model.hidden_size:
-        embedding = hidden if embedding == model.hidden_size else _scaled(embedding, hidden / model.hidden_size)
-    predicting = model.prediction_layer
-    if predicting is not None:
-        predicting = _layer(predicting, hidden / model.hidden_size, values)
+        embedding = hidden if embedding == model.hidden_size else _scaled(embedding, ratio)
     return replace(
         model,
         hidden_size=hidden,
         layers=layers,
         embedding_size=embedding,
-        prediction_layer=predicting,
+        prediction_layer=_layer(predicting, ratio, values) if predicting is not None else None,
         first_linears=_ends(model.first_linears, model, hidden, len(layers)),
         last_linears=_ends(model.last_linears, model, hidden, len(layers)),
     )
@@ -71,12 +69,9 @@ def _layer(layer: LayerSpec, ratio: float, values: Mapping[str, int]) -> LayerSp
     attention = _attention(layer.attention, ratio, values) if layer.attention is not None else None
     mlp = _mlp(layer.mlp, ratio, values) if layer.mlp is not None else None
     mixer = layer.mixer
-    if mixer is not None and ratio != 1:
+    if mixer is not None:
         mixer = replace(mixer, heads=max(round(mixer.heads * ratio / mixer.groups), 1) * mixer.groups)
-    extra = tuple(
-        replace(one, inputs=_scaled(one.inputs, ratio), outputs=_scaled(one.outputs, ratio)) if ratio != 1 else one
-        for one in layer.extra
-    )
+    extra = tuple(replace(one, inputs=_scaled(one.inputs, ratio), outputs=_scaled(one.outputs, ratio)) for one in layer.extra)
     return replace(layer, attention=attention, mlp=mlp, mixer=mixer, extra=extra)
 
 
@@ -84,11 +79,11 @@ def _attention(attention: AttentionSpec, ratio: float, values: Mapping[str, int]
     heads = values.get("heads", max(round(attention.heads * ratio), 1))
     kv_heads = heads if attention.kv_heads == attention.heads else _key_value_heads(attention, heads)
     latent = attention.latent
-    if latent is not None and ratio != 1:
+    if latent is not None:
         q_rank = _scaled(latent.q_rank, ratio) if latent.q_rank is not None else None
         latent = replace(latent, q_rank=q_rank, kv_rank=_scaled(latent.kv_rank, ratio))
     compressed = attention.compressed
-    if compressed is not None and ratio != 1:
+    if compressed is not None:
         compressed = replace(compressed, q_rank=_scaled(compressed.q_rank, ratio))
     return replace(attention, heads=heads, kv_heads=kv_heads, latent=latent, compressed=compressed)
 

@@ -10,7 +10,7 @@ from gemmscope.interval import Interval
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Winner
-from gemmscope.results.sweep import MeasuredPoint, MeasuredSweep, SweepGpu, SweepResult, Swept, break_evens
+from gemmscope.results.sweep import MeasuredPoint, MeasuredSweep, SweepGpu, SweepResult, break_evens
 from gemmscope.sweep.axes import by_reason
 
 POINT_CODES = (
@@ -63,10 +63,6 @@ class Assembly:
             findings=tuple(self._findings(sweeps, gpus, done, outcomes, interrupted=interrupted)),
         )
 
-    @property
-    def _what(self) -> Swept:
-        return "training step" if self.of == "step" else "GEMM" if self.bare else "linears"
-
     def _sweep(self, mode: str, done: Mapping[str, UnitOutcome], outcomes: Outcomes, *, complete: bool) -> MeasuredSweep:
         points = [_measured(values, done[key], mode) for values in self.possible if (key := point_key(values)) in done]
         seen = {name for point in points for name in (*point.times_ms, *point.unfit, *point.not_possible)}
@@ -80,7 +76,7 @@ class Assembly:
         types = dict.fromkeys(str(measured.outcome["device"].get("name", "")) for measured in done.values())
         return MeasuredSweep(
             gpu=", ".join(filter(None, types)) or "this machine",
-            what=self._what,
+            what="training step" if self.of == "step" else "GEMM" if self.bare else "linears",
             mode=mode,
             sizes=self.sizes,
             recipes=names,
@@ -131,10 +127,7 @@ def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> Measu
     place, data = measured.place, measured.outcome["modes"].get(mode, {})
     times = {name: Interval(**time) for name, time in data.get("times_ms", {}).items()}
     unfit, failed = tuple(data.get("unfit", ())), dict(data.get("not_possible", {}))
-    failure = ""
-    if BASELINE not in times:  # nothing to compare with
-        why = "out of memory" if BASELINE in unfit else failed.get(BASELINE, "not measured")
-        failure = f"{BASELINE}: {why}"
+    why = "out of memory" if BASELINE in unfit else failed.get(BASELINE, "not measured")
     return MeasuredPoint(
         values=values,
         times_ms=times,
@@ -148,7 +141,7 @@ def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> Measu
         tflops=data.get("tflops"),
         gpu=place.name,
         uuid=place.uuid,
-        failure=failure,
+        failure=f"{BASELINE}: {why}" if BASELINE not in times else "",  # nothing to compare with
     )
 
 
@@ -195,8 +188,7 @@ def _point_findings(sweep: MeasuredSweep, done: Mapping[str, UnitOutcome]) -> It
         yield finding("sweep-out-of-memory", places=places, recipes=_all(point.unfit for point in unfit))
     reasons: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for point in sweep.points:
-        if point.not_possible and not point.failure:
-            names = tuple(point.not_possible)
+        if (names := tuple(point.not_possible)) and not point.failure:
             reasons.setdefault((names, point.not_possible[names[0]]), []).append(point.place)
     for (names, reason), places in reasons.items():
         yield finding("sweep-recipe-not-measured", places=places, recipes=list(names), reason=reason)

@@ -58,17 +58,28 @@ def configurations(
     """Every combination that is possible, as `describe` returns it, and the others with the reason. If none is possible, the
     first reason is raised. A signal ends it. `model` and `run` are the arguments of `load_model` and `model_run`.
     """
+    load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
+
+    def described(values: Mapping[str, int]) -> Point:
+        sizes = tuple((name, value) for name, value in values.items() if name in SIZES)
+        of_run = {name: value for name, value in values.items() if name not in SIZES}
+        return describe(model_run(load(sizes), **{**run, **of_run}))
+
+    return possible_points(axes, described, deferred)
+
+
+def possible_points(
+    axes: Axes, describe: Callable[[Mapping[str, int]], Point], deferred: DeferredSignals | None = None
+) -> tuple[list[tuple[dict[str, int], Point]], list[tuple[dict[str, int], str]]]:
+    """Every combination for which `describe` raises no `UserError`, with what it returns, and the others with the reason."""
     possible: list[tuple[dict[str, int], Point]] = []
     impossible: list[tuple[dict[str, int], str]] = []
     first: UserError | None = None
-    load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
     for values in combinations(axes):
-        if deferred.first is not None:
+        if deferred is not None and deferred.first is not None:
             break
-        sizes = tuple((name, value) for name, value in values.items() if name in SIZES)
-        of_run = {name: value for name, value in values.items() if name not in SIZES}
         try:
-            possible.append((values, describe(model_run(load(sizes), **{**run, **of_run}))))
+            possible.append((values, describe(values)))
         except UserError as error:
             first = first or error
             impossible.append((values, in_python(error.message)))

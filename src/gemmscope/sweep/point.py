@@ -1,6 +1,6 @@
 """Reduces the result of a bench or a step to a point of a sweep: plain data, made where the point was measured."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +9,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Samples
 from gemmscope.results.bench import BenchResult
-from gemmscope.results.linears import Linears, Speedup, find_winner
+from gemmscope.results.linears import Linears, Speedup, Winner, find_winner
 from gemmscope.results.step import StepResult
 from gemmscope.workload.cases import Mode
 
@@ -29,13 +29,13 @@ def step_point(result: StepResult) -> dict[str, Any]:
     ratios = {(ratio.recipe, ratio.over): ratio.speedup for ratio in step.speedups}
     times = {time.recipe: time.step_ms for time in step.recipes}
     speedups = {time.recipe: time.speedup for time in step.recipes if time.speedup is not None}
-    best = find_winner(speedups, lambda name, over: ratios.get((name, over)))
-    time = step.of(best.best)
+    winner = find_winner(speedups, lambda *pair: ratios.get(pair))
+    time = step.of(winner.best)
     failed = {
         outcome.variant.recipe: outcome for outcome in result.variants if outcome.failure and outcome.variant.recipe not in times
     }
     point = {
-        **_ranked(times, speedups, ratios.get),
+        **_ranked(times, speedups, winner),
         **_failures(failed),
         "host_bound": [of_recipe.recipe for of_recipe in step.recipes if of_recipe.host_bound],
         "fallbacks": [of_recipe.recipe for of_recipe in step.recipes if of_recipe.fell_back],
@@ -52,14 +52,15 @@ def _linears_point(result: BenchResult, linears: Linears, mode: Mode) -> dict[st
     times = {name: cell.total_ms for name, cell in cells.items() if cell is not None}
     speedups = {name: gain for name in names if (gain := linears.speedup(name, mode, op)) is not None}
     ratios = _both_ways(ratio for ratio in linears.speedups if (ratio.mode, ratio.op, ratio.pass_name) == (mode, op, ""))
+    winner = find_winner(speedups, lambda *pair: ratios.get(pair))
     failed = {task.task.recipe: task for task in result.tasks if task.task.mode == mode and task.failure}
     point = {
-        **_ranked(times, speedups, ratios.get),
+        **_ranked(times, speedups, winner),
         **_failures(failed),
         "host_bound": [name for name in times if _host_bound(linears, name, mode)],
         "fallbacks": [name for name in names if linears.falls_back(name, mode)],
     }
-    if op and (time := times.get(find_winner(speedups, lambda *pair: ratios.get(pair)).best)) is not None:
+    if op and (time := times.get(winner.best)) is not None:
         point["tflops"] = linears.cases[0].flops / time.value / 1e9
     return point
 
@@ -82,17 +83,12 @@ def _inverse(ratio: Interval) -> Interval:
     return Interval(1 / ratio.value, 1 / low if low else None, 1 / high if high and high > 0 else None)
 
 
-def _ranked(
-    times: Mapping[str, Interval],
-    speedups: Mapping[str, Interval],
-    ratio: Callable[[tuple[str, str]], Interval | None],
-) -> dict[str, Any]:
-    """Times, speedups and the winner by the one rule; no winner without a time in BF16, which everything is compared with."""
-    winner = find_winner(speedups, lambda *pair: ratio(pair)) if BASELINE in times else None
+def _ranked(times: Mapping[str, Interval], speedups: Mapping[str, Interval], winner: Winner) -> dict[str, Any]:
+    """Times, speedups and the winner; no winner without a time in BF16, which everything is compared with."""
     return {
         "times_ms": {name: asdict(time) for name, time in times.items()},
         "speedups": {name: asdict(gain) for name, gain in speedups.items()},
-        "winner": winner.model_dump(mode="json") if winner is not None else None,
+        "winner": winner.model_dump(mode="json") if BASELINE in times else None,
     }
 
 

@@ -18,7 +18,7 @@ from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape
 from gemmscope.pool.gpus import launched, local_gpus, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.pool import Pool, Unit
+from gemmscope.pool.pool import Unit
 from gemmscope.pool.schedule import Outcomes, Schedule
 from gemmscope.progress import PoolProgress, Reporter
 from gemmscope.results.base import ModelSummary
@@ -88,7 +88,7 @@ class MeasuredSweepRun:
         """Measure all points that the journal does not have yet."""
         options, context, axes = self.options, self.context, self.sweep.sweep or {}
         self._check_choices()
-        pool = self._pool()
+        pool = open_pool(gpus=self.sweep.gpus, ray=self.sweep.ray, on_cpu=options.on_cpu, share_gpu=options.share_gpu)
         with defer_signals() as signals:
             possible, impossible = points(signals)
             if signals.first is not None:
@@ -115,8 +115,7 @@ class MeasuredSweepRun:
                 if not outcomes.done and outcomes.refused:
                     refused = outcomes.refused[0]
                     raise UserError(f"nothing can be measured: {refused.name}: {refused.why}", refused.hint)
-                complete = not outcomes.interrupted and not outcomes.failed
-                context.finish(recording, result, complete=complete)
+                context.finish(recording, result, complete=not outcomes.interrupted and not outcomes.failed)
                 signals.answered = True
         return result
 
@@ -126,9 +125,9 @@ class MeasuredSweepRun:
 
     def _plan(self, points: int, earlier: int) -> str:
         """What will be done, in one line."""
+        if earlier and earlier == points:
+            return f"all {counted(points, 'point')} were measured earlier"
         if earlier:
-            if earlier == points:
-                return f"all {counted(points, 'point')} were measured earlier"
             were = "was" if earlier == 1 else "were"
             return f"{earlier} of {counted(points, 'point')} {were} measured earlier; measuring the rest …"
         prefix = "each " if points > 1 else ""
@@ -159,10 +158,6 @@ class MeasuredSweepRun:
                 f"{rank.by} started {count} processes, and each of them would measure every point of {option('sweep')}",
                 f"start one process with {option('gpus', 'all')}, or with Ray inside the job and {option('ray', 'auto')}",
             )
-
-    def _pool(self) -> Pool:
-        options, sweep = self.options, self.sweep
-        return open_pool(gpus=sweep.gpus, ray=sweep.ray, on_cpu=options.on_cpu, share_gpu=options.share_gpu)
 
 
 def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -> dict[str, Any]:

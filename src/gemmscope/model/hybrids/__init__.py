@@ -7,10 +7,7 @@ from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hybrids import gemma, linear, mamba, sparse_attention
 from gemmscope.model.layer_spec import LayerSpec
 
-LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
-"""From a config, its hidden size and its number of layers."""
-
-HYBRIDS: dict[str, LayerBuilder] = {
+HYBRIDS: dict[str, Callable[[FamilyConfig, int, int], list[LayerSpec]]] = {
     "gated_delta_net": linear.gated_delta_net,
     "olmo_hybrid": linear.olmo_hybrid,
     "kimi_linear": linear.kimi_linear,
@@ -27,9 +24,10 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "gemma3n": gemma.gemma3n,
     "deepseek_v4": sparse_attention.deepseek_v4,
 }
+"""Layers, from a config, its hidden size and its number of layers."""
 
-EndsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
-"""Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
-
-ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": sparse_attention.deepseek_v4_ends}
-"""By `ends_by` in families.toml."""
+ENDS: dict[str, Callable[[FamilyConfig, int, int], dict[str, Any]]] = {
+    "gemma": gemma.ends,
+    "deepseek_v4": sparse_attention.deepseek_v4_ends,
+}
+"""Fields of `ModelSpec` outside of its layers, from the same, by `ends_by` in families.toml."""

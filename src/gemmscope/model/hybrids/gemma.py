@@ -79,9 +79,8 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     kinds = _kinds(family, count)
     shared = _shared(family, kinds)
     plain = blocks.attention(family, hidden)
-    width, widths = family.value("intermediate_size"), None
-    if isinstance(width, list):
-        widths = blocks.per_layer(family, "intermediate_size", count)
+    several_widths = isinstance(family.value("intermediate_size"), list)
+    widths = blocks.per_layer(family, "intermediate_size", count) if several_widths else None
     pattern = blocks.per_layer(family, "activation_sparsity_pattern", count)
     rank = family.size("laurel_rank")
     laurel = (
