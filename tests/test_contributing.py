@@ -80,7 +80,7 @@ def test_add_a_command(copy: Path) -> None:
     (package / "commands/count.py").write_text(
         "def count(job, options, context):\n    return len(job.source.model.layers) * (1 + options.twice)\n"
     )
-    insert(package / "commands/__init__.py", '"doctor", "explain"', '"count", ')
+    insert(package / "commands/__init__.py", '"doctor", ', '"count", ')
     insert(
         package / "cli/commands.py",
         "def bench(",
