@@ -266,7 +266,7 @@ class Answer:
 
 
 def run_worker(module: str, *arguments: str, time_limit_s: float = float("inf")) -> Answer:
-    """Run a worker to its end, whatever it does: what is read of it is bounded, and nothing of it is left running.
+    """Run a worker to its end. Its output is limited in size, and every process that it started ends with it.
 
     An exception meanwhile, such as `Interrupted`, ends it at once.
     """
