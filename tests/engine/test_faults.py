@@ -26,8 +26,8 @@ from support.processes import MARKER, left_running
 
 pytest.importorskip("torch", reason="measuring needs torch")
 
-COMMANDS = {
-    "bench": "bench --shapes 16 --device cpu --num-iters 6 --num-warmup 0 --recipes bf16 --pre-quantize",
+COMMANDS = {  # a burst has several runs: where the clock ticks every 10 ns, two bursts of one run each can be equal
+    "bench": "bench --shapes 16 --device cpu --num-iters 60 --num-warmup 0 --recipes bf16 --pre-quantize",
     "step": (
         "step --hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 2 --vocab-size 64 "
         "--micro-batch-size 1 --sequence-length 16 --device cpu --recipes bf16 --precision 0.99 --time-limit 1"
