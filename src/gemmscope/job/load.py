@@ -12,6 +12,7 @@ from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
 from gemmscope.model.limits import check_size
+from gemmscope.model.readers import names_file, read_config
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
 from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
@@ -261,8 +262,6 @@ def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:
 
 def _from_config(config: str) -> ModelSource:
     """What `config` names; if that is nothing, perhaps a preset was meant."""
-    from gemmscope.model.readers import names_file, read_config  # of every format: a preset needs none of them
-
     try:
         return read_config(config)
     except UserError as error:
