@@ -57,7 +57,7 @@ _Place = tuple[int, int]
 """A tensor's location in memory. A transpose has the same location; Q, K and V cut from one tensor do not."""
 
 
-class _Running(NamedTuple):
+class _RunningModule(NamedTuple):
     """A running module: its path, the kind of what it runs itself, and `MIXER` in a mixer and in all that it calls."""
 
     path: str = ROOT
@@ -99,9 +99,9 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._names = {id(module): _LAYER_INDEX.sub("*", name) or ROOT for name, module in self.module.named_modules()}
-        self._running = [_Running()]
+        self._running = [_RunningModule()]
         self._by_node: dict[int, list[_Forward]] = {}
-        self._ran: dict[int, _Running] = {}  # where the forward operator ran, by its node's number
+        self._ran: dict[int, _RunningModule] = {}  # where the forward operator ran, by its node's number
         self._batched: list[tuple[_Forward | None, BatchedGemm]] = []
         self._scores: dict[int, tuple[_Forward, ...]] = {}  # batched GEMMs whose results reached a storage
         self._weighted: set[int] = set()  # storages that results of a softmax reached
@@ -123,12 +123,12 @@ class Recorder:
         linear = isinstance(module, torch.nn.Linear) and not why_not_converted(module)
         section = MIXER if MIXER_CLASS.search(type(module).__name__) else self._running[-1].section
         path = self._names.get(id(module), self.path)
-        self._running.append(_Running(path, _kind_of(type(module)), section, linear))
+        self._running.append(_RunningModule(path, _kind_of(type(module)), section, linear))
 
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:
         """What runs inside belongs to the loss."""
-        self._running.append(_Running(LOSS, "loss"))
+        self._running.append(_RunningModule(LOSS, "loss"))
         try:
             yield
         finally:
@@ -148,10 +148,10 @@ class Recorder:
         """Whether the autograd engine runs, and does not run forward again."""
         return not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
-    def _ran_forward(self) -> _Running:
+    def _ran_forward(self) -> _RunningModule:
         """Where the forward operator ran whose gradient the autograd engine computes."""
         node = torch._C._current_autograd_node()
-        return self._ran.get(node._sequence_nr() if node is not None else -1, _Running(GRADIENTS))
+        return self._ran.get(node._sequence_nr() if node is not None else -1, _RunningModule(GRADIENTS))
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
