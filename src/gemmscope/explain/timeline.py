@@ -24,7 +24,7 @@ from gemmscope.explain.steps import RecordedStep
 
 # Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
 HOST_IDLE = (
-    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry.name for entry in HOST_ACTIVITIES),
+    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
 )  # fmt: skip
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
@@ -121,7 +121,7 @@ class _HostTimeline:
     def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[str, float]]:
         """What the threads were busy with, and for how long; where activities are inside each other, the first of them counts."""
         left = end - begin
-        for name in [entry.name for entry in HOST_ACTIVITIES] if self._activities else ():
+        for name in [entry["name"] for entry in HOST_ACTIVITIES] if self._activities else ():
             covered = [self._activities[name, thread] for thread in threads if (name, thread) in self._activities]
             time = min(sum(spans.within(begin, end) for spans in covered), left)
             if time > SHORT_US:

@@ -108,7 +108,7 @@ def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     steps = find_steps(trace, step_count)
     sources = find_scopes(trace)
     work_classes = classify_work(trace, sources)
-    gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, work_classes)}
+    gemms = traced_gemms(trace, sources, work_classes)
     shares = share_out(trace, sources, steps.every, [work.rank for work in work_classes], steps.before)
     chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
     return TraceView(trace, steps, sources, work_classes, gemms, chosen, shares)
