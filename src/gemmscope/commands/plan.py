@@ -13,7 +13,7 @@ from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
@@ -259,7 +259,7 @@ def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names
 
 def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | None:
     """The smallest number of GPUs with which some layout fits: doubled again and again, with as large a batch as they need."""
-    task, available = search.task, chip.memory_bytes
+    task = search.task
     small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
     for doublings in range(1, MOST_DOUBLINGS + 1):
         gpus = task.gpus << doublings
@@ -267,7 +267,8 @@ def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | N
             return None
         other = replace(task, gpus=gpus, global_batch=-(-task.global_batch // gpus) * gpus)
         for run in layouts(other, small, Pruning()):
-            if any(rank_memory(task.model, run, name, chip).total <= available for name in names):
+            needed = memory_of(task.model).rank(run, names, chip)
+            if any(memory.fit in ("fits", "tight") for memory in needed.values()):
                 return gpus
     return None
 
