@@ -90,10 +90,10 @@ def run_searches(
     network: Network,
     pending: signals.DeferredSignals,
     on_layouts: Callable[[int], None],
-) -> bool:
-    """Fill in the candidates of every search. Returns whether all were computed: a signal ends the search early.
+) -> int:
+    """Fill in the candidates of every search. Returns how many layouts were computed: a signal ends the search early.
 
-    `on_layouts` is called with the number of layouts that were computed since the last time.
+    `on_layouts` is called with the number so far.
     """
     places = [(index, first) for index, search in enumerate(searches) for first in range(0, len(search.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
@@ -103,9 +103,9 @@ def run_searches(
         search.candidates += share.candidates
         search.pruning.merge(share.pruning)
         search.smallest = min(filter(None, (search.smallest, share.smallest)), default=None)
-        done += 1
-        on_layouts(share.layouts)
-    return done == len(places)
+        done += share.layouts
+        on_layouts(done)
+    return done
 
 
 def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
