@@ -1,6 +1,6 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,32 +31,36 @@ def forecast_sweep(
     impossible: Sequence[SweepPoint],
     recipes: Sequence[str],
     network: Network | None = None,
+    findings: Iterable[Finding] = (),
     on_points: Callable[[int], None] = lambda _: None,
-) -> GpuSweep | None:
-    """Forecast every configuration on one GPU, sorted by size; impossible ones are included.
+    before: int = 0,
+) -> list[GpuSweep]:
+    """Forecast every configuration on one GPU, sorted by size; impossible ones are included. `findings`: more about this GPU.
 
-    After a signal, returns the points computed so far, without the break-even; None if there are none. `on_points` is called with
-    the number of points that were computed since the last time.
+    After a signal, returns the points computed so far, without the break-even; nothing if there are none. `on_points` is called
+    with the number of points so far, and of those `before`.
     """
     points: list[SweepPoint] = []
     function, shares = partial(_points, forecaster, possible, recipes, network), range(0, len(possible), AT_A_TIME)
     with signals.defer_signals() as pending:
         for some in computed(function, shares, processes_for(len(possible), WORTH_SHARING), pending):
             points += some
-            on_points(len(some))
+            on_points(before + len(points))
     if not points:
-        return None
+        return []
     complete = len(points) == len(possible)
     points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
-    return GpuSweep(
-        gpu=forecaster.chip.name,
-        sizes=tuple(points[0].values),
-        recipes=tuple(recipes),
-        points=tuple(points),
-        break_even=break_evens(points, recipes) if complete else (),
-        findings=tuple(_findings(points, forecaster.chip)),
-    )
+    return [
+        GpuSweep(
+            gpu=forecaster.chip.name,
+            sizes=tuple(points[0].values),
+            recipes=tuple(recipes),
+            points=tuple(points),
+            break_even=break_evens(points, recipes) if complete else (),
+            findings=(*_findings(points, forecaster.chip), *findings),
+        )
+    ]
 
 
 @no_garbage_collection()

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from gemmscope.errors import UserError, did_you_mean, in_python, option, shown
 from gemmscope.job.load import SIZES, ModelRun, load_model, model_run
+from gemmscope.model.spec import ModelSpec
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepPoint
 from gemmscope.signals import DeferredSignals
 
@@ -94,3 +96,10 @@ def by_reason(points: Iterable[SweepPoint]) -> dict[str, list[str]]:
         listed = point.reason in reasons or len(reasons) < MOST_REASONS
         reasons.setdefault(point.reason if listed else OTHER_REASONS, []).append(point.place)
     return reasons
+
+
+def swept_model(model: ModelSpec | None, origin: str, axes: Axes) -> ModelSummary:
+    """Which model a sweep is about; without its sizes where some of them vary."""
+    about = ModelSummary.of(model, model.name if model is not None else origin, origin)
+    varies = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varies else about
