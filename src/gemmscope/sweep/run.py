@@ -145,7 +145,7 @@ class MeasuredSweepRun:
             if gpus is not None and not options.on_cpu:
                 machine = replace(machine, gpus=tuple(local_gpus(gpus, machine)[:1]), visible_devices=None)
             cache_weights = isinstance(options, BenchOptions) and options.cache_weights
-            choose(replace(options, share_gpu=True), machine, cache_weights=cache_weights)
+            choose(options.but(share_gpu=True), machine, cache_weights=cache_weights)
 
     def _check_alone(self) -> None:
         """A `UserError` in one of many processes that srun or torchrun started: each would measure every point."""
