@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from gemmscope.choices import ClockState
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import Coefficients, Series
 from gemmscope.forecast.estimate import Estimate, ratio
-from gemmscope.forecast.gemm import GemmModel, State, Times
+from gemmscope.forecast.gemm import GemmModel, Times
 from gemmscope.forecast.linears import in_common
 from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import gpu
@@ -69,7 +70,7 @@ def sample() -> dict[Key, np.ndarray]:
     return {key: np.array(values) for key, values in rows.items()}
 
 
-def state_of(key: Key) -> State:
+def state_of(key: Key) -> ClockState:
     """Of a series."""
     return "sustained" if key[2] == "sustained" else "burst"
 

@@ -10,6 +10,7 @@ import pytest
 import gemmscope as gs
 from gemmscope.bench.findings import linear_findings
 from gemmscope.bench.linears import measured_linears
+from gemmscope.choices import MODES
 from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.engine.messages import Noticed
@@ -17,7 +18,6 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Result
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.sweep import SweepPoint
-from gemmscope.workload.cases import MODES
 from gemmscope.writers import html, markdown, terminal
 from support.bench_results import MODEL, RECIPES, recorded_measurements
 from support.forecast_files import forecast_result, plane, several_gpus, sweep

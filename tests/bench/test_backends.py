@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
+from gemmscope.choices import MODES
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.recipe.support import support
-from gemmscope.workload.cases import MODES, Case, Task, tasks_of
+from gemmscope.workload.cases import Case, Task, tasks_of
 from gemmscope.workload.ops import PASSES
 
 torch = pytest.importorskip("torch", reason="measuring needs torch")

@@ -9,10 +9,11 @@ import pytest
 from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears, memory
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES
 from gemmscope.engine.messages import Failed, Hello
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.linears import Linears, Memory
-from gemmscope.workload.cases import MODES, Case, Task
+from gemmscope.workload.cases import Case, Task
 from support.bench_results import LAYER, MODEL, POWER_LIMITED, QKV, RECIPES, SQUARES, recorded_linears, recorded_measurements
 from support.run_files import BENCHES, bench_result, recorded_bench, replayed
 

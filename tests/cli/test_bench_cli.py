@@ -20,6 +20,7 @@ import pytest
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
 from gemmscope.bench.timing import bench_settings, counts_of, stopping_rule
+from gemmscope.choices import MODES
 from gemmscope.engine.journal import VERSION, open_journal
 from gemmscope.engine.messages import Failed
 from gemmscope.errors import UserError
@@ -27,7 +28,6 @@ from gemmscope.findings import finding
 from gemmscope.options.measuring import TimingOptions
 from gemmscope.options.values import bare_shapes
 from gemmscope.results.bench import BenchResult, Counts
-from gemmscope.workload.cases import MODES
 from support.command import Run, run
 from support.fake_gpu import ON_CPU, REFERENCE, SMALL, Pretend, own_state, pretend
 from support.machines import machine

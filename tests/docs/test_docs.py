@@ -14,6 +14,7 @@ import pytest
 
 import gemmscope
 from gemmscope.bench.timing import stopping_rule
+from gemmscope.choices import MODES
 from gemmscope.interval import Interval
 from gemmscope.model import presets
 from gemmscope.model.families import known_model_types
@@ -21,7 +22,6 @@ from gemmscope.options.measuring import TimingOptions
 from gemmscope.results.bench import BenchSettings
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
-from gemmscope.workload.cases import MODES
 from support.command import Run, run
 from support.step_files import recorded_step
 from support.workers import forked_workers

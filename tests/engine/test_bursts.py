@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from gemmscope.choices import MODES
 from gemmscope.engine.rule import StoppingRule
-from gemmscope.workload.cases import MODES
 from support.bench_results import MODEL, recorded_measurements
 
 pytest.importorskip("torch", reason="the measuring process needs torch")

@@ -16,13 +16,14 @@ import pytest
 
 from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES
 from gemmscope.engine.campaign import LocalWorkers, WorkerEndedError
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Hello, Message, Noticed, Round, Sampled
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.results.bench import BenchSettings, Counts
-from gemmscope.workload.cases import MODES, Case, Task, bare_gemms, tasks_of
+from gemmscope.workload.cases import Case, Task, bare_gemms, tasks_of
 from support.campaigns import CASES, Scripted, interrupt, recorded, small_campaign
 from support.workers import forked_workers
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
-from gemmscope.workload.cases import MODES, Case, Task, cases_of, tasks_of
+from gemmscope.workload.cases import Case, Task, cases_of, tasks_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from support.bench_results import MODEL, recorded_measurements

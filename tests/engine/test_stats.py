@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES
 from gemmscope.engine.messages import Round, Sampled
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.engine.stats import Noise, noise_of, pieces, ratio_interval, time_interval
-from gemmscope.workload.cases import MODES, Case, Task
+from gemmscope.workload.cases import Case, Task
 from support.recorded_bursts import BASELINE, MACHINES
 
 TRIALS = int(os.environ.get("GEMMSCOPE_TRIALS", "20"))  # of whole measurements with each clock

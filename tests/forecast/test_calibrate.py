@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choice
+from gemmscope.choices import MODES
 from gemmscope.commands import calibrate as calibrating
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, open_journal
@@ -34,7 +35,7 @@ from gemmscope.parts import StepPart
 from gemmscope.progress import QUIET
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
-from gemmscope.workload.cases import MODES, Case
+from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import derive
 from support.bench_results import MODEL, RECIPES, record, recorded_linears
 from support.command import Run, run

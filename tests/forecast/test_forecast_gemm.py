@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemmscope.choices import ClockState
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import read_coefficients
-from gemmscope.forecast.gemm import GemmModel, State, model
+from gemmscope.forecast.gemm import GemmModel, model
 from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 
@@ -45,7 +46,7 @@ def errors(key: tuple[str, str, str, str]) -> tuple[np.ndarray, np.ndarray]:
     """Relative errors of one series, and whether each measured time lies inside the error bar."""
     name, fmt, state, library = key
     m, k, n, measured = ROWS[key].T
-    known: State = "sustained" if state == "sustained" else "burst"
+    known: ClockState = "sustained" if state == "sustained" else "burst"
     estimate = model().time(gpu(name), fmt, Shapes.of(m, k, n), known, library)
     inside = (measured >= estimate.low_ms) & (measured <= estimate.high_ms)
     return np.abs(estimate.total_ms / measured - 1), inside
@@ -157,7 +158,7 @@ def test_burst_is_faster_than_sustained() -> None:
 @given(
     CHIPS, st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from(["sustained", "burst"]), st.data()
 )
-def test_no_gemm_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: State, data: st.DataObject) -> None:
+def test_no_gemm_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: ClockState, data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(formats(chip)))
     shapes = Shapes.of(m, k, n)
     estimate = model().time(chip, fmt, shapes, state)

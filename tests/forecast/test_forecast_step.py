@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemmscope.choices import MODES
 from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
@@ -29,7 +30,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
 from gemmscope.results.linears import Winner
 from gemmscope.results.sweep import SweepPoint, break_even
-from gemmscope.workload.cases import MODES, Case, cases_of
+from gemmscope.workload.cases import Case, cases_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals

@@ -6,10 +6,9 @@ from typing import get_args
 
 import pytest
 
-from gemmscope.numerics.evaluation.requests import SyntheticKind
-
 torch = pytest.importorskip("torch")
 
+from gemmscope.choices import SyntheticKind  # noqa: E402
 from gemmscope.numerics.evaluation.synthetic import MAKERS, synthetic_recording  # noqa: E402
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES, Mode
 from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.results.linears import Linears
-from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_gemms, tasks_of
+from gemmscope.workload.cases import Case, Task, bare_gemms, tasks_of
 
 RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))[
     "runs"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.choices import MODES
 from gemmscope.engine.campaign import LocalWorkers, WorkerEndedError
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.messages import Message
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.results.bench import BenchSettings
 from gemmscope.signals import DeferredSignals
-from gemmscope.workload.cases import MODES, Case, tasks_of
+from gemmscope.workload.cases import Case, tasks_of
 
 CASES = [Case("QKV Proj", 32, 32, 96, 2), Case("MLP Up", 32, 32, 128, 2)]
 Script = Callable[[dict[str, Any]], Iterable[Message]]

@@ -8,6 +8,7 @@ from typing import Any
 from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES
 from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run
@@ -16,7 +17,6 @@ from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.read import read_result
 from gemmscope.results.shapes import ShapesResult
-from gemmscope.workload.cases import MODES
 from support.bench_results import RECIPES, SQUARES, recorded_measurements
 from support.commands import shapes
 from support.machines import machine

@@ -9,12 +9,13 @@ from typing import Literal
 from gemmscope import commands, writers
 from gemmscope.api.calls import Axis, Names, PathOrResult, axes_of, context, prepared, takes
 from gemmscope.api.jobs import Job
+from gemmscope.choices import Mode
 from gemmscope.commands.calibrate import Calibrated
 from gemmscope.commands.doctor import Diagnosis
 from gemmscope.errors import UserError
 from gemmscope.options.declare import from_python
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
-from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, Mode, SweepOptions
+from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, SweepOptions
 from gemmscope.options.reading import CompareOptions, ExplainOptions
 from gemmscope.options.values import Shape, names
 from gemmscope.results.base import Result

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from gemmscope import commands
 from gemmscope.api.calls import Axis, Names, PathOrResult, axes_of, prepared, takes
+from gemmscope.choices import Mode
 from gemmscope.job.load import ModelRun, model_run
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions, ShapesOptions
-from gemmscope.options.measuring import BenchOptions, FleetOptions, Mode, StepOptions, SweepOptions
+from gemmscope.options.measuring import BenchOptions, FleetOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape, names
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetResult

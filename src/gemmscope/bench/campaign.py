@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import MODES, Mode
 from gemmscope.engine.campaign import Attempt, Campaign
 from gemmscope.engine.journal import fingerprint
 from gemmscope.engine.messages import Group
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchSettings
-from gemmscope.workload.cases import MODES, Mode, Task
+from gemmscope.workload.cases import Task
 
 WORKER = "gemmscope.bench.worker"
 

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from gemmscope.choices import MODES, Mode
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, GpuFacts, environment
@@ -18,7 +19,6 @@ from gemmscope.recipe.frameworks import backends, frameworks, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
 from gemmscope.recipe.support import support
-from gemmscope.workload.cases import MODES, Mode
 
 
 def named_recipes(options: RecipeOptions) -> list[str] | None:

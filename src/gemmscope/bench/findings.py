@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gemmscope.bench.measurements import Measurements
+from gemmscope.choices import Mode
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.frameworks import backends
@@ -14,7 +15,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.bench import BenchSettings
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.roles import role_named
-from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
+from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case
 
 SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 CLOCK_MOVED = 0.15  # between bursts of one recipe and mode

@@ -11,6 +11,7 @@ from typing import Any
 
 from gemmscope.bench.attribution import AttributionError, Parts, attribute
 from gemmscope.bench.measurements import Measurements, added
+from gemmscope.choices import Mode
 from gemmscope.engine.kernels import KernelRun, classify
 from gemmscope.engine.stats import ratio_interval, time_interval
 from gemmscope.interval import Interval
@@ -18,7 +19,7 @@ from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, Recipe, recipe
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Evidence, Linears, LinearsTotal, Memory, OpTime, Speedup, Winner, find_winner, linears_total
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import PASSES, Pass
 
 BF16_BYTES = 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from gemmscope.choices import Mode
 from gemmscope.engine.messages import Group, Kernels, Message, Sum
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.engine.stats import Bursts, Noise, noise_of, ratio_interval, time_interval
@@ -9,7 +10,7 @@ from gemmscope.engine.store import ResultStore
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
-from gemmscope.workload.cases import Case, Mode, Task
+from gemmscope.workload.cases import Case, Task
 
 ALIKE = 0.8  # both sides of a speedup need more samples if the ratio of their half-widths is above this
 

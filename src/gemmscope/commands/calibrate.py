@@ -7,6 +7,7 @@ from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.timing import bench_settings, check_timing, stopping_rule
+from gemmscope.choices import ClockState
 from gemmscope.document.table import Column, Table, table
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, fingerprint
@@ -15,7 +16,6 @@ from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast import calibration as factors
 from gemmscope.forecast.calibration import Calibration
-from gemmscope.forecast.gemm import State
 from gemmscope.forecast.linear_results import forecast_linears
 from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
@@ -141,7 +141,7 @@ class _CalibrationRun:
             if campaign.interrupted:
                 raise signals.interruption()
 
-    def forecast(self, measured: Linears, state: State) -> Linears:
+    def forecast(self, measured: Linears, state: ClockState) -> Linears:
         """The same linears from public measurements."""
         forecaster = Forecaster(self.chip, state, cache_weights=measured.cache_weights)
         return forecast_linears(forecaster, measured.cases, measured.recipes, measured.modes)

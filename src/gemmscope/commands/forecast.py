@@ -8,11 +8,12 @@ from gemmscope import signals
 from gemmscope.bench.choose import chosen_modes
 from gemmscope.bench.findings import linear_findings
 from gemmscope.bench.timing import LADDER, check_shape, check_te_benchmark
+from gemmscope.choices import ClockState, Mode
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import Network, network_of
-from gemmscope.forecast.gemm import State, model
+from gemmscope.forecast.gemm import model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common_fields, known_state, mixes_on
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
@@ -47,7 +48,7 @@ from gemmscope.step.cost import Budget
 from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
 from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations, swept_model
-from gemmscope.workload.cases import Mode, bare_gemms
+from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import Given, check, check_schedule, solve
@@ -87,7 +88,7 @@ class _ForecastTask:
     subject: RankWorkload | None
     linears: LinearCases
     modes: Sequence[Mode]
-    clocks: State
+    clocks: ClockState
     asked: MixRequest | None
     options: ForecastOptions
 
@@ -282,7 +283,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
     return linears
 
 
-def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
+def _basis(chip: GpuSpec, state: ClockState, names: Sequence[str]) -> tuple[str, ...]:
     """What the GEMMs of every format on this GPU are based on."""
     formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
     return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)

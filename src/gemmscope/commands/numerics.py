@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import get_args
 
+from gemmscope.choices import SYNTHETIC_KINDS
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.forecast.gpus_and_recipes import forecastable
@@ -25,7 +25,6 @@ from gemmscope.numerics.evaluation.requests import (
     DepthModel,
     ErrorsRequest,
     RecordingSource,
-    SyntheticKind,
     SyntheticSource,
     compute_errors,
     model_linears,
@@ -46,7 +45,6 @@ from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.workload.derive import HEAD
 
-KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
@@ -134,8 +132,8 @@ def _source(
     if checkpoint is not None:
         model = job.source.model if job is not None else None
         return CheckpointSource(str(checkpoint), model_linears(model) if model is not None else None)
-    if synthetic not in KINDS:
-        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(KINDS)}")
+    if synthetic not in SYNTHETIC_KINDS:
+        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(SYNTHETIC_KINDS)}")
     if job is None:
         raise UserError(
             f"{option('synthetic', synthetic)} needs a model, for the shapes of its linears",

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import combinations
 
 from gemmscope import units
+from gemmscope.choices import Mode
 from gemmscope.document.common import (
     batch_lines,
     command_facts,
@@ -44,7 +45,6 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
 from gemmscope.results.linears import LinearsTotal
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
-from gemmscope.workload.cases import Mode
 
 MEMORY_USES = {
     "weights_bytes": "Weights",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from gemmscope import units
+from gemmscope.choices import Mode
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment, Shade
 from gemmscope.document.common import clock_facts, sample_text
 from gemmscope.document.palette import REST, op_keys, part_key
@@ -11,7 +12,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Linears, OpTime
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass
 
 MODE_TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-quantized"}

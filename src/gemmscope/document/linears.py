@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from gemmscope import units
+from gemmscope.choices import Mode
 from gemmscope.document.common import phrase, sections
 from gemmscope.document.linear_charts import MODE_TITLES, bar_chart, by_op, curve_charts, rate
 from gemmscope.document.model import Block, NamedSpeedup, NamedTime, Section
@@ -26,7 +27,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Linears, Memory
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import PASSES, Pass, gemm_size
 
 WHAT: dict[Mode, str] = {"autocast": "linears, autocast", "pre-quantized": "GEMMs, pre-quantized"}

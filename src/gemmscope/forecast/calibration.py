@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
+from gemmscope.choices import Mode
 from gemmscope.errors import UserError
 from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
@@ -32,7 +33,7 @@ from gemmscope.recipe.precisions import timed_precisions
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.toml import load_data
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass
 
 LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gemmscope.choices import CLOCK_STATES, ClockState
 from gemmscope.errors import MissingFactError, UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, Sizes, shipped
 from gemmscope.forecast.physics import Array, Shapes, memory_ms, roofline_ms, tile_work
@@ -27,8 +28,6 @@ from gemmscope.recipe.precisions import precisions, timed_precisions
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import Pass
 
-State = Literal["sustained", "burst"]
-STATES: tuple[State, ...] = ("sustained", "burst")
 Layout = Literal["tn", "nn", "nt"]
 LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
@@ -104,7 +103,7 @@ class Basis:
 
     chip: GpuSpec
     fmt: str
-    state: State
+    state: ClockState
     series: Series
     factor: float  # on compute time, for the other state and for a format that was not measured itself
     uncertainty: float  # logarithmic, added to the error bar
@@ -142,7 +141,7 @@ class GemmModel:
         self,
         chip: GpuSpec,
         fmt: str,
-        state: State,
+        state: ClockState,
         library: str | None = None,
         *,
         in_training: bool = False,
@@ -160,7 +159,7 @@ class GemmModel:
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"supported formats: {', '.join(able)}")
         facts, (name, version) = _transfer(), library_and_version(library)
-        near = {which: self._near(chip, fmt, which, name, outside) for which in STATES}
+        near = {which: self._near(chip, fmt, which, name, outside) for which in CLOCK_STATES}
         if not near[state] and name is not None:
             other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
             return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
@@ -178,7 +177,7 @@ class GemmModel:
         return basis.widened(facts["uncertainty"]["other_version"][fmt], f"{name} {version}")
 
     def _near(
-        self, chip: GpuSpec, fmt: str, state: State, library: str | None, outside: frozenset[Sizes]
+        self, chip: GpuSpec, fmt: str, state: ClockState, library: str | None, outside: frozenset[Sizes]
     ) -> list[tuple[float, float, Series]]:
         """The series that could be used, each with its distance and the uncertainty that it adds."""
         candidates, facts = [], _transfer()
@@ -217,7 +216,7 @@ class GemmModel:
         chip: GpuSpec,
         fmt: str,
         shapes: Shapes,
-        state: State = "sustained",
+        state: ClockState = "sustained",
         library: str | None = None,
         layout: Any = "tn",
         *,
@@ -295,7 +294,7 @@ def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
     return limit
 
 
-def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: State) -> Array:
+def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: ClockState) -> Array:
     """What the chip's power limit allows where it is known to be far below the published rate; zero elsewhere."""
     rate = chip.sustained_tflops.get(precisions()[fmt].rate)
     if rate is None:
@@ -351,7 +350,7 @@ def _slower(chip: GpuSpec, fmt: str) -> float:
     return float(facts.get(chip.architecture, {}).get(fmt, facts["other"]))
 
 
-def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
+def _factor(chip: GpuSpec, fmt: str, state: ClockState, series: Series) -> float:
     """The factor on compute time for another state, and for a format that stands in for another."""
     factor = 1.0 if series.fmt == fmt else float(_transfer()["slower_than_stand_in"][fmt])
     if series.state == state:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gemmscope.bench.choose import named_recipes
+from gemmscope.choices import CLOCK_STATES, ClockState
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.gemm import model
 from gemmscope.forecast.training import only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
@@ -32,9 +33,9 @@ def one_chip(names: Sequence[str]) -> GpuSpec:
     return chips[0]
 
 
-def known_state(state: str) -> State:
+def known_state(state: str) -> ClockState:
     """The state, if there is one of this name."""
-    for known in STATES:
+    for known in CLOCK_STATES:
         if state == known:
             return known
     raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
@@ -100,7 +101,7 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     return ""
 
 
-def common_fields(command: str, state: State) -> dict[str, Any]:
+def common_fields(command: str, state: ClockState) -> dict[str, Any]:
     """What every result has, with the origin of the fitted numbers."""
     fitted = model().coefficients
     return {"command": command, "coefficients": f"{fitted.source}; {fitted.fitted}", "state": state}

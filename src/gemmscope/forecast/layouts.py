@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from gemmscope.choices import RECOMPUTE
 from gemmscope.errors import UserError
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import LARGEST
-from gemmscope.model.spec import RECOMPUTE, ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.sharding import check
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gemmscope.bench.linears import memory
+from gemmscope.choices import Mode
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
-from gemmscope.workload.cases import Case, Mode, op_of
+from gemmscope.workload.cases import Case, op_of
 from gemmscope.workload.ops import PASSES
 
 

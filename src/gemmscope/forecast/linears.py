@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gemmscope.choices import ClockState
 from gemmscope.forecast.estimate import Estimate, total
-from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
+from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import (
     Quantizing,
@@ -56,7 +57,7 @@ class Adjustment(NamedTuple):
     burst: Mapping[str, Mapping[Pass, float]] = {}
     own_chip: bool = True
 
-    def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
+    def gemm(self, fmt: str, pass_name: Pass, state: ClockState) -> tuple[float, float] | None:
         """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
 
         >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
@@ -86,7 +87,7 @@ class Forecaster:
     def __init__(
         self,
         chip: GpuSpec,
-        state: State,
+        state: ClockState,
         *,
         cache_weights: bool = False,
         measured: Adjustment | None = None,
@@ -163,7 +164,7 @@ class Forecaster:
         shares = (floor / gemm_ms).tolist()
         self._known.update(zip(((fmt, key) for key in keys), zip(estimates, shares, strict=True), strict=True))
 
-    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> tuple[Array, Array]:
+    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: ClockState) -> tuple[Array, Array]:
         """Factors on GEMM times and their uncertainties: training relative to the widely measured library, times the calibration.
 
         The uncertainty is zero where the calibration has no such GEMM.

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from gemmscope.choices import Recompute
 from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
-from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit, RecipeMemory
 from gemmscope.toml import load_data

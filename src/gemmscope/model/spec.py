@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from math import gcd
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+from gemmscope.choices import RECOMPUTE, STATE_PRECISIONS, Recompute, StatePrecision
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
@@ -183,10 +184,6 @@ def from_hyperparameters(
     )
 
 
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-OptimizerState = Literal["bf16", "fp32"]
-OPTIMIZER_STATES: tuple[OptimizerState, ...] = get_args(OptimizerState)
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -225,13 +222,13 @@ class RunSpec(Checked):
     zero: int | None = None  # what data-parallel ranks share: 1 optimizer, 2 and gradients, 3 and weights; None: 1 with dp > 1
     # how many share it (hybrid sharding); None: all that hold the same weights
     zero_ranks: Annotated[int | None, Size(option("zero_ranks"), "parallel")] = None
-    optimizer_state: OptimizerState | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
+    optimizer_state: StatePrecision | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
     tp_overlap: bool = True  # collectives of tensor parallelism are split and overlap with the GEMMs; needs sequence_parallel
     dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
     ep_overlap: bool = False  # the all-to-all of one micro-batch overlaps with the computation of another
     cuda_graphs: bool | None = None  # None: not known
     # What only memory depends on.
-    gradient_precision: OptimizerState | None = None  # of the gradients that are kept and reduced; None: not known
+    gradient_precision: StatePrecision | None = None  # of the gradients that are kept and reduced; None: not known
     quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
     partly_recomputed: bool = (
         False  # backward also computes norms, activations or some GEMMs again, which is not counted in times
@@ -247,9 +244,9 @@ class RunSpec(Checked):
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
                 "1 shards the optimizer states across data-parallel ranks, 2 also gradients, 3 also weights",
             )
-        if self.optimizer_state not in (None, *OPTIMIZER_STATES):
+        if self.optimizer_state not in (None, *STATE_PRECISIONS):
             raise UserError(
-                f"{option('optimizer_state')} must be {' or '.join(OPTIMIZER_STATES)}, not {shown(self.optimizer_state)}",
+                f"{option('optimizer_state')} must be {' or '.join(STATE_PRECISIONS)}, not {shown(self.optimizer_state)}",
                 "fp32 keeps master weights and moments in FP32, as most frameworks do",
             )
         for name in ("tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs"):
@@ -290,7 +287,7 @@ class RunSpec(Checked):
         return self.zero if self.zero is not None else int(self.data_parallel * self.cp > 1)
 
     @property
-    def state_precision(self) -> OptimizerState:
+    def state_precision(self) -> StatePrecision:
         """Of master weights and moments."""
         return self.optimizer_state or ("fp32" if self.data_parallel > 1 else "bf16")
 

@@ -1,10 +1,11 @@
 """Options of commands that compute without measuring: listing, forecasting, planning, and numerics."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
+from gemmscope.choices import RECOMPUTE, ClockState, StatePrecision, SyntheticKind
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
-from gemmscope.options.job import NetworkOptions, OverlapOptions, Precision
+from gemmscope.options.job import NetworkOptions, OverlapOptions
 from gemmscope.options.measuring import AXIS, KEEP_HIGHER, MIX, SHAPES_HELP, TOKENS, RecipeOptions
 from gemmscope.options.values import (
     Axes,
@@ -18,9 +19,6 @@ from gemmscope.options.values import (
     variants,
     whole_numbers,
 )
-
-State = Literal["sustained", "burst"]
-Synthetic = Literal["normal", "heavy", "outliers"]
 
 STATE = Option(
     "GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power limit.",
@@ -80,7 +78,7 @@ class ForecastOptions(RecipeOptions, NetworkOptions):
             in_sweeps=False,
         ),
     ] = None
-    state: Annotated[State, STATE] = "sustained"
+    state: Annotated[ClockState, STATE] = "sustained"
     gemms: Annotated[
         str | None,
         Option(
@@ -140,7 +138,7 @@ class PlanSettings(OverlapOptions):
     """Settings that all layouts of a plan share."""
 
     optimizer_state: Annotated[
-        Precision | None,
+        StatePrecision | None,
         Option(
             "Precision of the optimizer states in all layouts: fp32 with FP32 master weights, or bf16 for everything.",
             default="fp32",
@@ -181,7 +179,7 @@ class LayoutOptions(Options):
         Option(
             "Only these kinds of activation recomputation: none, selective, full.",
             metavar="NAME,...",
-            choices=("none", "selective", "full"),
+            choices=RECOMPUTE,
             default="searched",
             parse=lower_names,
             accepts="str | Sequence[str] | None",
@@ -251,7 +249,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, NetworkOptions):
         ),
     ] = None
     price: Annotated[float | None, Option("Price of one GPU-hour.")] = None
-    state: Annotated[State, STATE] = "sustained"
+    state: Annotated[ClockState, STATE] = "sustained"
     tokens: Annotated[float | None, TOKENS] = None
     recipes: Annotated[
         list[str] | None,
@@ -287,7 +285,7 @@ class NumericsOptions(Options):
         ),
     ] = None
     synthetic: Annotated[
-        Synthetic | None,
+        SyntheticKind | None,
         Option(
             "Use SYNTHETIC tensors of the model's sizes instead of a recording: normal, heavy-tailed, or with outlier channels.",
         ),

@@ -1,12 +1,10 @@
 """Options that name a model and say how it is run."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
+from gemmscope.choices import Recompute, StatePrecision
 from gemmscope.options.declare import Option, Options
 from gemmscope.options.values import stage_layers
-
-Recompute = Literal["none", "selective", "full"]
-Precision = Literal["bf16", "fp32"]
 
 
 class ModelOptions(Options):
@@ -259,7 +257,7 @@ class ClusterOptions(RunOptions, OverlapOptions):
         ),
     ] = None
     optimizer_state: Annotated[
-        Precision | None,
+        StatePrecision | None,
         Option(
             "Precision of the optimizer states: fp32 with FP32 master weights, or bf16 for everything.",
             default="fp32 with data parallelism, else bf16",
@@ -285,7 +283,7 @@ class JobOptions(ClusterOptions):
         None
     )
     gradient_precision: Annotated[
-        Precision | None, Option("Precision of the gradients that are kept and reduced.", in_shell=False)
+        StatePrecision | None, Option("Precision of the gradients that are kept and reduced.", in_shell=False)
     ] = None
     quantized_weights: Annotated[
         bool | None, Option("Keep weights in the recipe's format only, not in BF16.", in_shell=False)

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, ClassVar, Literal
 
+from gemmscope.choices import Compile, Mode, OptimizerName
 from gemmscope.errors import UserError, option
 from gemmscope.options.declare import OWN, Option, Options, RunFile
 from gemmscope.options.values import Axes, Shape, axes, bare_shapes, names, percentage, token_count
 from gemmscope.toml import load_data
 
-Mode = Literal["autocast", "pre-quantized"]
-Compile = Literal["whole", "layers", "none"]
-Optimizer = Literal["adamw", "adam", "sgd", "none"]
 Timing = Literal["cuda-events", "profiler"]
 
 KEEP_HIGHER = Option(
@@ -340,7 +338,7 @@ class StepOptions(MeasuringOptions):
         ),
     ] = None
     optimizer: Annotated[
-        Optimizer | None,
+        OptimizerName | None,
         Option(
             "Optimizer of a --module or --hugging-face step, fused where PyTorch supports it. The learning rate is zero.",
             default="adamw",
@@ -454,7 +452,7 @@ class FleetOptions(TimingOptions):
         ),
     ] = None
     optimizer: Annotated[
-        Optimizer | None,
+        OptimizerName | None,
         Option("With --step and a --module or --hugging-face model: its optimizer.", default="adamw"),
     ] = None
     time_limit: Annotated[

@@ -7,10 +7,11 @@ never a zero. What ran in a different precision than requested has a time but no
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 
+from gemmscope.choices import Mode
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin, Part
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import PASSES, Pass
 
 # What is quantized → the passes that it serves. A framework quantizes X, W and dY once each, or the operands of every GEMM again.

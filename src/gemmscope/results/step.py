@@ -6,8 +6,9 @@
 import random
 from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from gemmscope.choices import Compile, OptimizerName
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
@@ -190,19 +191,13 @@ class Recommendation(Part):
     """Framework → the text that selects this plan."""
 
 
-Compile = Literal["whole", "layers", "none"]
-Optimizer = Literal["adamw", "adam", "sgd", "none"]
-COMPILES: tuple[Compile, ...] = get_args(Compile)
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """How to measure. A burst runs steps for `drop_ms`, then for `keep_ms` (and at least `least_steps`) that count."""
 
     backend: str
     compile: Compile | None = None  # what torch.compile is applied to; None: not recorded, or nothing was
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     drop_ms: float = 400.0
     keep_ms: float = 1000.0
     least_steps: int = 3

@@ -3,15 +3,16 @@
 from dataclasses import replace
 
 from gemmscope.bench.choose import is_installed
+from gemmscope.choices import COMPILES, OPTIMIZERS, Compile, OptimizerName
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.visible import visible_gpu
 from gemmscope.job.load import ModelRun
-from gemmscope.options.measuring import Compile, Optimizer, StepOptions
+from gemmscope.options.measuring import StepOptions
 from gemmscope.process import free_memory_bytes
 from gemmscope.recipe.frameworks import backends
-from gemmscope.results.step import COMPILES, OPTIMIZERS, StepSettings
+from gemmscope.results.step import StepSettings
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 from gemmscope.units import si
 
@@ -46,7 +47,7 @@ def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
     return options.but(backend="torchao")
 
 
-def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimizer | None, *, live: bool) -> StepSettings:
+def step_settings(backend: str, compile_what: Compile | None, optimizer: OptimizerName | None, *, live: bool) -> StepSettings:
     """How to measure. Defaults are those of the frameworks: torchao's layers are compiled, Transformer Engine's are not."""
     for name, value, known in (("compile", compile_what, COMPILES), ("optimizer", optimizer, OPTIMIZERS)):
         if value is not None and value not in known:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from gemmscope.choices import Mode
 from gemmscope.findings import Finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -11,7 +12,6 @@ from gemmscope.results.base import Samples
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.linears import Linears, Speedup, Winner, find_winner
 from gemmscope.results.step import StepResult
-from gemmscope.workload.cases import Mode
 
 BENCH_POINT, STEP_POINT = f"{__name__}:bench_point", f"{__name__}:step_point"
 LIMITS = ("time-limit-reached", "time-limit-no-interval", "time-limit-no-speedup")

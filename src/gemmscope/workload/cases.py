@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from gemmscope.choices import Mode
 from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass, gemm_size
-
-Mode = Literal["autocast", "pre-quantized"]
-MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
 
 LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # with less, the times would be those of the cache
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from gemmscope.choices import SyntheticKind
 from gemmscope.errors import UserError
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
@@ -24,7 +25,6 @@ from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 USUAL_SEQUENCE = 512
-SyntheticKind = Literal["normal", "heavy", "outliers"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.evaluation.requests import SyntheticKind
+from gemmscope.choices import SyntheticKind
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
