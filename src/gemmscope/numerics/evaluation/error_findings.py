@@ -16,7 +16,7 @@ from gemmscope.workload.ops import OPERANDS
 
 def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
     """What there is to know about the errors of linears. `backend`: whose variants of the recipes."""
-    tensors = computed.tensors.facts
+    tensors = computed.tensors.result
     findings = [finding("numerics-recording-note", text=note) for note in computed.tensors.notes]
     if not computed.complete:
         facts = {"done": computed.done, "count": computed.tensors.count}

@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,8 @@ from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_sp
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
-from gemmscope.results.base import ModelSummary, Origin
-from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, RecipeError
+from gemmscope.results.base import ModelSummary
+from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, NumericsResult
 from gemmscope.roles import role_named
 
 MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
@@ -217,44 +216,37 @@ def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
     return order[squares[order] < least]
 
 
-@dataclass(frozen=True)
-class RecipesAndMix:
-    """The part of a `NumericsResult` that is about all linears."""
-
-    recipes: tuple[RecipeError, ...] = ()
-    mixed: MixedPrecision | None = None
-    findings: tuple[Finding, ...] = ()
-    speed_origin: Origin | None = None
-    speed_of: Literal["step", "linears"] | None = None
-    speed_gpu: str = ""
-
-
-def recipes_and_mix(
-    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
-) -> RecipesAndMix:
-    """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
-    table = error_table(linears)
+def with_mix(
+    result: NumericsResult, speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> NumericsResult:
+    """The result with its recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which
+    of its GPUs."""
+    linears, table = result.linears, error_table(result.linears)
     if table is None:
-        return RecipesAndMix()
-    findings = list(_stays_in_baseline(table))
+        return result
     speeds = nominal_speeds(table) if speed is None else speeds_of(speed, table, gpu)
-    findings += [*speeds.findings, *_other_model(linears, speed)]
+    findings = [*result.findings, *_stays_in_baseline(table), *speeds.findings, *_other_model(linears, speed)]
     mixed = recommend_mix(table, speeds, bound)
-    if bound is not None and mixed.chosen is None:
-        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
     if mixed.chosen is not None:
-        mixed = mixed.model_copy(
-            update={
-                "settings": mix_to_paste(
-                    mixed.chosen, table.linears, len(table.layers), in_layers=any(linear.layer is not None for linear in linears)
-                )
-            }
-        )
+        in_layers = any(linear.layer is not None for linear in linears)
+        settings = mix_to_paste(mixed.chosen, table.linears, len(table.layers), in_layers=in_layers)
+        mixed = mixed.model_copy(update={"settings": settings})
+    elif bound is not None:
+        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
     recipes = tuple(
         row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
         for row in recipe_errors(linears, table)
     )
-    return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+    return result.model_copy(
+        update={
+            "recipes": recipes,
+            "mixed": mixed,
+            "findings": tuple(findings),
+            "speed_origin": speeds.origin,
+            "speed_of": speeds.of,
+            "speed_gpu": speeds.gpu,
+        }
+    )
 
 
 def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from gemmscope.numerics.evaluation.requests import (
     LinearComputed,
     NotComputed,
     RecordingSource,
-    TensorsFacts,
     TensorsOpened,
     from_line,
     to_line,
@@ -29,6 +28,7 @@ from gemmscope.numerics.evaluation.synthetic import synthetic_recording
 from gemmscope.numerics.quantizers import operands
 from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
 from gemmscope.process import messages_to_parent
+from gemmscope.results.numerics import NumericsResult
 from gemmscope.workload.ops import OPERANDS
 
 
@@ -57,12 +57,13 @@ def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     yield about(recording, request.device)
     for linear in recording.linears:
         yield errors_of(linear, request)
-    if request.depth is not None:
+    if request.depth is None:
+        yield AllComputed()
+    else:
         from gemmscope.numerics.evaluation.depth import depth_report  # imports more than the errors need
 
         torch.set_num_threads(threads)
-        yield depth_report(request, request.depth)
-    yield AllComputed()
+        yield AllComputed(depth_report(request, request.depth))
 
 
 def opened(request: ErrorsRequest) -> TensorRecording:
@@ -79,7 +80,8 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
     plain = [linear for linear in recording.linears if linear.facts.expert is None]
     inside = [linear for linear in plain if linear.facts.layer is not None]  # a head may read one token of each sequence
     tokens = {step.facts.tokens for linear in inside or plain for step in linear.sampled_steps}
-    facts = TensorsFacts(
+    result = NumericsResult(
+        command="",
         source=recording.facts.source,
         origin=recording.origin,
         model_name=recording.facts.model,
@@ -92,7 +94,7 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
     )
     sampled = [step for linear in recording.linears for step in linear.sampled_steps]
     probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
-    return TensorsOpened(facts, len(recording.linears), recording.facts.notes, probed)
+    return TensorsOpened(result, len(recording.linears), recording.facts.notes, probed)
 
 
 def errors_of(linear: RecordedLinear, request: ErrorsRequest) -> LinearComputed:
