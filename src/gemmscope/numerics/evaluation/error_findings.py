@@ -32,7 +32,7 @@ def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
         findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
     with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
     findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
-    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
+    delayed = any(recipe(linear.recipe).delayed and linear.passes for linear in computed.linears)
     if tensors.source == "recording" and delayed:
         earlier = max(len(tensors.steps) - 1, 0)
         if not computed.stale:
