@@ -32,11 +32,11 @@ from gemmscope.errors import UserError, closest, shown
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import OPERANDS
+from gemmscope.workload.ops import OPERANDS, TensorName
 
 MOST_SHAPES = 512  # of operands and quantizers that are compiled
 
-Keep = Iterable[str] | Callable[[str], bool]
+Keep = Iterable[str] | Callable[[str], bool | str]
 Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
 
 
@@ -46,11 +46,11 @@ class Emulation:
 
     `backend`: whose variant of the recipe; by default the recipe's first. `keep`: linears that stay as they are, by path
     (`model.layers.0.mlp.down_proj`), by the end of it (`down_proj`), by the path of a parent (`model.layers.0`), or a function of
-    the path. `seed`: of stochastic rounding. `recipe` may also give the operands of every pass. It can be entered many times;
-    the history of delayed scaling and the random numbers go on. `compiled`: quantizers run through `torch.compile`, several times
-    faster on a GPU; their random numbers then come from PyTorch's default generator, and `seed` is not used. The module itself
-    may be compiled too, except with delayed scaling. `observing`: while it is set, nothing is quantized and the histories of
-    delayed scaling are filled.
+    the path, which may also give the reason. `seed`: of stochastic rounding. `recipe` may also give the operands of every
+    pass. It can be entered many times; the history of delayed scaling and the random numbers go on. `compiled`: quantizers
+    run through `torch.compile`, several times faster on a GPU; their random numbers then come from PyTorch's default
+    generator, and `seed` is not used. The module itself may be compiled too, except with delayed scaling. `observing`: while
+    it is set, nothing is quantized and the histories of delayed scaling are filled.
     """
 
     def __init__(
@@ -70,6 +70,13 @@ class Emulation:
             known = find_recipe(recipe)
             recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
         self.passes: Passes = recipe
+        self.delayed = {
+            operand.tensor: FORMATS[operand.quantizer.format]
+            for pair in recipe.values()
+            for operand in pair
+            if operand.quantizer.delayed
+        }
+        """The formats of tensors whose scales come from earlier calls."""
         self.quantize = compiled_factors() if compiled else quantized_factors
         self.observing = False
         self._seed, self._generators = None if compiled else seed, dict[torch.device, torch.Generator]()
@@ -81,20 +88,15 @@ class Emulation:
             raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
         is_kept = _keeper(keep, linears)
         for path, linear in linears.items():
-            reason = "kept" if is_kept(path) else _why_not(linear, multiple)
-            if reason:
-                self.kept[path] = reason
+            kept = is_kept(path) or _why_not(linear, multiple)
+            if kept:
+                self.kept[path] = kept if isinstance(kept, str) else "kept"
             else:
                 self._linears[path] = (linear, EmulatedLinear(self))
 
     @property
     def linears(self) -> tuple[str, ...]:
         return tuple(self._linears)
-
-    @property
-    def delayed(self) -> bool:
-        """Whether scales come from earlier calls."""
-        return any(operand.quantizer.delayed for pair in self.passes.values() for operand in pair)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
@@ -132,7 +134,7 @@ def _is_emulated(linear: nn.Linear) -> bool:
     return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
 
 
-def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
+def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool | str]:
     """A function that tells whether the linear of a path is kept; a `UserError` if a name matches no linear."""
     if callable(keep):
         return keep
@@ -194,17 +196,15 @@ class EmulatedLinear:
         generator = self._emulation.generator(tensor.device) if operand.quantizer.stochastic else None
         return self._emulation.quantize(operand.quantizer, rows, amax, generator)
 
-    def maximum(self, tensor: str, value: torch.Tensor) -> torch.Tensor | None:
+    def maximum(self, tensor: TensorName, value: torch.Tensor) -> torch.Tensor | None:
         """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
 
         Every call counts as a step: with several micro-batches, the history gets an entry for each.
         """
-        used = [operand for pair in self._emulation.passes.values() for operand in pair if operand.tensor == tensor]
-        formats = {operand.quantizer.format for operand in used if operand.quantizer.delayed}
-        if not formats:
+        if tensor not in self._emulation.delayed:
             return None
         if tensor not in self._histories:
-            self._histories[tensor] = AmaxHistory(FORMATS[formats.pop()], device=value.device)
+            self._histories[tensor] = AmaxHistory(self._emulation.delayed[tensor], device=value.device)
         history = self._histories[tensor]
         amax = history.amax
         history.push(value.detach().abs().amax())
