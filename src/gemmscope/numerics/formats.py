@@ -1,4 +1,4 @@
-"""Number formats of low precision: rounding, saturation, the bits that libraries store; and scales, as libraries compute them.
+"""Number formats of low precision: rounding and saturation; and scales, as libraries compute them.
 
 Rounding works on float32 tensors and gives float32 values that the format can hold, so no float8 dtype is needed to compute with.
 Nothing here depends on the data: no branch on a value, no transfer to the host.
@@ -10,6 +10,7 @@ order, so that results are equal bit by bit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import frexp
 
 import torch
@@ -29,8 +30,6 @@ class NumberFormat:
     mantissa: int
     min_exponent: int
     max: float
-    dtype: torch.dtype | None
-    """The dtype that stores it, where PyTorch has one; E2M1 is stored as a code of four bits."""
 
     @property
     def max_exponent(self) -> int:
@@ -45,8 +44,7 @@ class NumberFormat:
 
 def _format(name: str) -> NumberFormat:
     facts = number_format(name)
-    dtype = getattr(torch, facts["torch"]) if "torch" in facts else None
-    return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]), dtype)
+    return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]))
 
 
 FORMATS: Mapping[str, NumberFormat] = FactTable(
@@ -84,19 +82,6 @@ def round_stochastic(values: Tensor, target: NumberFormat, generator: torch.Gene
     step = _step(moved, target)
     rounded = (torch.floor(moved / step) * step).nan_to_num(nan=target.max).clamp(max=target.max)
     return torch.copysign(rounded, torch.where(values.isnan(), 1.0, values))
-
-
-def encode(rounded: Tensor, target: NumberFormat) -> Tensor:
-    """The bits that libraries store for values of the format: a float8 tensor, or for E2M1 codes 0 to 15, one per byte.
-
-    E2M1 has no NaN; it becomes 0, as in Transformer Engine's reference (its kernels write 6; the reference's scale of that
-    block is NaN).
-    """
-    if target.dtype is not None:
-        return rounded.to(target.dtype)
-    magnitude = rounded.abs().nan_to_num(nan=0.0)
-    code = torch.where(magnitude <= 2, 2 * magnitude, torch.where(magnitude <= 4, magnitude + 2, 7)).to(torch.uint8)
-    return code | ((rounded.signbit() & ~rounded.isnan()).to(torch.uint8) << 3)
 
 
 def floor_to_power_of_two(values: Tensor) -> Tensor:
@@ -146,41 +131,25 @@ class Scales:
 Rule = Callable[[Tensor, NumberFormat, Tensor], Scales]
 
 
-def _scales(encode_scales: Tensor) -> Scales:
+def _scales(encode_scales: Tensor, *, power_of_two: bool) -> Scales:
+    encode_scales = floor_to_power_of_two(encode_scales) if power_of_two else encode_scales
     inverse = encode_scales.reciprocal()
     one = torch.ones((), device=inverse.device)
     return Scales(encode_scales, one, inverse, inverse) if inverse.dim() == 0 else Scales(encode_scales, inverse, inverse, one)
 
 
-def _te_scale(amax: Tensor, target: NumberFormat) -> Tensor:
-    """Transformer Engine 2.20.2, recipe_common.cuh, compute_scale_from_amax."""
+def te(amax: Tensor, target: NumberFormat, _: Tensor, *, power_of_two: bool = False) -> Scales:
+    """Transformer Engine 2.20.2, recipe_common.cuh, compute_scale_from_amax: the format's maximum / amax; 1 where amax is 0, Inf
+    or NaN. With `power_of_two`, rounded down to one."""
     scale = (torch.full_like(amax, target.max) / amax).clamp(max=FLOAT32_MAX)
-    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    return _scales(torch.where((amax > 0) & (amax < torch.inf), scale, 1.0), power_of_two=power_of_two)
 
 
-def te(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """Format's maximum / amax; 1 where amax is 0, Inf or NaN."""
-    return _scales(_te_scale(amax, target))
-
-
-def te_power_of_two(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """The same, rounded down to a power of two."""
-    return _scales(floor_to_power_of_two(_te_scale(amax, target)))
-
-
-def _torchao_scale(amax: Tensor, target: NumberFormat) -> Tensor:
-    """torchao 0.18, float8/float8_utils.py, amax_to_scale: divided in float64; an amax of Inf gives 0, of NaN gives NaN."""
-    return (target.max / amax.double().clamp(min=TORCHAO_EPS)).float()
-
-
-def torchao(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """Format's maximum / amax, the maximum being at least 1e-12."""
-    return _scales(_torchao_scale(amax, target))
-
-
-def torchao_power_of_two(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """The same, rounded down to a power of two."""
-    return _scales(floor_to_power_of_two(_torchao_scale(amax, target)))
+def torchao(amax: Tensor, target: NumberFormat, _: Tensor, *, power_of_two: bool = False) -> Scales:
+    """torchao 0.18, float8/float8_utils.py, amax_to_scale: the format's maximum / amax, which is at least 1e-12, in float64; an
+    amax of Inf gives 0, of NaN gives NaN. With `power_of_two`, rounded down to one."""
+    scale = target.max / amax.double().clamp(min=TORCHAO_EPS)
+    return _scales(scale.float(), power_of_two=power_of_two)
 
 
 def _mx(exponents: Tensor, encode_scales: Tensor) -> Scales:
@@ -223,7 +192,7 @@ def _tensor_encode(tensor_amax: Tensor) -> Tensor:
 
 
 def _nvfp4(block: Tensor, encode_scales: Tensor, tensor_amax: Tensor) -> Scales:
-    return Scales(encode_scales, block, encode(block, E4M3), tensor_amax / (E4M3.max * E2M1.max))
+    return Scales(encode_scales, block, block.to(torch.float8_e4m3fn), tensor_amax / (E4M3.max * E2M1.max))
 
 
 def nvfp4_te(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -> Scales:
@@ -253,19 +222,16 @@ def nvfp4_torchao(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -> Scales:
 
 
 RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        te,
-        te_power_of_two,
-        torchao,
-        torchao_power_of_two,
-        mx_floor,
-        mx_rceil,
-        mx_te,
-        nvfp4_te,
-        nvfp4_torchao_training,
-        nvfp4_torchao,
-    )
+    "te": te,
+    "te_power_of_two": partial(te, power_of_two=True),
+    "torchao": torchao,
+    "torchao_power_of_two": partial(torchao, power_of_two=True),
+    "mx_floor": mx_floor,
+    "mx_rceil": mx_rceil,
+    "mx_te": mx_te,
+    "nvfp4_te": nvfp4_te,
+    "nvfp4_torchao_training": nvfp4_torchao_training,
+    "nvfp4_torchao": nvfp4_torchao,
 }
 IGNORES_NAN = {"te", "te_power_of_two", "mx_te"}  # maxima as CUDA's fmaxf takes them; the others' maxima are NaN with any NaN
 

@@ -37,7 +37,10 @@ class LinearErrors:
     def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
         self.facts, self._seed = linear.facts, seed
         self._steps = [_on_device(step, device) for step in linear.sampled_steps]
-        self._gemms = {name: self._sampled(name) for name in OPERANDS}
+        self._gemms = {  # of the steps in which a pass has an error
+            name: [SampledGemm(step, name, seed) for step in self._steps if name in step.passes and not step.problem(name)]
+            for name in OPERANDS
+        }
 
     def of(self, recipe: str, backend: str = "") -> LinearError:
         """The errors of the linear in a recipe, or why there are none."""
@@ -68,10 +71,6 @@ class LinearErrors:
         if self._has_gemms() or weight is None:
             return ""
         return nonfinite_values("W") if weight.nonfinite else "" if weight.amax else "W is zero, so there is no relative error"
-
-    def _sampled(self, name: Pass) -> list[SampledGemm]:
-        """One pass in the steps in which it has an error."""
-        return [SampledGemm(step, name, self._seed) for step in self._steps if name in step.passes and not step.problem(name)]
 
     def _has_gemms(self) -> bool:
         """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
