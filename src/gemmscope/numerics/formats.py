@@ -32,14 +32,9 @@ class NumberFormat:
     max: float
 
     @property
-    def max_exponent(self) -> int:
-        """The exponent of the largest power of two."""
-        return frexp(self.max)[1] - 1
-
-    @property
     def overflow(self) -> float:
         """Where values are too large by more than half a step, so that saturation and not rounding makes the error."""
-        return self.max + float(2.0 ** (self.max_exponent - self.mantissa - 1))
+        return self.max + float(2.0 ** (frexp(self.max)[1] - 2 - self.mantissa))
 
 
 def _format(name: str) -> NumberFormat:
@@ -89,17 +84,15 @@ def floor_to_power_of_two(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), values, (values.view(torch.int32) & EXPONENT_BITS).view(torch.float32))
 
 
-def e8m0_exponents(values: Tensor, *, up: bool) -> Tensor:
-    """The biased exponents (int32, 0 to 255) of positive float32 values rounded down or up to powers of two.
+def e8m0_exponents(values: Tensor) -> Tensor:
+    """The biased exponents (int32, 0 to 255) of positive float32 values rounded up to powers of two.
 
-    Up is the instruction `cvt.rp.satfinite.ue8m0x2.f32`: Inf becomes 254, NaN becomes 255, zero 0 (2^-127).
+    As the instruction `cvt.rp.satfinite.ue8m0x2.f32`: Inf becomes 254, NaN becomes 255, zero 0 (2^-127).
     """
     bits = values.view(torch.int32)
-    exponents = bits >> 23
-    if up:
-        mantissa = bits & 0x7FFFFF
-        exponents = (exponents + ((mantissa > 0) & ((exponents > 0) | (mantissa > 0x400000)))).clamp(max=254)
-    return torch.where(values.isnan(), 255, exponents)
+    exponents, mantissa = bits >> 23, bits & 0x7FFFFF
+    rounded = exponents + ((mantissa > 0) & ((exponents > 0) | (mantissa > 0x400000)))
+    return torch.where(values.isnan(), 255, rounded.clamp(max=254))
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:
@@ -109,7 +102,6 @@ def e8m0_values(exponents: Tensor) -> Tensor:
 
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
 E4M3_TINY = 2.0**-6  # its smallest normal number
 TORCHAO_EPS = 1e-12  # the smallest maximum, in torchao's float8
 
@@ -157,16 +149,6 @@ def _mx(exponents: Tensor, encode_scales: Tensor) -> Scales:
     return Scales(encode_scales, e8m0_values(exponents), stored, torch.ones((), device=exponents.device))
 
 
-def mx_floor(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """torchao 0.18, to_mx with FLOOR: the amax's power of two over the format's, so that the largest values may saturate.
-
-    Where the exponent is 0, torchao divides by 2^-126 and not by the 2^-127 that it stores; a block with NaN becomes NaN.
-    """
-    exponents = torch.where(amax.isnan(), 255, (e8m0_exponents(amax, up=False) - target.max_exponent).clamp(min=0))
-    divisors = (exponents << 23).view(torch.float32).clamp(min=FLOAT32_TINY)
-    return _mx(exponents, divisors.reciprocal())
-
-
 def mx_rceil(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
     """torchao 0.18, to_mx with RCEIL: amax / maximum, rounded up to a power of two.
 
@@ -174,14 +156,14 @@ def mx_rceil(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
     Its code for CPUs takes a logarithm in float32, which misses maxima up to 1e-6 above a power of two; the instruction that its
     kernels use does not. No bfloat16 tensor has such a maximum.
     """
-    exponents = e8m0_exponents(amax / target.max, up=True)
+    exponents = e8m0_exponents(amax / target.max)
     scale = torch.where(exponents == 0, 1.0, e8m0_values(254 - exponents.clamp(max=254)))
     return _mx(exponents, torch.where(exponents == 255, torch.nan, scale))
 
 
 def mx_te(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
     """Transformer Engine 2.20.2, quantize_mxfp8.cuh: amax * (1 / maximum), rounded up to a power of two (read, not run)."""
-    exponents = e8m0_exponents(amax * (1 / target.max), up=True)
+    exponents = e8m0_exponents(amax * (1 / target.max))
     return _mx(exponents, torch.where(exponents == 255, torch.nan, e8m0_values(254 - exponents.clamp(max=254))))
 
 
@@ -214,24 +196,15 @@ def nvfp4_torchao_training(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -
     return _nvfp4(block, (1.0 / (block * (1.0 / tensor_encode))).clamp(max=FLOAT32_MAX), tensor_amax)
 
 
-def nvfp4_torchao(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -> Scales:
-    """torchao 0.18, mx_formats/nvfp4_tensor.py, nvfp4_quantize with a scale of the tensor: what its NVFP4Tensor holds."""
-    tensor_scale = tensor_amax / (E4M3.max * E2M1.max)
-    block = round_nearest((amax / E2M1.max / tensor_scale).clamp(min=E4M3_TINY, max=E4M3.max), E4M3)
-    return _nvfp4(block, (1.0 / tensor_scale) / block, tensor_amax)
-
-
 RULES: dict[str, Rule] = {
     "te": te,
     "te_power_of_two": partial(te, power_of_two=True),
     "torchao": torchao,
     "torchao_power_of_two": partial(torchao, power_of_two=True),
-    "mx_floor": mx_floor,
     "mx_rceil": mx_rceil,
     "mx_te": mx_te,
     "nvfp4_te": nvfp4_te,
     "nvfp4_torchao_training": nvfp4_torchao_training,
-    "nvfp4_torchao": nvfp4_torchao,
 }
 IGNORES_NAN = {"te", "te_power_of_two", "mx_te"}  # maxima as CUDA's fmaxf takes them; the others' maxima are NaN with any NaN
 

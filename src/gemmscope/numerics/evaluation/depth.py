@@ -123,7 +123,7 @@ def _emulation(module: nn.Module, recipe: str, backend: str, layers: Sequence[st
         inside = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
         return why_high_precision(path, linear.in_features, linear.out_features) or ("" if inside else "outside of the layers")
 
-    emulation = Emulation(module, recipe, backend=backend, keep=why_high)
+    emulation = Emulation(module, recipe, backend=backend, why_kept=why_high)
     if not emulation.linears:
         path, reason = next(iter(emulation.kept.items()))
         raise UserError(f"{type(module).__name__} has no linear to emulate in {recipe}: {path} stays in BF16 ({reason})")
