@@ -131,7 +131,7 @@ def _versions(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
 MOST_VALUES = 8  # of one difference
 MOST_NAMED = 4  # places or nodes of one value
 FIRST = ("GPU", "driver", "CUDA", "torch")
-# Settings of the GPU, by the names of `gpu/health.py`, which are expected to be the same on all GPUs.
+# Settings of the GPU, by the names of `gpu/health.toml`, which are expected to be the same on all GPUs.
 SETTINGS = {"ecc": "ECC", "mig": "MIG", "persistence_mode": "persistence mode"}
 MISSING = "not installed"
 
