@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import gemmscope as gs
 import worked_example
+from gemmscope.choices import Mode
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.units import ends
-from gemmscope.workload.cases import Mode
 from gemmscope.workload.ops import PASSES
 from worked_example import BLACKWELL, forecast_linears, measured
 

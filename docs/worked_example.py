@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
 import gemmscope as gs
+from gemmscope.choices import MODES, Mode
 from gemmscope.document.linears import linears_sections
 from gemmscope.document.palette import recipe_key
 from gemmscope.document.table import Table
@@ -29,7 +30,6 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepResult
 from gemmscope.toml import parse_toml
 from gemmscope.units import ends, speedup
-from gemmscope.workload.cases import MODES, Mode
 from gemmscope.writers.drawing import CLEAR, NORMAL, SOFT, WHISKER, face
 from gemmscope.writers.figure import STYLE, UNDATED, WIDTH_IN
 from gemmscope.writers.markdown import pipe_table
