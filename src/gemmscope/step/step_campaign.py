@@ -74,7 +74,7 @@ class StepCampaign(Campaign[StepMeasurements]):
     @property
     def silence_s(self) -> float:
         """A step of many micro-batches takes longer; and Triton tunes the kernels of mixers when they first run."""
-        layers = self.plan.layers if isinstance(self.plan, StackPlan) else ()
+        layers = self.plan.model.layers if isinstance(self.plan, StackPlan) else ()
         tuning = TUNING if any(layer.mixer is not None for layer in layers) else 1.0
         return self.settings.silence_s * max(tuning, self.plan.accumulation / 4)
 

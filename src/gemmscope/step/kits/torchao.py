@@ -33,7 +33,7 @@ class TorchaoKit(Kit):
             return ""
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
-        return self.recipe.misaligned({"tokens": plan.tokens})
+        return self.recipe.misaligned({"tokens": plan.run.tokens})
 
     def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:
         higher = recipe_named(self.recipe.kept.recipe) if self.recipe.kept is not None else None

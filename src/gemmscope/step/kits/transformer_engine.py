@@ -51,7 +51,7 @@ class TransformerEngineKit(Kit):
         self._higher = _recipe_of(recipe_named(recipe.kept.recipe)) if recipe.kept is not None else None
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
-        return "" if isinstance(plan, ModulePlan) else self.recipe.misaligned(plan.low_precision_sizes())
+        return "" if isinstance(plan, ModulePlan) else plan.misaligned(self.recipe)
 
     def _converted(self, linear: nn.Linear) -> nn.Module:
         make: dict[str, Any] = {"params_dtype": linear.weight.dtype, "device": self.device}
