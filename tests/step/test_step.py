@@ -144,9 +144,7 @@ def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
 
 
 def test_what_is_not_run_is_said() -> None:
-    odd = LayerSpec(
-        ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("laurel-left", 64, 8),)
-    )
+    odd = LayerSpec(ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("laurel-left", 64, 8),))
     findings = {finding.code: finding for finding in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
     assert set(findings) == {"some-norms-not-run", "activation-replaced", "extra-linears-not-run"}
     assert findings["some-norms-not-run"].facts == {"norms": ["5"]}

@@ -36,14 +36,14 @@ class SelfAttention(nn.Module):
         self.selective = plan.run.recompute == "selective"
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        with self.kit.high_precision("qkv"):
+        with self.kit.autocast_of("qkv"):
             inner = self.projections(x, **how)
         if self.core is not None:
             first, *rest = inner if isinstance(inner, tuple) else (inner,)
             first = mark(first, "attention")
             inner = self.kit.checkpoint(self.core, first, *rest) if self.selective else self.core(first, *rest)
         inner = mark(inner, "attn out")
-        with self.kit.high_precision("attn out"):
+        with self.kit.autocast_of("attn out"):
             return self.out(inner, **how)
 
 

@@ -8,6 +8,7 @@ Nothing is exchanged: what other ranks would send, in forward and in backward, l
 every operation has the sizes that it has in training, and communication takes no time.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -172,9 +173,7 @@ class Block(nn.Module):
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        if not self.kept:
-            return self._run(x, **how)
-        with self.kit.kept_layer():
+        with self.kit.autocast(kept=True) if self.kept else nullcontext():
             return self._run(x, **how)
 
     def _run(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -194,7 +193,7 @@ class Block(nn.Module):
     def _fed_forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         """What the feed-forward block adds."""
         assert self.feed_forward is not None
-        with self.kit.high_precision("mlp"):
+        with self.kit.autocast_of("mlp"):
             if self.routes:
                 return self.feed_forward(x, **how)
             return self.shards.kept(self.feed_forward(self.shards.gathered(x), **how))

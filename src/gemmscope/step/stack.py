@@ -97,7 +97,7 @@ class Stack(nn.Module):
         """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
         tokens = x = self.shards.kept(self.embedding(x) if self.embedding is not None else x)
         how = self.kit.arguments(first=first)
-        with self.kit.low_precision():
+        with self.kit.autocast():
             for block in self.blocks:
                 run = partial(block, **how)
                 x = self.kit.checkpoint(run, x) if self.plan.run.recompute == "full" else run(x)
@@ -130,7 +130,7 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
-        self._model = kit.compile_whole(self.stack)
+        self._model = kit.compile(self.stack, "whole")
         self._first_part = "model" if kit.compiled == "whole" else "embedding"  # marks inside would split what is compiled
         self._weights, self._real = weights, real
         self._every = updated = [*self.stack.inner, *self.stack.ends]
