@@ -323,10 +323,16 @@ def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> N
         measurements.take(Sampled({variant.name: [time] * 4}, {}))
 
 
+def test_the_whole_depth_is_on_the_line_through_two() -> None:
+    whole = replace(plan("llama"), model=replace(MODELS["llama"], layers=(DENSE,) * 40))
+    assert whole.weights(16) == {16: 4.0, 8: -3.0}
+    assert whole.weights(40) == whole.weights(41) == {40: 1.0}
+
+
 def test_two_depths_give_the_whole_models_step() -> None:
     """100 ms plus 10 ms per layer, half of that in FP8: the fitted line gives the time of 40 layers."""
     variants = [Variant(name, depth) for name in ("BF16", "FP8Current") for depth in (16, 8)]
-    measurements = StepMeasurements(variants, layers=40)
+    measurements = StepMeasurements(variants, 40, {16: 4.0, 8: -3.0})
     for variant in variants:
         per_layer = 10.0 if variant.recipe == "BF16" else 5.0
         base = 100 + per_layer * variant.depth

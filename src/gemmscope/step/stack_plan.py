@@ -113,6 +113,15 @@ class StackPlan:
         """The fewest layers in which every kind has its exact share."""
         return self.depth // gcd(*Counter(self.model.layers).values())
 
+    def weights(self, most: int) -> dict[int, float]:
+        """Depths to run, the deepest of at most `most` layers, with the weight of each in the step of the whole model: on the
+        line through two of them."""
+        if not 1 < most < self.depth:
+            return {min(most, self.depth): 1.0}
+        half = most // 2
+        beyond = (self.depth - most) / (most - half)
+        return {most: 1 + beyond, half: -beyond}
+
     def with_depth(self, depth: int) -> StackPlan:
         """So many of its layers: each kind keeps its share, and they are chosen evenly."""
         chosen = evenly_chosen(self.model.layers, depth)
