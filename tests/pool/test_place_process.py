@@ -110,7 +110,7 @@ def test_a_measuring_process_that_does_not_start_is_the_fault_of_the_machine(
 
 def test_what_a_unit_cannot_do_is_its_own_failure(serve: Serve) -> None:
     unit = tiny_bench("u").content
-    impossible = Unit("u", replace(unit, options=replace(unit.options, shapes=[(0, 1, 1)])))
+    impossible = Unit("u", replace(unit, options=unit.options.but(shapes=[(0, 1, 1)])))
     _, failed, done = serve([NOTHING] * 3, impossible, ANSWER, setup=PlaceSetup(cpu=True))
     assert isinstance(failed, UnitFailed)
     assert "every size must be at least 1" in failed.why
