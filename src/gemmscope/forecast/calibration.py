@@ -9,7 +9,6 @@ differs from shape to shape, and no longer what all shapes share. The factors of
 import json
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -147,26 +146,18 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
 def check_place(gpu: str) -> None:
     """Raise a `UserError` if `save` could not write, before minutes of measuring rather than after."""
     path = place(gpu)
-    with _writing(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise OSError("it is a folder" if path.is_dir() else "no permission")
+            raise OSError("it is a folder" if path.is_dir() else "no permission")  # noqa: TRY301
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", XDG_HINT) from None
 
 
 def save(calibration: Calibration) -> None:
     """Write the calibration where forecasts look for it."""
-    path = place(calibration.gpu)
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(asdict(calibration), indent=1) + "\n", XDG_HINT)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", XDG_HINT) from None
+    check_place(calibration.gpu)
+    write_text(place(calibration.gpu), json.dumps(asdict(calibration), indent=1) + "\n", XDG_HINT)
 
 
 def known_gpu(device: str) -> GpuSpec:

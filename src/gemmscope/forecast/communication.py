@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import hypot, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.gpu.specs import GpuSpec
@@ -33,6 +33,11 @@ FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
 BOTH = FORWARD + BACKWARD
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+network_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/network.toml"))
+"""The table of networks."""
+_collectives = cache(partial(load_data, "gemmscope.forecast", "coefficients/collectives.toml"))
+cluster = cache(partial(load_data, "gemmscope.forecast", "coefficients/cluster.toml"))
+"""What several GPUs and experts add."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,6 @@ class Network:
         """The network in words: `400 Gb/s per GPU between NVLink domains of 8 GPUs (infiniband-ndr)`."""
         name = f" ({self.name})" if self.name else ""
         return f"{self.gbps * 8:g} Gb/s per GPU between NVLink domains of {self.domain} GPUs{name}"
-
-
-@cache
-def network_facts() -> dict[str, Any]:
-    """The table of networks."""
-    return load_data("gemmscope.forecast", "coefficients/network.toml")
 
 
 def network_names() -> list[str]:
@@ -110,11 +109,6 @@ def _named(network: str | float) -> tuple[str, float]:
             f"for example {option('network', 50)}: 50 GB/s, which is 400 Gb/s",
         )
     return "", gbps
-
-
-@cache
-def _collectives() -> dict[str, Any]:
-    return load_data("gemmscope.forecast", "coefficients/collectives.toml")
 
 
 @cache
@@ -321,12 +315,6 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
 def offload(network: Network, kept_bytes: float) -> Exchange:
     """Offloading: `kept_bytes` of activations per micro-batch to CPU memory in forward, and back in backward."""
     return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(network_facts()["reached"]) * 1e6), crosses=False)
-
-
-@cache
-def cluster() -> dict[str, Any]:
-    """The table of what several GPUs and experts add."""
-    return load_data("gemmscope.forecast", "coefficients/cluster.toml")
 
 
 class MicroBatch(NamedTuple):
