@@ -11,6 +11,7 @@ import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from math import hypot
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
 from gemmscope.forecast.coefficients import REINSTALL, read_stored
-from gemmscope.forecast.linears import Adjustment
+from gemmscope.forecast.gemm import State
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.model.spec import RunSpec, from_hyperparameters
@@ -36,6 +37,8 @@ from gemmscope.workload.ops import Pass
 
 LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
+UNCERTAINTY = 0.03
+OTHER_STATE_UNCERTAINTY = 0.06  # where the other state of the chip was measured
 XDG_HINT = "set XDG_CONFIG_HOME to a folder that can be written"
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
@@ -52,9 +55,11 @@ GemmFactors = dict[str, dict[Pass, Factor]]
 @dataclass(frozen=True)
 class Calibration:
     """Factors of one GPU, measured over forecast: `gemms[format][pass]` sustained, `burst` the same for a rested GPU,
-    `quantize[recipe]`, and `parts[part of a step]`. `node`, `uuid` and `health` (under load): of the GPU that was measured."""
+    `quantize[recipe]`, and `parts[part of a step]`. `node`, `uuid` and `health` (under load): of the GPU that was measured.
+    `own_chip`: it is the user's own."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    own_chip: ClassVar[bool] = True
 
     gpu: str
     device: str
@@ -77,9 +82,25 @@ class Calibration:
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(f"there is no {what} {unknown[0][:40]!r}")
 
-    def adjustment(self, *, other_chip: bool = False) -> Adjustment:
-        """The calibration as forecasts use it, with more uncertainty if the measured GPU is not the user's own."""
-        return Adjustment(self.gemms, self.quantize, self.parts, self.burst, own_chip=not other_chip)
+    def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
+        """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
+
+        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
+        (1.1, 0.03)
+        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "burst")[1] > 0.06
+        True
+        """
+        own, other = (self.gemms, self.burst) if state == "sustained" else (self.burst, self.gemms)
+        for factors, further in ((own, 0.0), (other, OTHER_STATE_UNCERTAINTY)):
+            if pass_name in factors.get(fmt, {}):
+                return factors[fmt][pass_name], hypot(UNCERTAINTY, further)
+        return None
+
+
+class OtherChip(Calibration):
+    """The calibration of another GPU of the same kind: it corrects times but does not reduce their uncertainty."""
+
+    own_chip = False
 
 
 def place(gpu: str) -> Path:
@@ -90,7 +111,7 @@ def place(gpu: str) -> Path:
 def shipped(gpu: str) -> Calibration | None:
     """The calibration that ships with the package, where there is one for this GPU."""
     file = files("gemmscope.forecast").joinpath(f"coefficients/calibrated/{gpu}.json")
-    return _read(file.read_text(encoding="utf-8"), f"calibrated/{gpu}.json", gpu, REINSTALL) if file.is_file() else None
+    return _read(OtherChip, file.read_text("utf-8"), f"calibrated/{gpu}.json", gpu, REINSTALL) if file.is_file() else None
 
 
 def load(gpu: str) -> Calibration | None:
@@ -102,21 +123,21 @@ def load(gpu: str) -> Calibration | None:
         return None
     except (OSError, ValueError):
         pass  # reading the file reports why
-    return _read(read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
+    return _read(Calibration, read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
 
 
-def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Adjustment | None, list[Finding]]:
+def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Calibration | None, list[Finding]]:
     """What was measured on this GPU, by this user or (unless `own_only`) for this package, and the finding that says so."""
     if (own := load(gpu)) is not None:
-        return own.adjustment(), [finding("calibrated-here", device=own.device, file=str(place(gpu)))]
+        return own, [finding("calibrated-here", device=own.device, file=str(place(gpu)))]
     if own_only or (ours := shipped(gpu)) is None:
         return None, []
-    return ours.adjustment(other_chip=True), [finding("calibrated-shipped", device=ours.device)]
+    return ours, [finding("calibrated-shipped", device=ours.device)]
 
 
-def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
+def _read(kind: type[Calibration], text: str, origin: str, gpu: str, hint: str) -> Calibration:
     """A calibration from its JSON; a `UserError` that names `origin` if it is not valid."""
-    calibration = read_stored(Calibration, "calibration", text, origin, hint)
+    calibration = read_stored(kind, "calibration", text, origin, hint)
     if calibration.gpu != gpu:
         raise UserError(f"{origin} is a damaged calibration: it is of {calibration.gpu[:40]!r}, not of {gpu!r}", hint)
     return calibration

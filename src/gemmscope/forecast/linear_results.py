@@ -5,6 +5,7 @@ Every interval is a 90% error bar. An error that both sides of a speedup share c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from gemmscope.bench.linears import memory
 from gemmscope.findings import Finding, finding
@@ -12,7 +13,7 @@ from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
+from gemmscope.results.linears import Linears, OpTime, Speedup, Winner, linears_total, quantization_by_pass, same_kernels
 from gemmscope.workload.cases import Case, Mode, op_of
 from gemmscope.workload.ops import PASSES
 
@@ -52,7 +53,7 @@ def forecast_linears(
                 whole[name] = total(part.estimates[name, case.op].times(case.count) for case in cases)
                 totals.append(linears_total(name, mode, whole[name].interval(), tuple(cases), known, counts))
         if not bare:
-            winners[mode] = winner_of(part.add_speedups(whole))
+            winners[mode] = cast(Winner, winner_of(part.add_speedups(whole)))
         ops += part.ops.values()
         speedups += part.speedups
     return Linears(
