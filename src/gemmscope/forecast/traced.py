@@ -49,7 +49,9 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     """Milliseconds of all runs of an op in one micro-batch."""
     launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
     if isinstance(op, Between):
-        moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
+        moved, kernels = (
+            (op.all_moved.fused_bytes, op.all_moved.kernels) if fused else (op.total().bytes_moved, op.all_moved.launches)
+        )
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
     if isinstance(op, TracedAttention):
         one_way = _unfused_ms if op.unfused else attention_ms
@@ -77,7 +79,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
     count = 0
     for op in ops:
         if isinstance(op, Between):
-            count += op.kernels if fused else op.launches
+            count += op.all_moved.kernels if fused else op.all_moved.launches
         elif isinstance(op, Linear):
             count += sum(gemm.count for gemm in op.gemms())
         elif isinstance(op, TracedAttention):
