@@ -8,7 +8,7 @@ differs from shape to shape, and no longer what all shapes share. The factors of
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from math import hypot
@@ -25,6 +25,7 @@ from gemmscope.forecast.coefficients import REINSTALL, read_stored
 from gemmscope.forecast.gemm import State
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
+from gemmscope.grouping import Key, grouped
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.reading import called, read_text
@@ -47,7 +48,6 @@ CASES = tuple(Case("x".join(map(str, sizes)), *sizes) for sizes in _DESIGN["line
 STACKS = tuple((from_hyperparameters(**stack["model"]), RunSpec(**stack["run"])) for stack in _DESIGN["step"])
 CALIBRATED_PARTS: tuple[StepPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
 Name = TypeVar("Name", bound=str)
-Key = TypeVar("Key", bound=Hashable)
 Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
 GemmFactors = dict[str, dict[Pass, Factor]]
 
@@ -244,7 +244,5 @@ def _factors(times_ms: Iterable[tuple[Key, tuple[float, float]]]) -> dict[Key, f
     >>> _factors([("FP8Block", (3.0, 2.0)), ("FP8Block", (9.0, 10.0))])
     {'FP8Block': 1.0}
     """
-    pairs: dict[Key, list[tuple[float, float]]] = {}
-    for key, pair in times_ms:
-        pairs.setdefault(key, []).append(pair)
-    return {key: round(sum(seen for seen, _ in of_key) / sum(other for _, other in of_key), 4) for key, of_key in pairs.items()}
+    sums = {key: [sum(column) for column in zip(*pairs, strict=True)] for key, pairs in grouped(times_ms).items()}
+    return {key: round(seen / expected, 4) for key, (seen, expected) in sums.items()}
