@@ -98,7 +98,7 @@ class Emulation:
         self.quantize, self.observing = quantize, False
         self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
         self.kept: dict[str, str] = {}
-        self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
+        self.linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
         linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
         if not linears:
             name = type(module).__name__
@@ -107,11 +107,7 @@ class Emulation:
             if reason := (why_kept(path) or _why_not(linear, multiple)):
                 self.kept[path] = reason
             else:
-                self._linears[path] = (linear, EmulatedLinear(self))
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        return tuple(self._linears)
+                self.linears[path] = (linear, EmulatedLinear(self))
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
@@ -122,15 +118,15 @@ class Emulation:
         return self._generators[device]
 
     def __enter__(self) -> Emulation:
-        taken = [path for path, (linear, _) in self._linears.items() if _is_emulated(linear)]
+        taken = [path for path, (linear, _) in self.linears.items() if _is_emulated(linear)]
         if taken:
             raise UserError(f"{taken[0]} is emulated already", "leave the first emulation before you enter another")
-        for linear, emulated in self._linears.values():
+        for linear, emulated in self.linears.values():
             linear.forward = partial(emulated.forward, linear)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        for linear, _ in self._linears.values():
+        for linear, _ in self.linears.values():
             vars(linear).pop("forward", None)
 
 

@@ -14,12 +14,10 @@ from gemmscope.numerics.evaluation.requests import (
     MESSAGE,
     REQUEST,
     AllComputed,
-    CheckpointSource,
     ErrorsMessage,
     ErrorsRequest,
     LinearComputed,
     NotComputed,
-    RecordingSource,
     TensorsOpened,
     from_line,
     to_line,
@@ -47,7 +45,7 @@ def main() -> None:
 def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     """The facts of the recording, then the errors of every linear in every recipe."""
     threads = torch.get_num_threads()
-    if isinstance(request.source, RecordingSource):
+    if request.source.kind == "recording":
         torch.set_num_threads(1)  # the tensors are small: more threads would not be faster
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {request.device} is not available: PyTorch sees no GPU", "use the CPU, which is fast enough")
@@ -69,11 +67,12 @@ def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
 
 def opened(request: ErrorsRequest) -> TensorRecording:
     """The tensors that the request names."""
-    if isinstance(request.source, RecordingSource):
-        return read_recording(request.source.path)
-    if isinstance(request.source, CheckpointSource):
-        return read_checkpoint(request.source.path, seed=request.seed, model=request.source.model)
-    return synthetic_recording(request.source.kind, request.source.sizes, seed=request.seed, model=request.source.model)
+    source = request.source
+    if source.kind == "recording":
+        return read_recording(source.origin)
+    if source.kind == "checkpoint":
+        return read_checkpoint(source.origin, seed=request.seed, model=source.expected)
+    return synthetic_recording(source.origin, source.sizes, seed=request.seed, model=source.model)
 
 
 def about(recording: TensorRecording, device: str) -> TensorsOpened:
@@ -89,7 +88,7 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
         steps=recording.facts.steps,
         tokens=tokens.pop() if len(tokens) == 1 else None,
         sampled_bytes=recording.sampled_bytes,
-        layers=recording.layers,
+        layers=len({linear.facts.layer for linear in recording.linears if linear.facts.layer is not None}),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         versions={**recording.facts.packages, "torch": torch.__version__},
     )
