@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.numerics.evaluation.requests import SYNTHETIC
-
 torch = pytest.importorskip("torch")
 
-from gemmscope.numerics.evaluation.synthetic import synthetic_recording  # noqa: E402
+from gemmscope.numerics.evaluation.synthetic import MAKERS, synthetic_recording  # noqa: E402
 
 
 def sizes(hidden: int = 128) -> dict[str, tuple[int, int]]:
@@ -25,7 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
 
 
-@pytest.mark.parametrize("kind", SYNTHETIC)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_all_linears_are_there_and_marked(kind: str) -> None:
     recording = synthetic_recording(kind, sizes(), tokens=64)
     assert [(linear.name, linear.facts.inputs, linear.facts.outputs) for linear in recording.linears] == [
@@ -56,7 +54,7 @@ def test_kinds_differ_as_they_say() -> None:
         assert facts.norm is not None
         return facts.amax / facts.norm * (256 * 128) ** 0.5
 
-    normal, heavy, outliers = map(amax_over_rms, SYNTHETIC)
+    normal, heavy, outliers = map(amax_over_rms, MAKERS)
     assert 3.5 < normal < 6 < heavy < 60
     assert outliers > 2 * normal
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import cache
 from math import isfinite
 from pathlib import Path
+from typing import get_args
 
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
@@ -19,7 +20,6 @@ from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
-    SYNTHETIC,
     ComputedErrors,
     DepthModel,
     ErrorsRequest,
@@ -29,7 +29,7 @@ from gemmscope.numerics.evaluation.requests import (
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.numerics.recording import read_recording
-from gemmscope.options.estimating import ForecastOptions, NumericsOptions
+from gemmscope.options.estimating import ForecastOptions, NumericsOptions, Synthetic
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
@@ -124,8 +124,9 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
     if checkpoint is not None:
         model = job.source.model if job is not None else None
         return TensorSource("checkpoint", str(checkpoint), model_linears(model) if model is not None else None)
-    if synthetic not in SYNTHETIC:
-        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(SYNTHETIC)}")
+    if synthetic is None or synthetic not in get_args(Synthetic):
+        kinds = ", ".join(get_args(Synthetic))
+        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {kinds}")
     if job is None:
         raise UserError(
             f"{option('synthetic', synthetic)} needs a model, for the shapes of its linears",

@@ -32,9 +32,7 @@ from gemmscope.errors import UserError
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import OPERANDS, TensorName
-
-Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Factors = tuple[torch.Tensor, torch.Tensor | None]
 """An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
@@ -67,30 +65,27 @@ class Emulation:
 
     `backend`: whose variant of the recipe; by default the recipe's first. `why_kept`: why the linear of a path stays as it
     is; empty if it does not. `seed`: of stochastic rounding; None: random numbers come from PyTorch's default generator.
-    `recipe` may also give the operands of every pass. It can be entered many times; the history of delayed scaling and the
-    random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is several
-    times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it is set,
-    nothing is quantized and the histories of delayed scaling are filled.
+    `passes` are the operands of every pass, and may be replaced. It can be entered many times; the history of delayed scaling
+    and the random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is
+    several times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it
+    is set, nothing is quantized and the histories of delayed scaling are filled.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        recipe: str | Passes,
+        recipe: str,
         *,
         backend: str = "",
         why_kept: Callable[[str], str] = lambda _: "",
         seed: int | None = 0,
         quantize: Callable[..., Factors] = quantized_factors,
     ) -> None:
-        multiple = 1  # that features must be a multiple of
-        if isinstance(recipe, str):
-            known = find_recipe(recipe)
-            recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
-        self.passes: Passes = recipe
+        known = find_recipe(recipe)
+        self.passes = {name: operands(known.name, name, backend) for name in OPERANDS}
         self.delayed = {
             operand.tensor: FORMATS[operand.quantizer.format]
-            for pair in recipe.values()
+            for pair in self.passes.values()
             for operand in pair
             if operand.quantizer.delayed
         }
@@ -104,7 +99,7 @@ class Emulation:
             name = type(module).__name__
             raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
         for path, linear in linears.items():
-            if reason := (why_kept(path) or _why_not(linear, multiple)):
+            if reason := (why_kept(path) or _why_not(linear, known.multiple_of)):
                 self.kept[path] = reason
             else:
                 self.linears[path] = (linear, EmulatedLinear(self))
@@ -165,7 +160,7 @@ class EmulatedLinear:
 
     def gemm(
         self,
-        pass_name: str,
+        pass_name: Pass,
         tensors: Mapping[str, torch.Tensor],
         maxima: Mapping[str, torch.Tensor | None],
         dtype: torch.dtype,

@@ -17,13 +17,11 @@ from gemmscope.workload.ops import OPERANDS
 def error_findings(computed: ComputedErrors, backend: str) -> Iterator[Finding]:
     """What there is to know about the errors of linears. `backend`: whose variants of the recipes."""
     tensors, counted = computed.tensors.result, counted_linears(computed.linears)
-    yield from (finding("numerics-recording-note", text=note) for note in computed.tensors.notes)
+    yield from tensors.findings
     if not computed.complete:
         facts = {"done": computed.done, "count": computed.tensors.count}
         ended = computed.ended
         yield finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
-    if tensors.source != "checkpoint" and not computed.tensors.probed:
-        yield finding("numerics-no-probes")
     if computed.depth.failure:
         yield finding("numerics-no-depth", reason=computed.depth.failure)
     if computed.depth.notes:

@@ -24,8 +24,6 @@ from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 USUAL_SEQUENCE = 512
-SYNTHETIC = ("normal", "heavy", "outliers")
-"""The kinds of random tensors."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,10 @@ class ErrorsRequest:
 
 @dataclass(frozen=True)
 class TensorsOpened:
-    """The tensors are there. `result`: without errors yet. `count`: of linears. `probed`: every linear has probes."""
+    """The tensors are there. `result`: without errors yet. `count`: of linears."""
 
     result: NumericsResult
     count: int
-    notes: tuple[str, ...] = ()
-    probed: bool = True
     type: Literal["opened"] = "opened"
 
 

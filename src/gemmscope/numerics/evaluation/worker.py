@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from gemmscope.errors import UserError, in_a_line
+from gemmscope.findings import finding
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
 from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales, without_errors
 from gemmscope.numerics.evaluation.requests import (
@@ -80,8 +81,14 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
     plain = [linear for linear in recording.linears if linear.facts.expert is None]
     inside = [linear for linear in plain if linear.facts.layer is not None]  # a head may read one token of each sequence
     tokens = {step.facts.tokens for linear in inside or plain for step in linear.sampled_steps}
+    sampled = [step for linear in recording.linears for step in linear.sampled_steps]
+    probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
+    findings = [finding("numerics-recording-note", text=note) for note in recording.facts.notes]
+    if recording.facts.source != "checkpoint" and not probed:
+        findings.append(finding("numerics-no-probes"))
     result = NumericsResult(
         command="",
+        findings=tuple(findings),
         source=recording.facts.source,
         origin=recording.origin,
         model_name=recording.facts.model,
@@ -92,9 +99,7 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         versions={**recording.facts.packages, "torch": torch.__version__},
     )
-    sampled = [step for linear in recording.linears for step in linear.sampled_steps]
-    probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
-    return TensorsOpened(result, len(recording.linears), recording.facts.notes, probed)
+    return TensorsOpened(result, len(recording.linears))
 
 
 def errors_of(linear: RecordedLinear, request: ErrorsRequest) -> LinearComputed:
