@@ -116,14 +116,15 @@ def _until(result: SweepResult) -> str:
 
 def _gpus(gpus: Sequence[SweepGpu]) -> Table:
     """Which GPUs measured the points."""
-    columns: list[Column[SweepGpu]] = [
+    return table(
+        "GPUs that measured the points",
+        gpus,
         Column("GPU", lambda gpu: gpu.place),
         Column("Type", lambda gpu: gpu.name or None),
         Column("Points", lambda gpu: gpu.points, "d"),
         Column("Versions", lambda gpu: versions_text(gpu.versions) or None),
         Column("UUID", lambda gpu: gpu.uuid or None, drop=1),
-    ]
-    return table("GPUs that measured the points", columns, gpus)
+    )
 
 
 def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
