@@ -9,7 +9,7 @@ from math import inf
 from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
 from gemmscope.document.step_parts import independent_ratio
-from gemmscope.document.table import BASELINE_CELL, Column, Table, across, table
+from gemmscope.document.table import BASELINE_CELL, Column, Table, across, grouped, table
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
@@ -50,11 +50,12 @@ def _key(documents: Sequence[Document], document: Document, value: NamedSpeedup 
 
 def speedup_rows(documents: Sequence[Document]) -> list[SpeedupRow]:
     """What was measured, the recipe, and its speedup in every run: the step first, then linears, then GEMMs."""
-    speedups: dict[tuple[str, str], dict[str, Interval]] = {}
-    for document in documents:
-        for speedup in document.speedups:
-            speedups.setdefault((speedup.what, speedup.recipe), {})[_key(documents, document, speedup)] = speedup.speedup
-    rows = [(what, recipe, by_run) for (what, recipe), by_run in speedups.items()]
+    speedups = grouped(
+        ((speedup.what, speedup.recipe), (_key(documents, document, speedup), speedup.speedup))
+        for document in documents
+        for speedup in document.speedups
+    )
+    rows = [(what, recipe, dict(by_run)) for (what, recipe), by_run in speedups.items()]
     return sorted(rows, key=lambda row: _place(row[0]))
 
 
@@ -126,11 +127,12 @@ def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
 
     Steps are compared by tokens/s. Linears are timed for one micro-batch, so only runs with the same batch are compared.
     """
-    times_of: dict[str, list[tuple[str, NamedTime, Document]]] = {}
-    for document in documents:
-        for time in document.times:
-            if 0 < time.time_ms.value < inf:
-                times_of.setdefault(time.what, []).append((_key(documents, document, time), time, document))
+    times_of = grouped(
+        (time.what, (_key(documents, document, time), time, document))
+        for document in documents
+        for time in document.times
+        if 0 < time.time_ms.value < inf
+    )
     compared = []
     for what in sorted(times_of, key=_place):
         first = next(((key, time, document) for key, time, document in times_of[what] if time.recipe == BASELINE), None)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from gemmscope import units
-from gemmscope.document.common import phrase
+from gemmscope.document.common import notes, phrase
 from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
 from gemmscope.results.explain import (
@@ -136,18 +136,20 @@ def numbers_table(result: ExplainResult) -> Table:
 
 def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
     """Kernels of no known class: the longest, and the others together."""
+    rest = unknown[MOST_UNKNOWN:]
+    others: dict[str, Value] = {
+        "Kernel": f"{len(rest)} more",
+        "ms per step": sum(kernel.time_ms for kernel in rest),
+        "Runs per step": sum(kernel.count for kernel in rest),
+    }
     return table(
         "Kernels of unknown class",
-        [*unknown[:MOST_UNKNOWN], *_rest_of_unknown(unknown[MOST_UNKNOWN:])],
+        unknown[:MOST_UNKNOWN],
         Column("Kernel", lambda kernel: kernel.name),
         Column("ms per step", lambda kernel: kernel.time_ms, ".3f"),
         Column("Runs per step", lambda kernel: kernel.count, "runs, decimal"),
+        more=[others] if rest else [],
     )
-
-
-def _rest_of_unknown(rest: Sequence[UnknownKernel]) -> list[UnknownKernel]:
-    time_ms, count = sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)
-    return [UnknownKernel(name=f"{len(rest)} more", time_ms=time_ms, count=count)] if rest else []
 
 
 # --- GEMMs ----------------------------------------------------------------------------------------------------------------
@@ -179,9 +181,11 @@ def gemm_shape_table(result: ExplainResult) -> Table:
     if shapes and every_ms - known_ms > UNKNOWN * every_ms:
         count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
         others.append(("size not recorded", max(count, 0.0), every_ms - known_ms))
-    notes = [phrase("explain-alignment")]
-    notes += [phrase("explain-sustained")] if any(row.sustained_share is not None for row in shapes) else []
-    notes += [phrase("explain-better-recipe")] if any(row.better for row in shapes) else []
+    note = {
+        "explain-alignment": True,
+        "explain-sustained": any(row.sustained_share is not None for row in shapes),
+        "explain-better-recipe": any(row.better for row in shapes),
+    }
     more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, count, time_ms in others]
     return table(
         "GEMMs by shape, per step",
@@ -195,7 +199,11 @@ def gemm_shape_table(result: ExplainResult) -> Table:
         Column("Of sustained", lambda row: row.sustained_share, "%, whole"),
         Column("Of roofline", lambda row: row.roofline_share, "%, whole"),
         Column("Bound by", lambda row: row.bound or None, "g"),
-        Column("Alignment", _alignment, "d"),
+        Column(
+            "Alignment",
+            lambda row: Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else ""),
+            "d",
+        ),
         Column("Better recipe", lambda row: row.better or None, "g"),
         Column("ms with it", lambda row: row.better_ms, ",.3f"),
         Column(
@@ -203,7 +211,7 @@ def gemm_shape_table(result: ExplainResult) -> Table:
             lambda row: Cell(f"{row.time_ms / row.better_ms:,.2f}x", row.time_ms / row.better_ms) if row.better_ms else None,
             "x",
         ),
-        note=" ".join(notes),
+        note=notes(note),
         more=more,
         sparse=True,
     )
@@ -222,10 +230,6 @@ def _passes(row: GemmShapeTotal) -> str | None:
 def _rate(tflops: float | None) -> Value:
     """TFLOP/s with a decimal if they are few."""
     return Cell(f"{tflops:,.1f}", tflops) if tflops is not None and tflops < 10 else tflops
-
-
-def _alignment(row: GemmShapeTotal) -> Cell:
-    return Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else "")
 
 
 # --- causes and comparisons -----------------------------------------------------------------------------------------------
@@ -289,8 +293,10 @@ def attention_table(totals: Sequence[AttentionTotal]) -> Table:
         shape = (row.batch, row.heads, row.queries, row.keys, row.head_dim)
         return " x ".join(map(str, shape)) if None not in shape else None
 
-    notes = [phrase("explain-causal")] if any(row.tflops is not None for row in totals) else []
-    notes += [phrase("explain-faster-attention")] if any(row.faster for row in totals) else []
+    note = {
+        "explain-causal": any(row.tflops is not None for row in totals),
+        "explain-faster-attention": any(row.faster for row in totals),
+    }
     return table(
         "Attention, per step",
         totals[:MOST_ROWS],
@@ -304,7 +310,7 @@ def attention_table(totals: Sequence[AttentionTotal]) -> Table:
         Column("TFLOP/s", lambda row: _rate(row.tflops), ",.0f"),
         Column("Faster", lambda row: row.faster or None, "g"),
         Column("ms with it", lambda row: row.faster_ms, ",.3f"),
-        note=" ".join(notes),
+        note=notes(note),
         sparse=True,
     )
 

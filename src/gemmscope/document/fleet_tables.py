@@ -12,7 +12,19 @@ from statistics import median
 from gemmscope import units
 from gemmscope.document.charts import HeatCell, HeatMap, RankChart, Ranked
 from gemmscope.document.common import facts, phrase
-from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, Value, across, difference_cell, ends_text, table
+from gemmscope.document.table import (
+    NOTHING,
+    Cell,
+    Column,
+    Facts,
+    Table,
+    Value,
+    across,
+    difference_cell,
+    ends_text,
+    grouped,
+    table,
+)
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult, Outlier
 
@@ -52,21 +64,14 @@ class FleetView:
         return ON_CPU if self.groups and all(name.startswith(ON_CPU) for name in self.groups) else "GPU"
 
     @cached_property
-    def nodes(self) -> dict[str, list[FleetGpu]]:
+    def nodes(self) -> dict[str, tuple[FleetGpu, ...]]:
         """The GPUs of every node."""
-        nodes: dict[str, list[FleetGpu]] = {}
-        for gpu in self.result.gpus:
-            nodes.setdefault(gpu.node, []).append(gpu)
-        return nodes
+        return grouped((gpu.node, gpu) for gpu in self.result.gpus)
 
     @cached_property
-    def _called(self) -> tuple[dict[str, list[Outlier]], dict[str, list[Outlier]]]:
-        """The outliers by place, and whole nodes by node."""
-        places: dict[str, list[Outlier]] = {}
-        nodes: dict[str, list[Outlier]] = {}
-        for outlier in self.result.outliers:
-            (nodes if outlier.whole_node else places).setdefault(outlier.where, []).append(outlier)
-        return places, nodes
+    def _called(self) -> dict[tuple[str, bool], tuple[Outlier, ...]]:
+        """The outliers by their place, or by their node if they are whole nodes."""
+        return grouped(((outlier.where, outlier.whole_node), outlier) for outlier in self.result.outliers)
 
     @cached_property
     def slowest_nodes(self) -> list[str]:
@@ -75,8 +80,7 @@ class FleetView:
 
     def outliers_of(self, gpu: FleetGpu) -> list[Outlier]:
         """The outliers of a GPU: its own, and those of its whole node."""
-        places, nodes = self._called
-        return [*places.get(gpu.place, ()), *nodes.get(gpu.node, ())]
+        return [*self._called.get((gpu.place, False), ()), *self._called.get((gpu.node, True), ())]
 
     def is_slow(self, gpu: FleetGpu) -> bool:
         return any(outlier.side == "slow" for outlier in self.outliers_of(gpu))
@@ -294,7 +298,7 @@ def node_table(view: FleetView) -> Table | None:
     def counted(gpus: Sequence[bool]) -> Cell:
         return _warn(str(sum(gpus)) if any(gpus) else None, float(sum(gpus)), warn=any(gpus))
 
-    rows: list[list[FleetGpu]] = [view.nodes[node] for node in view.slowest_nodes]
+    rows: list[Sequence[FleetGpu]] = [view.nodes[node] for node in view.slowest_nodes]
     return table(
         f"Nodes, by their slowest {kind}",
         rows,

@@ -18,6 +18,7 @@ from gemmscope.document.table import (
     Table,
     Value,
     called_cell,
+    grouped,
     speedup_cell,
     table,
 )
@@ -424,7 +425,5 @@ def _evidence(linears: Linears, start: str) -> Table:
 
 def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
     """Rows that differ only at this place become one, with the values there listed."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+    groups = grouped(((*row[:place], *row[place + 1 :]), row[place]) for row in rows)
     return [(*key[:place], units.names(values), *key[place:]) for key, values in groups.items()]

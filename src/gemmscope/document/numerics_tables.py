@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import phrase
-from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, Value, table
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Key, Table, Value, across, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import (
@@ -141,18 +140,13 @@ def _pass_error(pass_name: str, ones: Iterable[LinearError]) -> Cell | None:
 def recipe_table(result: NumericsResult, marked: str) -> Table:
     """Every recipe in all linears, pass by pass."""
 
-    def in_pass(pass_name: str) -> Column[RecipeError | Mix]:
-        def error(row: RecipeError | Mix) -> Cell | None:
-            return _pass_error(pass_name, (linear for linear in result.counted if linear.recipe == row.recipe))
-
-        return Column(pass_name, error, "%")
-
+    counted = grouped((linear.recipe, linear) for linear in result.counted)
     return table(
         f"{marked}Errors of every recipe",
         result.recipes,
         Column("Recipe", lambda row: row.recipe),
         *_error_columns(result),
-        *map(in_pass, PASSES),
+        *across(PASSES, lambda row, one: _pass_error(one, counted.get(row.recipe, ())), "%"),
         note=phrase("numerics-mean-of-linears"),
         sparse=True,
     )
@@ -241,13 +235,9 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
     )
 
 
-def _errors(linears: Iterable[LinearError], across: Callable[[LinearError], object]) -> dict[tuple[str, object], list[float]]:
+def _errors(linears: Iterable[LinearError], of: Callable[[LinearError], Key]) -> dict[tuple[str, Key], tuple[float, ...]]:
     """The errors of each linear, by what is across the map."""
-    errors: dict[tuple[str, object], list[float]] = {}
-    for linear in linears:
-        if linear.error is not None:
-            errors.setdefault((linear.linear, across(linear)), []).append(linear.error)
-    return errors
+    return grouped(((linear.linear, of(linear)), linear.error) for linear in linears if linear.error is not None)
 
 
 def _is_kept(mix: Mix | None, name: str, layer: int, layers: int) -> bool:
@@ -295,10 +285,8 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
 
 def linear_table(result: NumericsResult, marked: str) -> Table:
     """Every linear over all layers, pass by pass, in every recipe."""
-    groups: dict[tuple[str, str], list[LinearError]] = {}
-    for linear in result.linears:
-        if linear.error is not None and linear.recipe != BASELINE:
-            groups.setdefault((linear.recipe, linear.linear), []).append(linear)
+    low = [linear for linear in result.linears if linear.error is not None and linear.recipe != BASELINE]
+    groups = grouped(((linear.recipe, linear.linear), linear) for linear in low)
     counted, order = {linear.linear for linear in result.counted}, [row.recipe for row in result.recipes]
     rows = sorted(groups.values(), key=lambda own: order.index(own[0].recipe) if own[0].recipe in order else len(order))
 
@@ -316,7 +304,7 @@ def linear_table(result: NumericsResult, marked: str) -> Table:
         Column("Recipe", lambda own: own[0].recipe),
         Column("Linear", name),
         Column("Error", lambda own: error_cell(_rms(linear.error or 0.0 for linear in own)), "%"),
-        *(Column(one, partial(_pass_error, one), "%") for one in PASSES),
+        *across(PASSES, lambda own, one: _pass_error(one, own), "%"),
         Column("Lowest cosine of wgrad", cosine, ".4f"),
         note=note,
         sparse=True,

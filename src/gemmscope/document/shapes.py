@@ -3,7 +3,7 @@
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, phrase, same_model, subject
 from gemmscope.document.model import Document, Message, Section
-from gemmscope.document.table import Cell, Column, Table, Value, across, table, write
+from gemmscope.document.table import Cell, Column, Table, Value, across, grouped, table, write
 from gemmscope.results.shapes import Check, ListedGemm, ShapesResult
 from gemmscope.workload.ops import gemm_size
 
@@ -57,10 +57,8 @@ def _summary(result: ShapesResult) -> Table:
     """A row for each op and size: the sizes of its forward GEMM, and the FLOPs of all its passes."""
     if result.check is not None and result.check.differences:
         return _differences(result.check)
-    ops: dict[tuple[object, ...], list[ListedGemm]] = {}
-    for gemm in result.gemms:
-        size = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)  # of the linear, whichever pass
-        ops.setdefault((gemm.op, gemm.groups, *size), []).append(gemm)
+    # the size of the linear, whichever pass
+    ops = grouped(((gemm.op, gemm.groups, *gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)), gemm) for gemm in result.gemms)
     work = {op: sum(gemm.flops * gemm.count for gemm in gemms) for op, gemms in ops.items()}
     shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
 

@@ -27,7 +27,7 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.table import Cell, Column, Facts, Table, table
+from gemmscope.document.table import Cell, Column, Facts, Table, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -174,11 +174,11 @@ def _verified(recipes: tuple[StepTime, ...]) -> Table:
 
 
 def _break_even(result: StepResult) -> CurveChart | None:
-    points: dict[str, tuple[Point, ...]] = {}
-    for batch in result.break_even:
-        for name, speedup in batch.speedups.items():
-            point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
-            points[name] = (*points.get(name, ()), point)
+    points = grouped(
+        (name, Point(batch.name, speedup, (("speedup", units.speedup(speedup)),)))
+        for batch in result.break_even
+        for name, speedup in batch.speedups.items()
+    )
     return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points) if points else None
 
 

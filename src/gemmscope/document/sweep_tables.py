@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from gemmscope import units
 from gemmscope.document.common import phrase
-from gemmscope.document.table import Cell, Column, Table, Value, across, table
+from gemmscope.document.table import Cell, Column, Table, across, grouped, table
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
 
@@ -212,25 +212,22 @@ def break_even_table(sweep: GpuSweep) -> Table:
     """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
     a row for all values with the same answer."""
     title, one = about_sweep(sweep, "break-even"), len(sweep.sizes) == 1
-    groups: dict[tuple[str, int | None], list[str]] = {}
-    begins: dict[str, dict[str, Value]] = {}
-    for edge in sweep.break_even:
-        groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))
-        begins.setdefault(edge.recipe, {})[str(edge.at)] = edge.since if edge.since is not None else Cell("nowhere")
-    places = list(dict.fromkeys(str(edge.at) for edge in sweep.break_even))
+    groups = grouped(((edge.recipe, edge.since), str(edge.at)) for edge in sweep.break_even)
+    begins = {(edge.recipe, str(edge.at)): "nowhere" if edge.since is None else edge.since for edge in sweep.break_even}
+    places = list(dict.fromkeys(at for _, at in begins))
     if one or len(places) > MOST_ACROSS:
         return table(
             title,
             groups.items(),
             Column("Recipe", lambda group: group[0][0]),
-            Column(f"From {sweep.sizes[0]}", lambda group: Cell("nowhere") if group[0][1] is None else group[0][1], "d"),
+            Column(f"From {sweep.sizes[0]}", lambda group: "nowhere" if group[0][1] is None else group[0][1], "d"),
             Column(f"At {sweep.sizes[-1]}", lambda group: ", ".join(group[1]), when=not one),
         )
 
     return table(
         title,
-        begins,
+        dict.fromkeys(recipe for recipe, _ in begins),
         Column[str]("Recipe", str),
-        *across(places, lambda name, at: begins[name].get(at), "d"),
+        *across(places, lambda name, at: begins.get((name, at)), "d"),
         note=phrase("sweep-break-even", down=sweep.sizes[0], across=sweep.sizes[1]),
     )

@@ -28,6 +28,7 @@ Value = Cell | Interval | float | str | None
 Row = TypeVar("Row")
 Outer = TypeVar("Outer")
 Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,18 @@ class Column(Generic[Row]):
             return missing if own is None else self.cell(own)
 
         return Column(self.head, value, self.unit, self.drop, self.when)
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, tuple[Item, ...]]:
+    """The items of each key, in their order.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': (1, 3), 'b': (2,)}
+    """
+    groups: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
+    return {key: tuple(items) for key, items in groups.items()}
 
 
 def across(
