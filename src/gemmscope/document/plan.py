@@ -208,16 +208,17 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
     if len(places) < 2:
         return None
     series = grouped(
-        (
-            recipe,
-            Point(str(place), layout.tokens_per_s, (("layout", layout_name(layout)), ("memory", f"{layout.memory_gb:.0f} GB"))),
-        )
+        (recipe, _point(str(place), layout, ("memory", f"{layout.memory_gb:.0f} GB")))
         for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1]))
         for place in places
         for layout in [fitting for fitting in layouts if fitting.memory_gb <= place][:1]
     )
     title = f"{prefix}FORECAST: fastest layout within a memory limit"
     return CurveChart(title, "memory of a GPU (GB)", series, unit="tokens/s per GPU", main=main)
+
+
+def _point(place: str, layout: PlanLayout, fact: tuple[str, str]) -> Point:
+    return Point(place, layout.tokens_per_s, (("layout", layout_name(layout)), fact))
 
 
 def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | None:
@@ -240,14 +241,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
     """The best layout of each recipe over the size that varies."""
     layouts = [(point, recipe, best_by_recipe(point).get(recipe)) for point in result.points for recipe in result.recipes]
     series = grouped(
-        (
-            recipe,
-            Point(
-                point.place,
-                layout.tokens_per_s,
-                (("layout", layout_name(layout)), ("parameters", units.parameters(point.parameters))),
-            ),
-        )
+        (recipe, _point(point.place, layout, ("parameters", units.parameters(point.parameters))))
         for point, recipe, layout in layouts
         if layout is not None
     )
