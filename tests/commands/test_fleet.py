@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +303,7 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
     rank = Launched("srun", 3, 8, 1, 2)
     options = FleetOptions(shapes=SHAPES, folder=str(tmp_path / "out"), device="cpu")
-    resumed = replace(options, resume=True)
+    resumed = options.but(resume=True)
     result, file = run_own_gpu(rank, None, options)
     assert result is not None
     assert file.is_file()

@@ -1,6 +1,6 @@
 """`gemmscope calibrate`: measures linears and short steps on this GPU, so that forecasts for it are based on them."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemmscope.bench.campaign import LinearCampaign
@@ -71,7 +71,7 @@ def calibrate(options: CalibrateOptions = CALIBRATED, context: RunContext = PLAI
     choice = choose(options, machine, cache_weights=options.cache_weights)
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
-    mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(replace(options, resume=False)))
+    mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, options.but(resume=False).values())
     with (
         context.recording(mark, resume=options.resume) as recording,
         LocalWorkers() as workers,

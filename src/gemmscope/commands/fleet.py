@@ -57,7 +57,7 @@ def unit_of(job: ModelRun | None, options: FleetOptions) -> MeasureUnit:
         raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
     if not options.step and (misplaced := [name for name in STEP_OPTIONS if getattr(options, name)]):
         raise UserError(f"{option(misplaced[0])} applies only to training steps", f"add {option('step')}, or remove it")
-    alone = replace(options, resume=False)
+    alone = options.but(resume=False)
     return MeasureUnit(shared(alone, StepOptions) if options.step else shared(alone, BenchOptions), job, reduce=SUMMARY)
 
 

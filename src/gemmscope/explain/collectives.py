@@ -67,7 +67,7 @@ def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Opera
         at = bisect_right(around, call.start, key=lambda mark: mark.start) - 1
         if at >= 0 and around[at].end >= call.start:
             return message_of_mark(around[at].name, around[at].shapes, around[at].types)
-    return CollectiveMessage(kind_of(work.name) or kind_of(work.collective))
+    return CollectiveMessage(kind_of(work.name))
 
 
 def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:

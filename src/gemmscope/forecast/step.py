@@ -371,7 +371,11 @@ class StepForecast:
         if self.model is None:
             return 0.0
         kept = rank_memory(self.model, replace(self.run, offloaded_layers=0), BASELINE, self.forecaster.chip)
-        return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.rank_share.layers, 1), 1.0)
+        return (
+            kept.activations_bytes
+            / max(kept.in_flight, 1.0)
+            * min(self.run.offloaded_layers / max(self.rank_share.layers, 1), 1.0)
+        )
 
     @property
     def _optimizer_share(self) -> float:

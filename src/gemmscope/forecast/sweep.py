@@ -1,6 +1,6 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,32 +31,36 @@ def forecast_sweep(
     impossible: Sequence[SweepPoint],
     recipes: Sequence[str],
     network: Network | None = None,
+    findings: Iterable[Finding] = (),
     on_points: Callable[[int], None] = lambda _: None,
-) -> GpuSweep | None:
-    """Forecast every configuration on one GPU, sorted by size; impossible ones are included.
+    before: int = 0,
+) -> list[GpuSweep]:
+    """Forecast every configuration on one GPU, sorted by size; impossible ones are included. `findings`: more about this GPU.
 
-    After a signal, returns the points computed so far, without the break-even; None if there are none. `on_points` is called with
-    the number of points that were computed since the last time.
+    After a signal, returns the points computed so far, without the break-even; nothing if there are none. `on_points` is called
+    with the number of points so far, and of those `before`.
     """
     points: list[SweepPoint] = []
     function, shares = partial(_points, forecaster, possible, recipes, network), range(0, len(possible), AT_A_TIME)
     with signals.defer_signals() as pending:
         for some in computed(function, shares, processes_for(len(possible), WORTH_SHARING), pending):
             points += some
-            on_points(len(some))
+            on_points(before + len(points))
     if not points:
-        return None
+        return []
     complete = len(points) == len(possible)
     points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
-    return GpuSweep(
-        gpu=forecaster.chip.name,
-        sizes=tuple(points[0].values),
-        recipes=tuple(recipes),
-        points=tuple(points),
-        break_even=break_evens(points, recipes) if complete else (),
-        findings=tuple(_findings(points, forecaster.chip)),
-    )
+    return [
+        GpuSweep(
+            gpu=forecaster.chip.name,
+            sizes=tuple(points[0].values),
+            recipes=tuple(recipes),
+            points=tuple(points),
+            break_even=break_evens(points, recipes) if complete else (),
+            findings=(*_findings(points, forecaster.chip), *findings),
+        )
+    ]
 
 
 @no_garbage_collection()
@@ -80,17 +84,16 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     def ratio(name: str, over: str) -> Interval:
         return forecast.speedup(steps, name, over).interval()
 
-    run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(model)
-    needed = {name: of_model.rank(run, name, chip) for name in steps}
-    unfit = tuple(name for name, memory in needed.items() if memory.least > chip.memory_bytes)
-    unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > chip.memory_bytes)
+    run, chip = forecast.run, forecast.forecaster.chip
+    needed = memory_of(model).rank(run, steps, chip)
+    unfit, unsure = (tuple(name for name in steps if needed[name].fit == fit) for fit in ("does not fit", "may not fit"))
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
     winner = winner_among(speedups, ratio, unfit)
     about: dict[str, Any] = {"values": values, "unfit": unfit, "may_not_fit": unsure, "gpus": run.gpus}
     about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
     if winner is None:
-        least_gb = min(memory.least for memory in needed.values()) / 1e9
+        least_gb = min(memory.least_bytes for memory in needed.values()) / 1e9
         why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
         return SweepPoint(**about, why_not=why_not, memory_gb=least_gb)
     return SweepPoint(
@@ -99,7 +102,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
         speedups=speedups,
         winner=winner,
         host_bound=tuple(name for name, step in fitting.items() if step.host_bound),
-        memory_gb=needed[winner.best].total / 1e9,
+        memory_gb=needed[winner.best].total_bytes / 1e9,
         tokens_per_s=run.tokens_per_gpu / steps[winner.best].total.value * 1000,
     )
 

@@ -64,7 +64,7 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
         yield linear(role, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
     if part.kind == "kda":  # the gates of decay and output go through a bottleneck
         for gate in ("decay", "output"):
-            yield replace(linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank), copies=run.tp)
+            yield linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank, copies=run.tp)
             yield linear(
                 f"mixer-{gate}-gate-up", run, part.rank, part.heads * (part.key_dim if gate == "decay" else part.value_dim)
             )
