@@ -128,7 +128,7 @@ def _mixes(asked: MixRequest | None, choice: Choice, subject: RankWorkload, *, l
             f"{asked.given} is not yet supported for a live module: a step converts all its linears to one recipe",
             "remove it, or use gemmscope forecast",
         )
-    for name in (recipe(given).name for given in (asked.recipe, asked.higher) if given is not None):
+    for name in (recipe(given).name for given in (asked.recipe, asked.kept.recipe) if given is not None):
         if choice.backend not in recipe(name).backends:
             homes = " or ".join(recipe(name).backends)
             raise UserError(f"{asked.given} needs {name}, which {choice.backend} does not have", f"{option('backend')}: {homes}")

@@ -110,7 +110,7 @@ def mixes_on(chip: GpuSpec, asked: MixRequest | None, names: Sequence[str], subj
     """The mixes to forecast for one GPU; what it does not run is left out, with the reason."""
     if asked is None:
         return Mixes()
-    needed = [recipe(name).name for name in (asked.recipe, asked.higher) if name is not None]
+    needed = [recipe(name).name for name in (asked.recipe, asked.kept.recipe) if name is not None]
     missing = [name for name in needed if name not in forecastable(chip.name, needed)]
     if missing:
         return Mixes((), (finding("mix-left-out", recipe=missing[0], gpu=chip.name),))
