@@ -34,10 +34,9 @@ def one_chip(names: Sequence[str]) -> GpuSpec:
 
 def known_state(state: str) -> State:
     """The state, if there is one of this name."""
-    for known in STATES:
-        if state == known:
-            return known
-    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+    if state not in STATES:
+        raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+    return state
 
 
 def choose_recipes(
