@@ -20,12 +20,10 @@ from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
-    CheckpointSource,
     ComputedErrors,
     DepthModel,
     ErrorsRequest,
-    RecordingSource,
-    SyntheticSource,
+    TensorSource,
     compute_errors,
     model_linears,
 )
@@ -106,9 +104,7 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
     return list(dict.fromkeys(one.name for one in chosen))
 
 
-def _source(
-    options: NumericsOptions, job: ModelRun | None, reporter: Reporter
-) -> RecordingSource | CheckpointSource | SyntheticSource:
+def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) -> TensorSource:
     """The source of tensors, as the worker is told."""
     recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
     given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
@@ -124,11 +120,11 @@ def _source(
         raise UserError(f"{option('checkpoint')} is empty", "give a safetensors file, or a folder of them")
     if recording is not None:
         read_recording(recording)  # an invalid file is rejected before a process is started
-        return RecordingSource(str(recording))
+        return TensorSource("recording", str(recording))
     if checkpoint is not None:
         model = job.source.model if job is not None else None
-        return CheckpointSource(str(checkpoint), model_linears(model) if model is not None else None)
-    if synthetic not in SYNTHETIC_KINDS:
+        return TensorSource("checkpoint", str(checkpoint), model_linears(model) if model is not None else None)
+    if synthetic is None or synthetic not in SYNTHETIC_KINDS:
         raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(SYNTHETIC_KINDS)}")
     if job is None:
         raise UserError(
@@ -140,7 +136,8 @@ def _source(
     cases = [case for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
     if not cases:
         raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
-    return SyntheticSource(synthetic, {case.op: (case.inputs, case.outputs) for case in cases}, subject.name)
+    sizes = {case.op: (case.inputs, case.outputs) for case in cases}
+    return TensorSource("synthetic", synthetic, sizes=sizes, model=subject.name)
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
