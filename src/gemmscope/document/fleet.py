@@ -21,6 +21,7 @@ from gemmscope.document.model import Document, KeyFigure, Message, Section
 from gemmscope.document.table import Facts
 from gemmscope.findings import finding
 from gemmscope.gpu.health import health_problems
+from gemmscope.grouping import grouped
 from gemmscope.results.fleet import FleetFigure, FleetResult, Outlier
 
 MOST_NAMED = 4  # outliers, or reasons, in one sentence
@@ -178,9 +179,7 @@ def _not_measured(result: FleetResult) -> list[Message]:
     failed = [gpu for gpu in result.gpus if gpu.failure]
     if not failed:
         return []
-    reasons: dict[str, list[str]] = {}
-    for gpu in failed:
-        reasons.setdefault(gpu.failure, []).append(gpu.place)
+    reasons = grouped((gpu.failure, gpu.place) for gpu in failed)
     ordered = sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
     listed = [f"{units.names(places, 3)}: {reason}" for reason, places in ordered]
     return [Message.of(finding("fleet-not-measured", gpus=len(failed), reasons="; ".join(listed)))]

@@ -13,6 +13,7 @@ from gemmscope import units
 from gemmscope.document.charts import HeatCell, HeatMap, RankChart, Ranked
 from gemmscope.document.common import facts, phrase
 from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, Value, difference_cell, table
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult, Outlier
 
@@ -54,10 +55,7 @@ class FleetView:
     @cached_property
     def nodes(self) -> dict[str, list[FleetGpu]]:
         """The GPUs of every node."""
-        nodes: dict[str, list[FleetGpu]] = {}
-        for gpu in self.result.gpus:
-            nodes.setdefault(gpu.node, []).append(gpu)
-        return nodes
+        return grouped((gpu.node, gpu) for gpu in self.result.gpus)
 
     @cached_property
     def _called(self) -> tuple[dict[str, list[Outlier]], dict[str, list[Outlier]]]:

@@ -22,6 +22,7 @@ from gemmscope.document.table import (
     table,
 )
 from gemmscope.findings import Level
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
@@ -407,7 +408,5 @@ def _evidence(linears: Linears, start: str) -> Table:
 
 def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
     """Rows that differ only at this place become one, with the values there listed."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+    groups = grouped(((*row[:place], *row[place + 1 :]), row[place]) for row in rows)
     return [(*key[:place], units.names(values), *key[place:]) for key, values in groups.items()]

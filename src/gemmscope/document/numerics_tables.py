@@ -10,6 +10,7 @@ from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import phrase
 from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, Value, table
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import (
@@ -233,11 +234,7 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
 
 def _errors(linears: Iterable[LinearError], across: Callable[[LinearError], object]) -> dict[tuple[str, object], list[float]]:
     """The errors of each linear, by what is across the map."""
-    errors: dict[tuple[str, object], list[float]] = {}
-    for linear in linears:
-        if linear.error is not None:
-            errors.setdefault((linear.linear, across(linear)), []).append(linear.error)
-    return errors
+    return grouped(((linear.linear, across(linear)), linear.error) for linear in linears if linear.error is not None)
 
 
 def _is_kept(mix: Mix | None, name: str, layer: int, layers: int) -> bool:
@@ -283,10 +280,11 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
 
 def linear_table(result: NumericsResult, marked: str) -> Table:
     """Every linear over all layers, pass by pass, in every recipe."""
-    groups: dict[tuple[str, str], list[LinearError]] = {}
-    for linear in result.linears:
-        if linear.error is not None and linear.recipe != BASELINE:
-            groups.setdefault((linear.recipe, linear.linear), []).append(linear)
+    groups = grouped(
+        ((linear.recipe, linear.linear), linear)
+        for linear in result.linears
+        if linear.error is not None and linear.recipe != BASELINE
+    )
     counted, order = {linear.linear for linear in result.counted}, [row.recipe for row in result.recipes]
     rows = sorted(groups.values(), key=lambda own: order.index(own[0].recipe) if own[0].recipe in order else len(order))
 

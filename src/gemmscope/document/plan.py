@@ -27,6 +27,7 @@ from gemmscope.document.plan_tables import (
     varied_table,
 )
 from gemmscope.document.sweep_tables import spread
+from gemmscope.grouping import grouped
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
@@ -201,9 +202,7 @@ def _layout_blocks(result: PlanResult, point: PlanPoint, prefix: str) -> Iterato
 
 def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:
     """For each recipe, the fastest layout within each memory limit."""
-    by_recipe: dict[str, list[PlanLayout]] = {}
-    for layout in point.layouts:
-        by_recipe.setdefault(layout.recipe, []).append(layout)
+    by_recipe = grouped((layout.recipe, layout) for layout in point.layouts)
     steps = sorted({ceil(layout.memory_gb) for layout in point.layouts if layout.on_front or layout.parts_ms})
     places = [steps[place] for place in spread(len(steps), MOST_PLACES)]
     if len(places) < 2:

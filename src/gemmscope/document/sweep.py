@@ -9,6 +9,7 @@ from gemmscope.document.common import SPLIT, command_facts, described, facts, gp
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.sweep_tables import about_sweep, break_even_table, points_table, speedup_of, sweep_summary
 from gemmscope.document.table import Column, Table, table
+from gemmscope.grouping import grouped
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepGpu, SweepPoint, SweepResult
@@ -182,9 +183,7 @@ def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
 
 def _begins(sweep: GpuSweep) -> str:
     """The sizes at which recipes are faster than BF16; those that are faster at the same sizes are named together."""
-    groups: dict[str, list[str]] = {}
-    for edge in sweep.break_even:
-        groups.setdefault(_faster_at(sweep, edge), []).append(edge.recipe)
+    groups = grouped((_faster_at(sweep, edge), edge.recipe) for edge in sweep.break_even)
     every = len(sweep.break_even)
     return "; ".join(
         f"{'every recipe' if len(names) == every > 1 else units.names(names)} {where}" for where, names in groups.items()

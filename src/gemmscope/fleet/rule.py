@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemmscope.fleet.spread import NORMAL_95, Floats, qn_scale
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.toml import load_data
 
@@ -177,10 +178,8 @@ def _shares(names: Sequence[str], baseline: str) -> dict[str, float]:
 
 def _nodes(nodes: Sequence[str], sample: Sample, least: int) -> dict[str, list[int]]:
     """The measured GPUs of every node that has several; empty if these are too few to compare."""
-    members: dict[str, list[int]] = {}
-    for index, (node, known) in enumerate(zip(nodes, np.isfinite(sample.speeds).tolist(), strict=True)):
-        if node and known:
-            members.setdefault(node, []).append(index)
+    known = np.flatnonzero(np.isfinite(sample.speeds)).tolist()
+    members = grouped((nodes[gpu], gpu) for gpu in known if nodes[gpu])
     several = {node: own for node, own in members.items() if len(own) >= rule_data()["least_gpus_of_node"]}
     return several if len(several) >= least else {}
 

@@ -25,6 +25,7 @@ from gemmscope.forecast.coefficients import REINSTALL, read_stored
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
+from gemmscope.grouping import grouped
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.reading import called, read_text
@@ -232,7 +233,5 @@ def _factors(times_ms: Iterable[tuple[Key, tuple[float, float]]]) -> dict[Key, f
     >>> _factors([("FP8Block", (3.0, 2.0)), ("FP8Block", (9.0, 10.0))])
     {'FP8Block': 1.0}
     """
-    pairs: dict[Key, list[tuple[float, float]]] = {}
-    for key, pair in times_ms:
-        pairs.setdefault(key, []).append(pair)
+    pairs = grouped((key, pair) for key, pair in times_ms)
     return {key: round(sum(seen for seen, _ in of_key) / sum(other for _, other in of_key), 4) for key, of_key in pairs.items()}

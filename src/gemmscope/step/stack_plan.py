@@ -17,6 +17,7 @@ from math import gcd
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher
@@ -151,9 +152,7 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     >>> evenly_chosen("aaabaaab", 4), evenly_chosen("abbbbb", 3), evenly_chosen("aaaa", 2)
     ([0, 2, 3, 5], [0, 1, 3], [0, 2])
     """
-    places: dict[Hashable, list[int]] = {}
-    for place, layer in enumerate(layers):
-        places.setdefault(layer, []).append(place)
+    places = grouped((layer, place) for place, layer in enumerate(layers))
     shares = {kind: len(members) * depth / len(layers) for kind, members in places.items()}
     counts = {kind: int(share) for kind, share in shares.items()}
     lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from gemmscope.errors import in_python
 from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
@@ -147,11 +148,8 @@ def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> Measu
 
 def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
     """The GPUs that measured points, in the order of their names; told apart by their UUID."""
-    by_gpu: dict[str, list[UnitOutcome]] = {}
-    for outcome in done:
-        by_gpu.setdefault(outcome.place.uuid or outcome.place.key, []).append(outcome)
     gpus = []
-    for measured in by_gpu.values():
+    for measured in grouped((outcome.place.uuid or outcome.place.key, outcome) for outcome in done).values():
         first = measured[0]
         versions = {name: str(version) for name, version in first.outcome["versions"].items()}
         name = str(first.outcome["device"].get("name", ""))
