@@ -45,7 +45,7 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return  # not needed any more
-    setup = PlaceSetup.of(json.loads(first))
+    setup = PlaceSetup(**json.loads(first))
     cores = available_cores()
     with ExitStack() as stack:
         out = stack.enter_context(messages_to_parent())
@@ -136,23 +136,18 @@ class _PlaceWorker(Reporter):
 
     def _measure(self, key: str, request: dict[str, Any]) -> bool:
         """Measure a unit. False: nothing can be measured here."""
+        usable = False
         try:
             unit: MeasureUnit = content_of(request)
             unit.check_place(self._free_machine())
-        except UserError as error:
-            self._refuse(error)
-            return False
-        except Exception as error:
-            self._send(type="failure", unit=key, why=in_a_line(error), hint="")
-            return True
-        try:
+            usable = True
             with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
                 outcome = unit.run(self, Path(folder))  # a journal of its own, which must not be on a disk that many nodes share
             self._send(type="outcome", unit=key, outcome=outcome)
-        except NotStartedError as error:
-            self._refuse(error)
-            return False
         except UserError as error:
+            if not usable or isinstance(error, NotStartedError):
+                self._refuse(error)
+                return False
             self._send(type="failure", unit=key, why=error.message, hint=error.hint, unfit=isinstance(error, DoesNotFitError))
         except Exception as error:
             self._send(type="failure", unit=key, why=in_a_line(error), hint="")

@@ -14,7 +14,7 @@ from typing import Any
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
-from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
+from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone, some_of
 from gemmscope.pool.ray_messages import check_installed, last_useful_line, nobody_answers, ray_address
 from gemmscope.process import ProcessEndedError, WorkerProcess
 from gemmscope.signals import Interrupted, defer_signals
@@ -71,17 +71,15 @@ class RayPool:
         """Connect, and find the first places. A `UserError` if there is no cluster, or nothing in it that can measure."""
         check_installed()
         self._folder = str(self._stack.enter_context(temporary_folder()))
+        self._stack.callback(self._end_bridge)
         try:
-            census = self._connect()
-            self._check(census)
+            self._check(self._connect())
         except BaseException:
-            self._end_bridge()
             self._stack.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_bridge()
         self._stack.close()
 
     def _end_bridge(self) -> None:
@@ -239,9 +237,7 @@ class RayPool:
                 self._waiting.append(PlaceRefused(message["host"], why, "`ray status` shows what is in use", gpus=count))
             case "census":
                 if not self._setup.cpu and message["without"]:
-                    names = message["without"]
-                    shown_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-                    self._waiting.append(PlaceRefused(shown_names, "no GPU that Ray knows of", gpus=0))
+                    self._waiting.append(PlaceRefused(some_of(message["without"]), "no GPU that Ray knows of", gpus=0))
 
     def _take_line(self, number: int, line: str) -> None:
         slot = self._slots.get(number)
