@@ -1,4 +1,4 @@
-"""Values by their keys."""
+"""Values by what they have in common."""
 
 from collections.abc import Hashable, Iterable
 from typing import TypeVar

@@ -46,9 +46,8 @@ class Diagnosis:
 
     def answer(self) -> list[str]:
         """What can be measured here, then problems and what to do about them."""
-        measured = grouped(
-            (backend, name) for (name, backend), reason in self._reasons().items() if backend != "cpu" and not reason
-        )
+        reasons = self._reasons().items()
+        measured = grouped((backend, name) for (name, backend), reason in reasons if backend != "cpu" and not reason)
         if measured:
             parts = (f"{listed(names)} with {backend}" for backend, names in measured.items())
             can = f"This machine can measure {'; '.join(parts)}."
@@ -83,8 +82,13 @@ class Diagnosis:
 
             return Column(backend, answer)
 
-        columns = [Column[str]("Recipe", str), *map(supports, backends)]
-        return table("What can be measured here", columns, recipes(), "-: the backend does not have this recipe.")
+        return table(
+            "What can be measured here",
+            recipes(),
+            Column[str]("Recipe", str),
+            *map(supports, backends),
+            note="-: the backend does not have this recipe.",
+        )
 
     def why_not(self) -> list[str]:
         """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""

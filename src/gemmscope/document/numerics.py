@@ -27,8 +27,7 @@ from gemmscope.document.numerics_tables import (
     summary,
     worst_table,
 )
-from gemmscope.document.table import Facts
-from gemmscope.grouping import grouped
+from gemmscope.document.table import Facts, grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import Mix, NumericsResult, RecipeError
