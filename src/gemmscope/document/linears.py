@@ -23,7 +23,6 @@ from gemmscope.document.table import (
     table,
 )
 from gemmscope.findings import Level
-from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
