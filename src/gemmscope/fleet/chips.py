@@ -46,8 +46,7 @@ class Chip:
 
     @property
     def product(self) -> str:
-        device = self.runs[-1].device
-        return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
+        return product_of(self.runs[-1])
 
     @cached_property
     def condition(self) -> GpuCondition:
@@ -66,6 +65,12 @@ class Chip:
             },
             health=conditions[-1].health,
         )
+
+
+def product_of(run: RunSummary) -> str:
+    """What GPUs are grouped by: the name of the GPU, or of the CPU."""
+    device = run.device
+    return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
 
 
 def gpu_order(gpu: FleetGpu) -> tuple[object, ...]:

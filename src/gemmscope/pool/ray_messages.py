@@ -25,6 +25,13 @@ class NotRayError(OSError):
     """Something accepts connections at an address, and it is not Ray."""
 
 
+REASONS: dict[type[OSError], str] = {
+    NotRayError: "something else listens at that port",
+    ConnectionRefusedError: "connection refused",
+    TimeoutError: "no answer in time",
+}
+
+
 def ray_address(text: str) -> str:
     """The address of a cluster, checked; a `UserError` if it cannot be one.
 
@@ -91,15 +98,11 @@ def why_no_connection(address: str, error: BaseException) -> tuple[str, str]:
         return f"{asked}: this machine is not a node of that cluster", "connect as a client: ray://HOST:10001"
     if re.search(r"not find any running Ray|No existing Ray cluster", text, re.IGNORECASE):
         return nobody_answers(address)
-    if isinstance(error, NotRayError):
-        return nobody_answers(address, "something else listens at that port")
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError) and error.strerror:
-        return nobody_answers(address, error.strerror)
-    if isinstance(error, ConnectionRefusedError):
-        return nobody_answers(address, "connection refused")
-    if isinstance(error, TimeoutError):
-        return nobody_answers(address, "no answer in time")
-    return nobody_answers(address, in_a_line(error)[:200])
+    for kind, reason in REASONS.items():
+        if isinstance(error, kind):
+            return nobody_answers(address, reason)
+    known = isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.strerror
+    return nobody_answers(address, str(known or in_a_line(error)[:200]))
 
 
 def _other_versions(asked: str, ray: str, python: str) -> tuple[str, str]:
