@@ -41,17 +41,13 @@ def ray_address(text: str) -> str:
     address = text.strip()
     if address.lower() in ("local", "auto"):
         return address.lower()
-    try:
-        place = host_and_port(address)
-    except ValueError:
-        place = None
-    if place is None:
+    if host_and_port(address) is None:
         raise UserError(f"{option('ray')} must be the address of a Ray cluster, got {shown(text)}", f"for example {EXAMPLES}")
     return address
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Where a cluster listens; None for an address that only Ray can look up. A `ValueError` if it has no port.
+    """Where a cluster listens; None for an address that only Ray can look up, and for one without a port.
 
     >>> host_and_port("ray://[::1]:10001"), host_and_port("head:6379"), host_and_port("auto")
     (('::1', 10001), ('head', 6379), None)
@@ -61,7 +57,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     host, _, port = address.removeprefix(_CLIENT).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not re.fullmatch(r"[\w.%:-]+", host) or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError(address)
+        return None
     return host, int(port)
 
 
