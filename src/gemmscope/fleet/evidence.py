@@ -44,11 +44,8 @@ class Reference:
 
 def _counted(tables: Sequence[Mapping[str, Any]]) -> dict[str, Counter[Any]]:
     """How often each value of each name occurs."""
-    counts: dict[str, Counter[Any]] = {}
-    for table in tables:
-        for name, value in table.items():
-            counts.setdefault(name, Counter())[value] += 1
-    return counts
+    values = grouped(item for table in tables for item in table.items())
+    return {name: Counter(own) for name, own in values.items()}
 
 
 def _usual(counts: Counter[Any]) -> Any:

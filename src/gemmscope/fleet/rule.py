@@ -16,8 +16,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import exp, log, sqrt
-from statistics import NormalDist
+from math import exp, isfinite, log, nan, sqrt
+from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
@@ -186,14 +186,9 @@ def _nodes(nodes: Sequence[str], sample: Sample, least: int) -> dict[str, list[i
 
 def _node_sample(sample: Sample, members: Sequence[list[int]]) -> Sample:
     """The median speed of every node."""
-    table = np.full((len(members), max(map(len, members))), np.nan)
-    for row, own in enumerate(members):
-        table[row, : len(own)] = sample.speeds[own]
-    table.sort(axis=1)  # what is not known comes last
-    known = np.isfinite(table).sum(axis=1)
-    rows = np.arange(len(table))
-    medians = (table[rows, np.maximum(known - 1, 0) // 2] + table[rows, np.minimum(known // 2, table.shape[1] - 1)]) / 2
-    return Sample(sample.name, medians, np.full(len(members), np.nan))
+    speeds = [[speed for speed in sample.speeds[own].tolist() if isfinite(speed)] for own in members]
+    medians = np.array([median(own) if own else nan for own in speeds])
+    return Sample(sample.name, medians, np.full(len(members), nan))
 
 
 def _node_calls(

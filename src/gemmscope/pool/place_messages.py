@@ -37,12 +37,13 @@ class PlaceSetup:
     alive_s: float = ALIVE_S
 
     def line(self) -> bytes:
-        return _line(**asdict(self))
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def unit_line(unit: Unit) -> bytes:
     """Asks a place worker for a unit."""
-    return _line(key=unit.key, content=base64.b64encode(pickle.dumps(unit.content)).decode())
+    content = base64.b64encode(pickle.dumps(unit.content)).decode()
+    return json.dumps({"key": unit.key, "content": content}).encode() + b"\n"
 
 
 def content_of(data: Mapping[str, Any]) -> Any:
@@ -75,7 +76,3 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"not a line of a place worker: {error}") from error
     raise ValueError("not a line of a place worker")
-
-
-def _line(**content: Any) -> bytes:
-    return json.dumps(content).encode() + b"\n"

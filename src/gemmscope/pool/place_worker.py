@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,13 +70,6 @@ def available_cores() -> int:
     return max(count, 1)
 
 
-def _run_on(cores: Sequence[int]) -> None:
-    """Pin this process and those that it starts."""
-    if cores:
-        with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
-            os.sched_setaffinity(0, cores)
-
-
 class _PlaceWorker(Reporter):
     """One place worker. It is the reporter of what it measures."""
 
@@ -102,10 +95,11 @@ class _PlaceWorker(Reporter):
         except UserError as error:
             self._refuse(error)
             return
-        _run_on(
-            self._setup.cores
-            or (shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ())
-        )
+        near = shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ()
+        own_cores = self._setup.cores or near
+        if own_cores:
+            with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
+                os.sched_setaffinity(0, own_cores)
         self._send(
             type="hello",
             node=machine.node,

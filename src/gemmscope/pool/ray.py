@@ -38,7 +38,6 @@ class _RaySlot:
 
     host: str
     key: str = ""
-    greeted: bool = False
     known: bool = False
 
 
@@ -89,7 +88,7 @@ class RayPool:
 
     def expected(self) -> int:
         """Place workers that are being started, except at places that are known; and one if a node may be replaced."""
-        starting = sum(not slot.greeted and not slot.known for slot in self._slots.values())
+        starting = sum(not slot.key and not slot.known for slot in self._slots.values())
         return max(starting, int(time.monotonic() < self._hope_until))
 
     def events(self, wait_s: float) -> Iterable[Event]:
@@ -218,7 +217,7 @@ class RayPool:
                 self._take_line(number, message["line"])
             case "lost":
                 slot = self._forget(number)
-                if slot is not None and slot.greeted:
+                if slot is not None and slot.key:
                     self._away.setdefault(slot.host, set()).add(slot.key)
                     may_return = message["again"] or message["left"]  # a node that left may come back, or another for it
                     self._waiting.append(PlaceLost(slot.key, message["why"], again=may_return))
@@ -248,7 +247,7 @@ class RayPool:
         except ValueError:
             if self._bridge is not None:
                 self._bridge.order(type="abandon", slot=number)
-            if slot.greeted:  # else the bridge tells when it was ended, and starts another one
+            if slot.key:  # else the bridge tells when it was ended, and starts another one
                 self._waiting.append(PlaceLost(slot.key, f"its process sent an invalid message: {shown(line)}", again=True))
                 self._forget(number)
             return
@@ -257,7 +256,7 @@ class RayPool:
         elif isinstance(event, PlaceRefused):
             event = replace(event, place=self._place_of(slot))
             self._forget(number)
-        elif not slot.greeted:
+        elif not slot.key:
             return
         elif isinstance(event, UnitDone):
             self._connections = 0
@@ -270,7 +269,7 @@ class RayPool:
         while (key := f"{node}/{place.uuid or 'cpu'}") in self._by_key:
             count += 1
             node = f"{place.node}#{count}"
-        slot.key, slot.greeted = key, True
+        slot.key = key
         self._by_key[key] = number
         self._away.get(slot.host, set()).discard(key)
         return PlaceFound(replace(place, key=key, node=node))
@@ -278,7 +277,7 @@ class RayPool:
     def _place_of(self, slot: _RaySlot) -> str:
         """The key of its place. The successor of a lost actor has that of the only place of its host that is away; empty if there
         are several, since Ray may have given it any of their GPUs."""
-        away = self._away.get(slot.host, set()) if slot.known and not slot.greeted else ()
+        away = self._away.get(slot.host, set()) if slot.known and not slot.key else ()
         return slot.key or (next(iter(away)) if len(away) == 1 else "")
 
     def _forget(self, number: int) -> _RaySlot | None:

@@ -128,9 +128,6 @@ class Bridge:
 
     def __init__(self, ray: Any, request: dict[str, Any], outgoing: Outgoing, bundle: bytes) -> None:
         self.ray, self.request, self.outgoing = ray, request, outgoing
-        self.cpu: bool = request["cpu"]
-        self.silence_s: float = request["silence_s"]
-        self.held_s: float = request["held_s"]
         self.slots: dict[int, Slot] = {}
         self.nodes: dict[str, Node] = {}
         self._gone = (ray.exceptions.RayError, asyncio.TimeoutError, OSError)  # an actor, a node or the connection
@@ -174,7 +171,7 @@ class Bridge:
 
     async def _watch(self) -> None:
         """Start actors on nodes that appear, and give up those on nodes that vanish."""
-        census_due = time.monotonic() + self.held_s
+        census_due = time.monotonic() + self.request["held_s"]
         told = False
         while True:
             nodes = await self._nodes()
@@ -214,11 +211,11 @@ class Bridge:
         for node in new:
             self.nodes[node] = Node(str(alive[node].get("NodeManagerHostname") or node[:8]), time.monotonic())
         without = []
-        some = not self.cpu and (new or any(node.occupied for node in self.nodes.values()))
+        some = not self.request["cpu"] and (new or any(node.occupied for node in self.nodes.values()))
         free = await self._free() if some else None
         for node, facts in self.nodes.items():
             resources = alive[node].get("Resources", {})
-            total = int(resources.get("CPU", 0) >= 1 if self.cpu else resources.get("GPU", 0))
+            total = int(resources.get("CPU", 0) >= 1 if self.request["cpu"] else resources.get("GPU", 0))
             if node in new and total == 0:
                 without.append(facts.host)
             wanted = total if node in new else facts.occupied
@@ -240,7 +237,7 @@ class Bridge:
     def _report_occupied(self) -> None:
         """Report GPUs that other jobs still use after a while, and stop waiting for them."""
         for facts in self.nodes.values():
-            if facts.occupied and time.monotonic() - facts.seen >= self.held_s:
+            if facts.occupied and time.monotonic() - facts.seen >= self.request["held_s"]:
                 self.outgoing.put(type="held", host=facts.host, gpus=facts.occupied)
                 facts.occupied = 0
 
@@ -263,7 +260,7 @@ class Bridge:
             slot.actor = self._actor(slot.node)
             while not slot.over:
                 wait_s = max(POLL_S, len(self.slots) / POLLS_PER_S)
-                limit_s = self.silence_s if slot.started else START_S
+                limit_s = self.request["silence_s"] if slot.started else START_S
                 lines, ended = await self._reply(slot.actor.poll.remote(wait_s), wait_s + limit_s)
                 slot.started = True
                 self._pass_on(slot, lines)
@@ -273,7 +270,7 @@ class Bridge:
                     self._refuse(slot, f"its process did not start within {HELLO_S:.0f} s")
         except asyncio.TimeoutError:
             if slot.started:
-                self._lose(slot, f"it sent nothing for {self.silence_s:.0f} s", again=True)
+                self._lose(slot, f"it sent nothing for {self.request['silence_s']:.0f} s", again=True)
             else:
                 self._refuse(slot, f"Ray did not start an actor there within {START_S:.0f} s")
         except Exception as error:  # of Ray: the actor or its node died, or could not start
@@ -281,7 +278,7 @@ class Bridge:
 
     def _actor(self, node: str) -> Any:
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "num_gpus": 0 if self.cpu else 1, "max_restarts": 0, "max_concurrency": 4}
+        options = {"num_cpus": 0, "num_gpus": 0 if self.request["cpu"] else 1, "max_restarts": 0, "max_concurrency": 4}
         create = self._relay.options(scheduling_strategy=strategy, **options).remote
         return create(self._bundle, self._digest, self.request["module"], self.request["begin"])
 
