@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import cast
 
 from gemmscope.compare.fleets import compare_fleets
-from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps
+from gemmscope.compare.runs import MeasuredResult, compare_runs
 from gemmscope.errors import UserError, option
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result
-from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import PLAIN, RunContext
 
 KINDS = ("bench", "step", "sweep", "fleet")  # with rows of times
-Comparable = MeasuredResult | SweepResult | FleetResult
+Comparable = MeasuredResult | FleetResult
 
 
 def compare(
@@ -46,8 +45,6 @@ def compare(
     with damage_reported(*results):
         if kind == "fleet":
             return compare_fleets(cast(list[FleetResult], results), names, limit=fail_if_slower, command=context.command)
-        if kind == "sweep":
-            return compare_sweeps(cast(list[SweepResult], results), names, limit=fail_if_slower, command=context.command)
         return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=context.command)
 
 
