@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace_view import TimedWork, TraceView, add_up, largest_sums
+from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.gpu.specs import spec_of
@@ -94,9 +95,7 @@ class StepEvidence:
         """TFLOP/s of large GEMMs of linears by precision."""
         large = [item for item in self.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0]
         large = [item for item in large if "bmm" not in item.gemm.layer]
-        flops = add_up((item.gemm.precision, item.gemm.flops) for item in large)
-        times = add_up((item.gemm.precision, item.work.time) for item in large)
-        return {precision: flops[precision] / times[precision] / 1e6 for precision in flops}
+        return {precision: tflops(items) for precision, items in grouped((item.gemm.precision, item) for item in large).items()}
 
     @cached_property
     def ratio(self) -> float:
@@ -171,7 +170,7 @@ class StepEvidence:
 
     def ms(self, items: Iterable[TimedWork]) -> float:
         """Milliseconds per step."""
-        return self.view.ms(items)
+        return sum(item.share for item in items) / 1000 / self.view.count
 
     def time_facts(self, time_ms: float) -> dict[str, Fact]:
         """A time and its share of the step, for a finding."""
@@ -237,6 +236,11 @@ def short_name(name: str) -> str:
     return plain[:cut][:100] + (inner if cut < len(plain) else "")
 
 
+def tflops(items: Sequence[TimedWork]) -> float:
+    """TFLOP/s of GEMMs together."""
+    return sum(item.gemm.flops for item in items) / sum(item.work.time for item in items) / 1e6
+
+
 def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
     """The sizes of GEMMs as MxKxN, most time first."""
     sizes = largest_sums((item.gemm.size, item.share) for item in items if item.gemm.size)
@@ -261,10 +265,10 @@ class GpuRates:
         known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
-    def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
-        """The shortest time of a GEMM: what its FLOPs take at the usual rate, or its bytes at the bandwidth of the memory."""
-        peak = self.peak(precision)
-        return max(flops / (peak * self.usual) / 1e6, size_bytes / self.bandwidth_tbps / 1e6) if peak else None
+    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float] | None:
+        """What the FLOPs of a GEMM take at the peak, and its bytes at the bandwidth of the memory."""
+        peak, bandwidth = self.peak(precision), self.bandwidth_tbps
+        return (flops / peak / 1e6, size_bytes / bandwidth / 1e6 if bandwidth else 0.0) if peak else None
 
 
 @cache

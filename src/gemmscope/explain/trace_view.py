@@ -98,10 +98,6 @@ class TraceView:
         """How many steps are averaged."""
         return len(self.steps.chosen)
 
-    def ms(self, items: Iterable[TimedWork]) -> float:
-        """Milliseconds per step."""
-        return sum(item.share for item in items) / 1000 / self.count
-
 
 def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     """Find the steps and divide the time of each among its work."""
@@ -171,7 +167,7 @@ def account_of(view: TraceView) -> StepAccount:
         step_ms=sum(step.time for step in view.steps.chosen) / 1000 / count,
         busy_ms=busy_ms,
         unrecorded_ms=unrecorded_ms,
-        parts_ms=_parts(view, classes, items),
+        parts_ms=_parts(classes, items, count),
         classes_ms=classes,
         idle_ms=idle,
         hidden_ms=sum(shares.hidden for shares in view.shares) / 1000 / count,
@@ -188,13 +184,13 @@ def account_of(view: TraceView) -> StepAccount:
     )
 
 
-def _parts(view: TraceView, classes: dict[str, float], items: Sequence[TimedWork]) -> dict[StepPart, float]:
+def _parts(classes: dict[str, float], items: Sequence[TimedWork], count: int) -> dict[StepPart, float]:
     """The classes as parts of a step. The GEMMs of the output head belong to the head, and the share of a fused cast that does a
     norm or an activation belongs to those, as in a measured step."""
     parts = [(PARTS.get(name, "GEMMs"), time) for name, time in classes.items()]
-    head = view.ms(item for item in items if item.gemm.head)
-    fused = view.ms(item for item in items if item.name == "quantization" and item.work_class.fused)
-    beside = (1 - CAST_SHARE) * fused
+    head = sum(item.share for item in items if item.gemm.head) / 1000 / count
+    fused = sum(item.share for item in items if item.name == "quantization" and item.work_class.fused)
+    beside = (1 - CAST_SHARE) * fused / 1000 / count
     moved: list[tuple[StepPart, float]] = [("GEMMs", -head), ("head and loss", head)] if head else []
     moved += [("quantization", -beside), ("norms and activations", beside)] if beside else []
     return in_order(add_up([*parts, *moved]))
