@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
-from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
+from gemmscope.explain.step_evidence import StepEvidence, main_kernels
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
@@ -65,7 +65,7 @@ def attention_causes(step: StepEvidence) -> Iterator[Cause]:
         faster=longest.faster, faster_ms=time_ms - saved_ms, queries=longest.queries or 0, keys=longest.keys or 0,
         head_dim=longest.head_dim or 0,
     )  # fmt: skip
-    yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", spans_of(items, longest.backend))
+    yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", longest.backend)
 
 
 def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope.explain.gemms import Size
 from gemmscope.explain.host_activity import grouped
-from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, spans_of, tflops
+from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.recipe.precisions import precision_in_traces
@@ -134,7 +134,7 @@ def _misfits(step: StepEvidence) -> Iterator[Cause]:
             items = [item for item, _ in pairs]
             cost_ms = sum(cost for _, cost in pairs) / 1000 / step.view.count
             where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
-            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, spans_of(items, code))
+            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, code)
 
 
 def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:

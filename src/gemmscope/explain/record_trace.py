@@ -201,10 +201,8 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
         return True
     if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
         return any(part in name for part in LAUNCH_NAMES)
-    if category == "cpu_op":
-        forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
-        return not name.startswith("aten::") or forward or _external_id(event) in wanted
-    return False
+    forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
+    return category == "cpu_op" and (not name.startswith("aten::") or forward or _external_id(event) in wanted)
 
 
 def _external_id(event: dict[str, Any]) -> int | str | None:

@@ -30,9 +30,6 @@ TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", 
 
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
-Span = tuple[float, float, str]
-
-
 WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 
 
@@ -51,18 +48,22 @@ class StepEvidence:
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
-        spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
-        removed: bool = False,
+        label: str = "", *, marked: Iterable[TimedWork] | None = None, shortened: Iterable[TimedWork] | None = None,
+        gaps: Sequence[Gap] = (), removed: bool = False,
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
-        none is given) less by the cost. `removed`: so much of that work would not be launched at all.
+        none is given) less by the cost. `removed`: so much of that work would not be launched at all. `label`: of the gaps in a
+        trace viewer, or of the `marked` work (the kernels, if none is given).
         """
         entry, kernels = CAUSES[code], list(kernels)
         inference, amd = self.view.trace.inference, is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
         instead = ["amd_inference"] * (inference and amd) + ["inference"] * inference + ["amd"] * amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
+        spans = [(gap.begin, gap.end, label) for gap in gaps]
+        if label and not gaps:
+            spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
         return Cause(
             code=code,
             title=entry["title"],
@@ -74,12 +75,6 @@ class StepEvidence:
             advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
             spans=tuple(spans[:MOST_SPANS]),
         )
-
-    def idle_cause(
-        self, code: str, cost_ms: float, evidence: Iterable[Finding], gaps: Sequence[Gap], label: str, where: str = ""
-    ) -> Cause:
-        """A cause whose cost is idle time. `label`: of these gaps in a trace viewer."""
-        return self.cause(code, cost_ms, evidence, (), where, [(gap.begin, gap.end, label) for gap in gaps], gaps=gaps)
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
@@ -245,11 +240,6 @@ def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
     """The sizes of GEMMs as MxKxN, most time first."""
     sizes = largest_sums((item.gemm.size, item.share) for item in items if item.gemm.size)
     return ["x".join(map(str, size)) for size in list(sizes)[:count]]
-
-
-def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
-    """Pieces of work, for a trace viewer."""
-    return [(item.work.start, item.work.end, label) for item in items]
 
 
 @dataclass(frozen=True)
