@@ -17,7 +17,7 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear
 from gemmscope.workload.rank_ops import visible_pairs
 from gemmscope.workload.residual_streams import StreamMix
-from gemmscope.workload.sparse import EntryScores
+from gemmscope.workload.sparse import IndexScores
 from support.refusals import refused
 
 
@@ -61,7 +61,7 @@ def test_the_indexer_learns_apart_from_the_model() -> None:
         ops = derive(spec, RunSpec(1, 1024, separate_projections=separate)).ops
         indexer = [op for op in ops if isinstance(op, Linear) and op.name.startswith("Indexer")]
         assert {op.passes for op in indexer} == {passes}
-        scores = next(op for op in ops if isinstance(op, EntryScores))
+        scores = next(op for op in ops if isinstance(op, IndexScores))
         assert (scores.backward().flops > 0) is not separate
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gemmscope.engine.kernels import MATH, attention_backend
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precisions
 from gemmscope.results.explain import AttentionTotal, Cause
 from gemmscope.toml import load_data

@@ -6,10 +6,10 @@ from math import gcd, prod
 from typing import Any
 
 from gemmscope.explain.gemms import Size
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, GemmShapeTotal
 

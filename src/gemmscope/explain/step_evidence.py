@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.gpu.specs import spec_of
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_shown, precisions
 from gemmscope.toml import load_data
 

@@ -6,8 +6,7 @@ wider than those of a closed form, whose parts were measured in training.
 """
 
 from collections.abc import Iterable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 from gemmscope.forecast.memory import memory_facts, recipe_memory, reserve_bytes, shards, state_bytes, storage
 from gemmscope.forecast.training import attention_ms, facts, work_ms
@@ -26,12 +25,8 @@ from gemmscope.workload.traced_ops import Between, TracedAttention
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
 TracedOp = Between | BatchedGemm | Convolution | TracedAttention
-
-
-@cache
-def coefficients() -> dict[str, Any]:
-    """The table of `coefficients/traced.toml`."""
-    return load_data("gemmscope.forecast", "coefficients/traced.toml")
+coefficients = cache(partial(load_data, "gemmscope.forecast", "coefficients/traced.toml"))
+"""Of traced modules."""
 
 
 def part_of(op: TracedOp) -> StepPart:
@@ -54,7 +49,9 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     """Milliseconds of all runs of an op in one micro-batch."""
     launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
     if isinstance(op, Between):
-        moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
+        moved, kernels = (
+            (op.all_moved.fused_bytes, op.all_moved.kernels) if fused else (op.total().bytes_moved, op.all_moved.launches)
+        )
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
     if isinstance(op, TracedAttention):
         one_way = _unfused_ms if op.unfused else attention_ms
@@ -82,7 +79,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
     count = 0
     for op in ops:
         if isinstance(op, Between):
-            count += op.kernels if fused else op.launches
+            count += op.all_moved.kernels if fused else op.all_moved.launches
         elif isinstance(op, Linear):
             count += sum(gemm.count for gemm in op.gemms())
         elif isinstance(op, TracedAttention):
