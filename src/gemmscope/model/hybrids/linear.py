@@ -7,7 +7,7 @@ from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hf_blocks import FULL, LINEAR
-from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec
+from gemmscope.model.layer_spec import LayerSpec, MixerSpec
 
 CONVOLUTION = "conv"
 
@@ -141,7 +141,7 @@ def lfm2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if not family.facts.get("moe_layers"):
         size = _adjusted(family, family.optional_size("block_ff_dim") or family.size("intermediate_size"))
         family = replace(family, config={**family.config, "intermediate_size": size})
-    return _hybrid(family, hidden, kinds, mixer)
+    return _hybrid(family, hidden, kinds, mixer, CONVOLUTION)
 
 
 def _adjusted(family: FamilyConfig, size: int) -> int:
@@ -157,16 +157,7 @@ def _adjusted(family: FamilyConfig, size: int) -> int:
     return -(-int(factor * size) // multiple) * multiple
 
 
-def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpec) -> list[LayerSpec]:
+def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpec, other: str = LINEAR) -> list[LayerSpec]:
     """Layers of attention where the kind is full attention, else of the mixer; each with its feed-forward block."""
-    other = CONVOLUTION if mixer.kind == "short convolution" else LINEAR
     blocks.check_kinds(family, kinds, (FULL, other))
-    attention: AttentionSpec | None = None
-    if FULL in kinds:
-        window = family.optional_size("sliding_window") if family.facts.get("window") == "all" else None
-        attention = replace(blocks.attention(family, hidden), window=window or None)
-    norms, mlps = family.facts["norms"], blocks.feed_forwards(family, hidden, len(kinds))
-    return [
-        LayerSpec(attention, mlp, norms) if kind == FULL else LayerSpec(None, mlp, norms, mixer=mixer)
-        for kind, mlp in zip(kinds, mlps, strict=True)
-    ]
+    return blocks.layers(family, hidden, [kind == FULL for kind in kinds], mixer)
