@@ -62,12 +62,9 @@ def read(text: str, origin: str) -> ModelSource:
     provider, arguments = recipe.models[-1]
     sections = {name: dict(values) for name, values in recipe.sections.items()}
     model = {**arguments, **sections.pop("model", {})}
-    if provider == FROM_HUB:
-        source = bridge.read_document(
-            {"model": {"name": recipe.hub_id, **model}, **sections}, origin, _hub_model(recipe.hub_id, model)
-        )
-    else:
-        source = bridge.read_document({"model": {"_target_": provider, **model}, **sections}, origin)
+    known = _hub_model(recipe.hub_id, model) if provider == FROM_HUB else None
+    named = {"name": recipe.hub_id} if known else {"_target_": provider}
+    source = bridge.read_document({"model": {**named, **model}, **sections}, origin, known)
     if not recipe.conditional:
         return source
     return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))

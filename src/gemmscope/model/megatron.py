@@ -9,12 +9,11 @@ variable that the script does not set (or sets differently in branches that may 
 models (BERT, T5, vision) take the same flags and are rejected: the flags describe only GPT models and hybrids completely.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, closest
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_hybrid import HYBRID
@@ -145,7 +144,7 @@ def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
         if meant is not None and meant not in arguments.values:
             yield name, meant
         elif meant is None and name not in FACTS["not_misspelled"]:
-            for similar in difflib.get_close_matches(name, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
+            for similar in closest(name, VALUED - {"spec", *LAUNCHER}, 1, cutoff=0.9):
                 yield name, similar
 
 

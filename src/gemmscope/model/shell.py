@@ -100,20 +100,14 @@ def with_assignments(text: str) -> str:
 class Shell:
     """The variables of a script, as far as it sets them itself."""
 
-    values: dict[str, str] = field(default_factory=dict)
-    assigned: dict[str, dict[str, None]] = field(default_factory=dict)  # every value that a name was given
-    conditional: set[str] = field(default_factory=set)  # names that are set inside a condition
+    values: dict[str, dict[str, None]] = field(default_factory=dict)  # those that a name may have: several after a condition
 
     def assign(self, name: str, value: str, *, in_branch: bool) -> None:
         """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
-        self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        if in_branch:
-            self.conditional.add(name)
-        elif "$" not in filled:  # a later value replaces those of earlier conditions
-            self.conditional.discard(name)
-            self.assigned.pop(name, None)
-        self.assigned.setdefault(name, {})[self.values[name]] = None
+        before = self.values.get(name, {})
+        kept = in_branch or ("$" in filled and len(before) > 1)  # else it replaces those of earlier conditions
+        self.values[name] = {**(before if kept else {}), filled if len(filled) <= LONGEST_VALUE else "": None}
 
     def assign_word(self, assigned: re.Match[str], *, in_branch: bool, quoted: bool) -> str:
         """Remember the value of an `ASSIGNMENT`, unless it is an array. Returns the value: it may have flags."""
@@ -133,12 +127,13 @@ class Shell:
                 self.assign(name, _without_quotes(default), in_branch=in_branch)
 
     def _depends(self, name: str) -> bool:
-        """Whether a condition of the script gives the variable a value that is known."""
-        return name in self.conditional and any("$" not in value for value in self.assigned[name])
+        """Whether the script gives the variable a value that is known, perhaps besides others."""
+        return any("$" not in value for value in self.values.get(name, ()))
 
     def value(self, name: str) -> str | None:
         """The variable's value, if the script gives it only one."""
-        return None if name in self.conditional and len(self.assigned[name]) > 1 else self.values.get(name)
+        values = [*self.values.get(name, ())]
+        return values[0] if len(values) == 1 else None
 
     def fill_in(self, text: str) -> str:
         """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
@@ -175,9 +170,8 @@ class Shell:
         if "$" not in filled and "`" not in filled:
             return filled
         for name in NAME_IN_ARITHMETIC.findall(filled):
-            if name in self.conditional:
-                values = " or ".join(list(self.assigned[name])[:6])
-                return Unknown(text, f"{name} is {values}, depending on a condition of the script")
+            if len(values := [*self.values.get(name, ())]) > 1:
+                return Unknown(text, f"{name} is {' or '.join(values[:6])}, depending on a condition of the script")
         return Unknown(text, "the script does not set it")
 
 
