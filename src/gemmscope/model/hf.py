@@ -68,7 +68,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     label = f"{origin} (Hugging Face, {model_type})"
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
-    model = _model(FamilyConfig(model_type, config), origin)
+    names = family_facts(model_type).get("other_names", {})
+    renamed = {name: config[key] for key, name in names.items() if key in config}
+    model = _model(FamilyConfig(model_type, {**config, **renamed}), origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 

@@ -197,34 +197,28 @@ def feed_forwards(family: FamilyConfig, hidden: int, count: int) -> list[MlpSpec
 
 def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts."""
-    rule = family.facts.get("moe_layers")
-    if rule is None:
-        return [False] * count
-    if rule == "sparse_step":
-        step = family.size("decoder_sparse_step", "layers")
-        dense_layers = layer_numbers(family, "mlp_only_layers") if family.value("mlp_only_layers") else []
-        dense = {index for index in dense_layers or () if isinstance(index, int)}
-        has_experts = family.optional_size("num_experts") != 0
-        return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
-    if rule == "interval":
-        step = family.size("moe_layer_interval", "layers")
-        first = family.size("moe_layer_start_index")
-        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
-        return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
+    rule, first, end, step, dense = family.facts.get("moe_layers"), 0, count, 1, list[Any]()
+    if rule == "period":
+        chosen = periodic(family, "expert_layer", count)
+        return chosen if family.size("num_experts") > 1 else [False] * count
     if rule == "mlp_layer_types" and (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
         return [kind == "sparse" for kind in kinds]
-    if rule == "if_any":
-        return [family.size("num_experts") > 0] * count
-    if rule == "period":
-        layers = periodic(family, "expert_layer", count)
-        return layers if family.size("num_experts") > 1 else [False] * count
     if rule == "numbered" and (numbers := layer_numbers(family, "moe_layers")) is not None:
         return [index in numbers for index in range(count)]
     if rule == "numbered":
         step = family.size("interleave_moe_layer_step", "layers")
-        return [(index + 1) % step == 0 for index in range(count)]
-    first = 0 if rule == "all" else family.number("dense_first") or 0
-    return [index >= first for index in range(count)]
+    elif rule == "sparse_step":
+        step = family.size("decoder_sparse_step", "layers")
+        dense = layer_numbers(family, "mlp_only_layers") or [] if family.value("mlp_only_layers") else []
+        end = 0 if family.optional_size("num_experts") == 0 else count
+    elif rule == "interval":
+        step, first = family.size("moe_layer_interval", "layers"), family.size("moe_layer_start_index")
+        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
+    elif rule in ("after_first", "mlp_layer_types"):
+        first = family.number("dense_first") or 0
+    elif rule is None or (rule == "if_any" and family.size("num_experts") == 0):
+        end = 0
+    return [first <= index < end and (index + 1) % step == 0 and index not in dense for index in range(count)]
 
 
 def periodic(family: FamilyConfig, name: str, count: int) -> list[bool]:

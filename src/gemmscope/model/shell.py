@@ -29,8 +29,7 @@ PART = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
-LENGTH = re.compile(r"\$\{#(\w+)\}")  # how many characters a value has
+VARIABLE = re.compile(r"\$(\w+)|\$\{(#?\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")  # with # its number of characters
 DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
 ARITHMETIC = re.compile(r"\$\(\(((?:[^$()]|\((?:[^$()]|\([^$()]*\))*\))*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
@@ -137,20 +136,18 @@ class Shell:
 
     def fill_in(self, text: str) -> str:
         """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
-        text = LENGTH.sub(self._length, text)
         for _ in range(3):  # a default may contain a variable itself
             text = VARIABLE.sub(self._replacement, text)
         return ARITHMETIC.sub(self._result, text)
 
     def _replacement(self, match: re.Match[str]) -> str:
-        value = self.value(match[1] or match[2])
+        name = match[1] or match[2]
+        value = self.value(name.removeprefix("#"))
+        if name.startswith("#"):
+            return match[0] if not value or "$" in value else str(len(value))
         if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
             value = _without_quotes(match[3])  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
-
-    def _length(self, match: re.Match[str]) -> str:
-        value = self.value(match[1])
-        return match[0] if not value or "$" in value else str(len(value))
 
     def _result(self, match: re.Match[str]) -> str:
         result = self.computed(match[1])
@@ -393,6 +390,34 @@ class Branches:
 
 PRINTERS, USAGE = ("echo", "printf"), "usage"
 MOST_QUOTES = 3  # commands in quotes inside of others
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag without its dashes, with the words that follow it until the next one. The words before the first have no name."""
+
+    name: str
+    words: list[str | Unknown]
+    end: str  # what ends its words
+    in_branch: bool  # whether a condition decides that it counts
+
+    @property
+    def value(self) -> str | Unknown:
+        """The first word after it, or behind its equals sign."""
+        return self.words[0] if self.words else Unknown("(none)", self.end)
+
+
+def flags(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[Flag]:
+    """The flags of a script that may run, in their order. `shell` and `program` as for `running_words`."""
+    name, words, in_branch = "", list[str | Unknown](), False
+    for word, inside in running_words(text, shell, program):
+        if not word.startswith("--"):
+            words.append(shell.resolve(word))
+            continue
+        yield Flag(name, words, f"the next word is {word[:60]}", in_branch)
+        name, equals, value = word[2:].partition("=")
+        words, in_branch = [shell.resolve(value)] if equals else [], inside
+    yield Flag(name, words, "the text ends after it", in_branch)
 
 
 def running_words(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[tuple[str, bool]]:

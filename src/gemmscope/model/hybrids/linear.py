@@ -67,8 +67,6 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         raise UserError(f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32}')
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
     moved = {name: inner[key] for key, name in names.items() if key in inner}
-    others = {"num_shared_experts": "n_shared_experts", "n_group": "num_expert_group"}  # other names of the same settings
-    moved |= {name: family.config[key] for key, name in others.items() if key in family.config}
     family = replace(family, config={**family.config, **moved})
     head_dim = family.size("linear_head_dim")
     heads = family.size("linear_num_heads")

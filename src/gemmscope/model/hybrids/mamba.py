@@ -88,19 +88,10 @@ def _zamba_mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
 
 
 _PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
-# Names in older configs, which count where both are given.
-_OLD_NAMES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_chunk_size": "chunk_size",
-}
 
 
 def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     """Nemotron-H and Nemotron-3: each layer is one block: the mixer, attention, an MLP or experts."""
-    renamed = {new: family.config[old] for old, new in _OLD_NAMES.items() if old in family.config}
-    family = FamilyConfig(family.model_type, {**family.config, **renamed})
     kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
         pattern = family.config.get("hybrid_override_pattern", "ME*-")
