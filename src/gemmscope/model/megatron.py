@@ -194,7 +194,7 @@ def _read_script(text: str) -> Arguments:
     """The flags of the script that are arguments of Megatron, with their values."""
     arguments = Arguments()
     for flag in flags(text, Shell(), PROGRAM):
-        for word in flag.words:
+        for word in flag.arguments:
             arguments.add_scripts(word.text if isinstance(word, Unknown) else word)
         name, value = flag.name.rstrip(":").replace("-", "_"), flag.value
         if name in FACTS["off_switches"]:
@@ -204,7 +204,7 @@ def _read_script(text: str) -> Arguments:
             arguments.put(name, value=not off, in_branch=flag.in_branch)
         elif name in VALUED:
             if name == "recompute_modules" and isinstance(value, str):  # the only flag with several values
-                value = " ".join([value, *(str(word) for word in flag.words[1:] if word in FACTS["recompute_modules"])])
+                value = " ".join([value, *(str(word) for word in flag.arguments[1:] if word in FACTS["recompute_modules"])])
             arguments.put(name, value, in_branch=flag.in_branch)
         elif re.fullmatch(r"[a-z]\w{0,80}", name):
             arguments.unknown[name] = None

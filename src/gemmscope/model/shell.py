@@ -397,27 +397,27 @@ class Flag:
     """A flag without its dashes, with the words that follow it until the next one. The words before the first have no name."""
 
     name: str
-    words: list[str | Unknown]
-    end: str  # what ends its words
+    arguments: list[str | Unknown]
+    end: str  # what ends them
     in_branch: bool  # whether a condition decides that it counts
 
     @property
     def value(self) -> str | Unknown:
         """The first word after it, or behind its equals sign."""
-        return self.words[0] if self.words else Unknown("(none)", self.end)
+        return self.arguments[0] if self.arguments else Unknown("(none)", self.end)
 
 
 def flags(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[Flag]:
     """The flags of a script that may run, in their order. `shell` and `program` as for `running_words`."""
-    name, words, in_branch = "", list[str | Unknown](), False
+    name, arguments, in_branch = "", list[str | Unknown](), False
     for word, inside in running_words(text, shell, program):
         if not word.startswith("--"):
-            words.append(shell.resolve(word))
+            arguments.append(shell.resolve(word))
             continue
-        yield Flag(name, words, f"the next word is {word[:60]}", in_branch)
+        yield Flag(name, arguments, f"the next word is {word[:60]}", in_branch)
         name, equals, value = word[2:].partition("=")
-        words, in_branch = [shell.resolve(value)] if equals else [], inside
-    yield Flag(name, words, "the text ends after it", in_branch)
+        arguments, in_branch = [shell.resolve(value)] if equals else [], inside
+    yield Flag(name, arguments, "the text ends after it", in_branch)
 
 
 def running_words(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[tuple[str, bool]]:

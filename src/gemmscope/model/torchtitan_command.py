@@ -64,7 +64,7 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
 
     for flag in flags(text, shell, PROGRAM):
         if setting := SETTING.fullmatch(flag.name):
-            put(setting[1] or "", (setting[2] or setting[3]).replace("-", "_"), flag.value if flag.words else True)
+            put(setting[1] or "", (setting[2] or setting[3]).replace("-", "_"), flag.value if flag.arguments else True)
             conditional |= {f"--{flag.name}": None} if flag.in_branch else {}
     for variable, name in VARIABLES.items():
         if shell.value(variable) and name not in tables.get("", {}):
