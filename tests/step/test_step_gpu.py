@@ -122,5 +122,5 @@ def test_linears_of_a_module_are_replaced(tmp_path: Path) -> None:
         step.run()
         step.run()
         losses[recipe_name] = step.loss()
-        assert len(step.conversion.converted) == (4 if recipe_name != "BF16" else 0)
+        assert list(step.conversion.values()).count("") == (4 if recipe_name != "BF16" else 0)
     assert all(abs(loss / losses["BF16"] - 1) < 0.1 for loss in losses.values()), losses

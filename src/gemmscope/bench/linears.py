@@ -75,7 +75,7 @@ def _format(operands: Sequence[str], scales: str | None) -> str:
 
 def op_time(measurements: Measurements, case: Case, name: str, mode: Mode) -> OpTime | None:
     """The op's time; None where something failed or was not measured."""
-    tasks = measurements.of(name, mode, case)
+    tasks = measurements.of(name, mode, [case])
     if not tasks or not all(task.measured for task in tasks):
         return None
     return _autocast(measurements, tasks[0]) if mode == "autocast" else _pre_quantized(measurements, tasks)
@@ -224,8 +224,8 @@ class _Sums:
                             yield from self._of_passes(name, mode, case)
 
     def _of_passes(self, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
-        pieces = {task.task.pass_name: self._measured.pieces[task.task.key] for task in self._measured.of(BASELINE, mode, case)}
-        for task in self._measured.of(name, mode, case):
+        pieces = {task.task.pass_name: self._measured.pieces[task.task.key] for task in self._measured.of(BASELINE, mode, [case])}
+        for task in self._measured.of(name, mode, [case]):
             pass_name = task.task.pass_name
             if pass_name and len(case.passes) > 1:
                 ratio = ratio_interval(pieces[pass_name], self._measured.pieces[task.task.key])

@@ -51,13 +51,21 @@ class MissingKernelError(ImportError):
 
 
 @dataclass
-class MixerKernels:
+class KernelSources:
+    """What computes each part of the mixers."""
+
+    sources: dict[str, str] = field(default_factory=dict, kw_only=True)  # the part -> the package that computes it
+    refused: dict[str, str] = field(
+        default_factory=dict, kw_only=True
+    )  # the part -> why an installed package cannot compute it here
+
+
+@dataclass
+class MixerKernels(KernelSources):
     """Chooses kernels for one device, each when it is first needed."""
 
     device: str
     without: frozenset[str] = frozenset()  # packages that are not used
-    sources: dict[str, str] = field(default_factory=dict)  # what it computes -> the package that does
-    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why a package that is installed cannot do it here
     _loaded: dict[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
 
     def _first(self, what: str, *choices: tuple[str, str, str]) -> tuple[str, Callable[..., Any]]:
@@ -202,8 +210,7 @@ class MixerKernels:
         inner = x.float() * gate if gate_first else x.float()
         grouped = inner.unflatten(-1, (-1, group))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-        normed = normed * weight.float() if shared else normed.flatten(-2) * weight.float()
-        normed = normed.flatten(-2) if shared else normed
+        normed = (normed * weight.float()).flatten(-2) if shared else normed.flatten(-2) * weight.float()
         return (normed if gate_first else normed * gate).to(x.dtype)
 
     def _fused_gated_norm(

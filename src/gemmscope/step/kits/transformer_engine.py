@@ -53,13 +53,9 @@ class TransformerEngineKit(Kit):
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
         return "" if isinstance(plan, ModulePlan) else plan.misaligned(self.recipe)
 
-    def _converted(self, linear: nn.Linear) -> nn.Module:
+    def _like(self, linear: nn.Linear) -> nn.Module:
         make: dict[str, Any] = {"params_dtype": linear.weight.dtype, "device": self.device}
-        converted = te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
-        converted.weight = linear.weight
-        if linear.bias is not None:
-            converted.bias = linear.bias
-        return converted.train(linear.training)
+        return te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
