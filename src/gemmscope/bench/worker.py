@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields
 from typing import IO, Any
 
 import torch
@@ -31,7 +32,6 @@ from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
-OPTIONS = ("cache_weights", "filter_layers", "as_te_benchmark")
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
@@ -72,7 +72,7 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
             if stop.is_set():
                 return
             with suppress(torch.OutOfMemoryError):  # reported when the case is prepared
-                operands.get(case).prepare_references()
+                _ = operands.get(case).references  # computed ahead of time
         heater = Heater()
         while not stop.is_set():
             heater.run()
@@ -114,7 +114,10 @@ class Worker(MeasuringProcess):
             if make is None:
                 return
             backend: Backend = make(
-                self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
+                self.operands,
+                BackendOptions(
+                    **{one.name: self.request[one.name] for one in fields(BackendOptions) if one.name in self.request}
+                ),
             )
             self.say(Hello(versions_of(self.request["backend"]), self.device_facts()))
             self.begin(self.tasks[0].key, "compiling")

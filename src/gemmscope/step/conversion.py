@@ -86,12 +86,8 @@ def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> dict[str, 
 def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
     if not use.rows:
         return NOT_CALLED
-    if reason := why_high_precision(path, use.inputs, use.outputs):
-        return reason
-    if use.why_not:
-        return use.why_not
-    reasons = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
-    return next((reason for reason in reasons if reason), "")
+    of_kit = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
+    return why_high_precision(path, use.inputs, use.outputs) or use.why_not or next(filter(None, of_kit), "")
 
 
 def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:

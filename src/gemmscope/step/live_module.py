@@ -162,9 +162,8 @@ class Objective(nn.Module):
 
 
 def _squares(output: Any) -> torch.Tensor:
-    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-    if torch.is_grad_enabled():
-        floats = [tensor for tensor in floats if tensor.requires_grad]
+    learns = torch.is_grad_enabled()
+    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and (tensor.requires_grad or not learns)]
     if not floats:
         raise TraceError(
             "the module returns no float tensor to compute a loss from",
@@ -253,18 +252,17 @@ class ModuleStep:
         return loss
 
 
-def built_notes(live: LiveModule, compiled: str) -> Iterator[Note]:
+def built_notes(live: LiveModule, compiled: str) -> list[Note]:
     """Notes on the module itself, before any recipe."""
-    if live.objective.squares:
-        yield "loss-of-squares", {}
-    if live.cast:
-        yield "module-cast", {}
-    if compiled == "layers" and not live.layers:
-        yield "no-layers-to-compile", {"module": type(live.built.module).__name__}
-    if weights := expert_weights(live.built.module):
-        yield "experts-not-converted", {"count": weights}
-    if compiled == "whole" and live.masked is False and _masks_when_compiled(live):
-        yield "attention-mask-explicit", {}
+    weights, name = expert_weights(live.built.module), type(live.built.module).__name__
+    notes: dict[str, tuple[bool, dict[str, Any]]] = {
+        "loss-of-squares": (live.objective.squares, {}),
+        "module-cast": (live.cast, {}),
+        "no-layers-to-compile": (compiled == "layers" and not live.layers, {"module": name}),
+        "experts-not-converted": (weights > 0, {"count": weights}),
+        "attention-mask-explicit": (compiled == "whole" and live.masked is False and _masks_when_compiled(live), {}),
+    }
+    return [(code, facts) for code, (applies, facts) in notes.items() if applies]
 
 
 def _masks_when_compiled(live: LiveModule) -> bool:
@@ -343,16 +341,13 @@ def mixers(model: nn.Module, *, compiled: bool = False) -> KernelSources:
     sources = {name: _package(functions[name]) for name in names}
     hidden = sys.modules.get("fla", sys) is None
     refused = {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS}
-    unused = [name for name, package in sources.items() if compiled and package != TRANSFORMERS and _is_wrapped(functions[name])]
+    # those where transformers decides at every call which implementation runs
+    wrapped = [name for name in names if any(NOT_WHEN_EXPORTED in _inside(one) for one in _unwrapped(functions[name]))]
+    unused = [name for name in wrapped if compiled and sources[name] != TRANSFORMERS]
     if unused and compiled_as_exported():
         sources |= dict.fromkeys(unused, TRANSFORMERS)
         refused |= dict.fromkeys(unused, EXPORTED)
     return KernelSources(sources=sources, refused=refused)
-
-
-def _is_wrapped(function: Any) -> bool:
-    """Whether transformers decides at every call which implementation runs."""
-    return any(NOT_WHEN_EXPORTED in _inside(one) for one in _unwrapped(function))
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

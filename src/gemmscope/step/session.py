@@ -137,8 +137,9 @@ class StepSession:
                 self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
                 continue
             failed = {result.variant.recipe: result.failure for result in step_run.results.tasks.values() if result.failure}
-            for name, reason in failed.items():
-                self.findings.append(finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason))
+            self.findings += [
+                finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason) for name, reason in failed.items()
+            ]
             others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
             speedups = {name: speedup for name, speedup in others.items() if speedup is not None}
             batches.append(AtBatch(micro_batch_size=size, sequence_length=length, speedups=speedups))

@@ -44,7 +44,6 @@ class TransformerEngineKit(Kit):
         self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda", compiled: str = "none"
     ) -> None:
         super().__init__(recipe, left_out, device, compiled)
-        self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # separate: delayed scaling would otherwise run in the steps of every recipe
         self._precision = _recipe_of(recipe)
