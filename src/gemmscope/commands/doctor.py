@@ -82,8 +82,13 @@ class Diagnosis:
 
             return Column(backend, answer)
 
-        columns = [Column[str]("Recipe", str), *map(supports, backends)]
-        return table("What can be measured here", columns, recipes(), "-: the backend does not have this recipe.")
+        return table(
+            "What can be measured here",
+            recipes(),
+            Column[str]("Recipe", str),
+            *map(supports, backends),
+            note="-: the backend does not have this recipe.",
+        )
 
     def why_not(self) -> list[str]:
         """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""
