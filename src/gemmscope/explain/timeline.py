@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key, grouped
+from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key
 from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
+from gemmscope.grouping import grouped
 
 # Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
 HOST_IDLE = (
@@ -94,7 +95,7 @@ class _HostTimeline:
     def __init__(self, trace: RecordedTrace) -> None:
         self.calls = sorted(call.end for call in trace.launches.values())
         kernels = {work.correlation for work in trace.work if not work.copy}
-        launches = [call for correlation, call in trace.launches.items() if correlation in kernels]
+        launches = (call for correlation, call in trace.launches.items() if correlation in kernels)
         self._launches = sorted(launches, key=lambda call: call.start)
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,10 +23,9 @@ from gemmscope import __version__
 from gemmscope.engine.campaign import NotStartedError
 from gemmscope.errors import DoesNotFitError, UserError, in_a_line
 from gemmscope.folders import temporary_folder
-from gemmscope.gpu.environment import Environment, GpuFacts, environment, node_name
-from gemmscope.gpu.nvml import open_nvml
+from gemmscope.gpu.environment import Environment, environment, node_name
 from gemmscope.gpu.visible import usable_gpu
-from gemmscope.pool.gpus import allowed_cores, divide_cores
+from gemmscope.pool.gpus import allowed_cores, shares_of_cores
 from gemmscope.pool.place_messages import PlaceSetup, content_of
 from gemmscope.process import messages_to_parent
 from gemmscope.progress import ProgressLine, Reporter
@@ -46,7 +45,7 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return  # not needed any more
-    setup = PlaceSetup.of(json.loads(first))
+    setup = PlaceSetup(**json.loads(first))
     cores = available_cores()
     with ExitStack() as stack:
         out = stack.enter_context(messages_to_parent())
@@ -64,26 +63,11 @@ def available_cores() -> int:
     >>> available_cores() >= 1
     True
     """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(allowed_cores()) or os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
-
-
-def _near_cores(machine: Environment, own: GpuFacts) -> Sequence[int]:
-    """The share of a GPU in the CPU cores of its machine, if all its GPUs are used."""
-    nvml = open_nvml()
-    handles = [nvml.gpu(gpu.index) if nvml is not None else None for gpu in machine.gpus]
-    shares = divide_cores([handle.cpu_cores() if handle is not None else () for handle in handles], allowed_cores())
-    return next((share for gpu, share in zip(machine.gpus, shares, strict=True) if gpu == own), ())
-
-
-def _run_on(cores: Sequence[int]) -> None:
-    """Pin this process and those that it starts."""
-    if cores:
-        with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
-            os.sched_setaffinity(0, cores)
 
 
 class _PlaceWorker(Reporter):
@@ -111,7 +95,11 @@ class _PlaceWorker(Reporter):
         except UserError as error:
             self._refuse(error)
             return
-        _run_on(self._setup.cores or (_near_cores(machine, gpu) if self._setup.near and gpu is not None else ()))
+        near = shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ()
+        own_cores = self._setup.cores or near
+        if own_cores:
+            with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
+                os.sched_setaffinity(0, own_cores)
         self._send(
             type="hello",
             node=machine.node,
@@ -142,23 +130,18 @@ class _PlaceWorker(Reporter):
 
     def _measure(self, key: str, request: dict[str, Any]) -> bool:
         """Measure a unit. False: nothing can be measured here."""
+        usable = False
         try:
             unit: MeasureUnit = content_of(request)
             unit.check_place(self._free_machine())
-        except UserError as error:
-            self._refuse(error)
-            return False
-        except Exception as error:
-            self._send(type="failure", unit=key, why=in_a_line(error), hint="")
-            return True
-        try:
+            usable = True
             with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
                 outcome = unit.run(self, Path(folder))  # a journal of its own, which must not be on a disk that many nodes share
             self._send(type="outcome", unit=key, outcome=outcome)
-        except NotStartedError as error:
-            self._refuse(error)
-            return False
         except UserError as error:
+            if not usable or isinstance(error, NotStartedError):
+                self._refuse(error)
+                return False
             self._send(type="failure", unit=key, why=error.message, hint=error.hint, unfit=isinstance(error, DoesNotFitError))
         except Exception as error:
             self._send(type="failure", unit=key, why=in_a_line(error), hint="")
