@@ -20,6 +20,7 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
+from gemmscope.options.job import Recompute
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class ModelSpec(Checked):
     last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
     layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
-    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_layers: Annotated[int, Size(option("mtp_layers"), "layers", or_none=True)] = 0
     prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
     prediction_shared: bool = False  # all of them use the same weights
     model_type: str = ""
@@ -73,8 +75,6 @@ class ModelSpec(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("num_hidden_layers", len(self.layers), "layers")
-        if self.prediction_layers:
-            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -184,7 +184,8 @@ def from_hyperparameters(
     )
 
 
-ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+OPTIMIZER_STATES: tuple[StatePrecision, ...] = get_args(StatePrecision)
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class RunSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
+        if self.zero is not None and (type(self.zero) is not int or self.zero not in range(4)):
             raise UserError(
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
                 "1 shards the optimizer states across data-parallel ranks, 2 also gradients, 3 also weights",
