@@ -138,6 +138,21 @@ def runs_cell(count: float) -> Cell:
     return Cell("<0.1" if 0 < count < 0.05 else few, float(count))
 
 
+def error_text(error: float) -> str:
+    """A relative error.
+
+    >>> error_text(0.0373), error_text(0.00168), error_text(0.0)
+    ('3.7%', '0.17%', '0%')
+    """
+    return "0%" if error == 0 else f"{100 * error:.1f}%" if error >= 0.00995 else f"{100 * error:.2g}%"
+
+
+def error_cell(error: float | Interval) -> Cell:
+    """A relative error, with its interval if it has one; its number is the share itself."""
+    estimate = error if isinstance(error, Interval) else Interval(error)
+    return Cell(error_text(estimate.value), estimate.value, estimate.low, estimate.high)
+
+
 UNITS: dict[str, Callable[[Any], Cell]] = {
     "ms": time_cell,
     "ms, range": range_cell,
@@ -149,6 +164,7 @@ UNITS: dict[str, Callable[[Any], Cell]] = {
     "runs": runs_cell,
     "runs, decimal": lambda value: Cell(f"{value:,.0f}" if value >= 10 else f"{value:.1f}", float(value)),
     "B": bytes_cell,
+    "error": error_cell,
     "FLOP": lambda value: Cell(units.si(value, "FLOP"), float(value)),
     "TFLOP/s": lambda value: Cell(units.tflops(value), float(value)),
     "amount": amount_cell,
