@@ -108,7 +108,7 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     reason = []
     if fastest is not None and fastest not in smallest:
         rivals = units.listed([fastest.recipe, *fastest.rivals])
-        which = phrase(f"numerics-fastest-{'are' if fastest.rivals else 'is'}", recipe=fastest.recipe, recipes=rivals)
+        which = phrase("numerics-fastest-are" if fastest.rivals else "numerics-fastest-is", recipe=fastest.recipe, recipes=rivals)
         speed = _speed(result, fastest.speedup)
         reason = [phrase("numerics-fastest", fastest=which, error=error_text(fastest.error), speed=speed)]
     elif len(low) > len(smallest):
