@@ -62,6 +62,6 @@ def memory_of_layouts() -> str:
         model = presets.load(preset).model
         assert model is not None
         needed = rank_memory(model, RunSpec(**run), recipe, gpu(chip))
-        sizes = (needed.least, needed.total, needed.most, gpu(chip).memory_bytes)
+        sizes = (needed.least_bytes, needed.total_bytes, needed.most_bytes, gpu(chip).memory_bytes)
         lines.append(f"| {title} | {' | '.join(f'{size / 1e9:.0f}' for size in sizes)} |")
     return "\n".join(lines)

@@ -73,8 +73,8 @@ def test_add_a_command(copy: Path) -> None:
     package = copy / "src/gemmscope"
     insert(
         package / "options/estimating.py",
-        "@dataclass(frozen=True)\nclass ShapesOptions",
-        '@dataclass(frozen=True)\nclass CountOptions(Options):\n    """What to count."""\n\n'
+        "class ShapesOptions",
+        'class CountOptions(Options):\n    """What to count."""\n\n'
         '    twice: Annotated[bool, Option("Count twice.")] = False\n\n\n',
     )
     (package / "commands/count.py").write_text(

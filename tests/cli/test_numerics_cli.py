@@ -17,11 +17,11 @@ from gemmscope.numerics.evaluation.requests import (
     ComputedErrors,
     ErrorsRequest,
     SyntheticSource,
-    TensorsFacts,
     TensorsOpened,
     from_line,
     to_line,
 )
+from gemmscope.results.numerics import NumericsResult
 from support.command import Run, run
 from support.forecast_files import several_gpus
 from support.numerics_files import linear_errors, numerics_result
@@ -36,7 +36,7 @@ MODEL = "--preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k"
 def opened(count: int = 21, **facts: Any) -> TensorsOpened:
     """What the worker says of its tensors."""
     given: dict[str, Any] = {"model_name": "", "steps": (), "tokens": None, "sampled_bytes": 0, "layers": 0} | facts
-    return TensorsOpened(TensorsFacts(**given, device="cpu", versions={}), count)
+    return TensorsOpened(NumericsResult(command="", **given, device="cpu", versions={}), count)
 
 
 @pytest.fixture

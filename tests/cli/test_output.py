@@ -157,7 +157,7 @@ def test_python_keeps_files_too(long: BenchResult, tmp_path: Path, capsys: pytes
 
 
 def test_all_other_outputs_are_written(long: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = replace(options(tmp_path, "csv", "markdown"), json=str(tmp_path / "no" / "out.json"), output="/no/figure.png")
+    outputs = options(tmp_path, "csv", "markdown").but(json=str(tmp_path / "no" / "out.json"), output="/no/figure.png")
     with refused(f"{tmp_path}/no/out.json"):
         deliver(long, outputs)
     assert sorted(files(tmp_path)) == ["out.csv", "out.md"]

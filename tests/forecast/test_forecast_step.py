@@ -298,7 +298,7 @@ def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = [({"micro_batch_size": batch}, model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
     calibrated = shipped("h200")
     assert calibrated is not None
-    forecaster = Forecaster(gpu("h200"), "burst", measured=calibrated.adjustment())
+    forecaster = Forecaster(gpu("h200"), "burst", measured=calibrated)
     alone = forecast_sweep(forecaster, wanted, [], ["FP8Current"])
     assert alone != forecast_sweep(Forecaster(gpu("h200"), "burst"), wanted, [], ["FP8Current"])
     monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)
@@ -315,7 +315,8 @@ def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_points_of_a_sweep_are_single_forecasts() -> None:
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
     names = ["BF16", *TE]
-    [point] = forecast_sweep(Forecaster(gpu("h200"), "sustained"), [({"tp": 1}, model, run)], [], names).points
+    [sweep] = forecast_sweep(Forecaster(gpu("h200"), "sustained"), [({"tp": 1}, model, run)], [], names)
+    [point] = sweep.points
     alone = forecast_step(steps("h200", model, run), names)
     assert point.baseline_step_ms == pytest.approx(alone.recipes[0].step_ms.value)
     for name in TE:

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
-from gemmscope.forecast.memory import ROWS, RankMemory, in_flight, memory_of, rank_memory, shards
-from gemmscope.forecast.memory_results import memory_findings, memory_result
+from gemmscope.forecast.memory import in_flight, memory_of, rank_memory, shards
+from gemmscope.forecast.memory_results import NAMES, memory_findings
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
 from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipes
+from gemmscope.results.forecast import RecipeMemory
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear
 from gemmscope.workload.sharding import check, stage_layers
@@ -58,7 +59,7 @@ def test_the_peak_of_steps_on_an_h200(name: str, recipe_name: str) -> None:
     said = [message for message in read("tests/data/h200_steps.json.gz")[name] if message["type"] == "ready"]
     peak = next(message["peak_bytes"] for message in said if message["task"].startswith(recipe_name))
     expected = rank_memory(from_hyperparameters(**sizes), run, recipe_name, H200)  # type: ignore[arg-type]
-    total = expected.activations + expected.quantized_copies + expected.workspace
+    total = expected.activations_bytes + expected.quantized_copies_bytes + expected.workspace_bytes
     assert total == pytest.approx(peak, rel=0.01)
 
 
@@ -67,8 +68,8 @@ def test_the_peak_of_llama_1b_on_an_h200(recipe_name: str) -> None:
     measured = read("docs/measured/h200_llama_step.json.gz")
     peak = next(recipe["peak_bytes"] for recipe in measured["step"]["recipes"] if recipe["recipe"] == recipe_name)
     expected = rank_memory(model("llama-3.2-1b"), RunSpec(8, 4096), recipe_name, H200)
-    assert expected.total - expected.reserve == pytest.approx(peak, rel=0.04)
-    assert expected.least < peak < expected.most
+    assert expected.total_bytes - expected.reserve_bytes == pytest.approx(peak, rel=0.04)
+    assert expected.least_bytes < peak < expected.most_bytes
 
 
 # --- formulas -----------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_activations_of_a_gpt_layer_are_those_of_the_literature() -> None:
     def layer(run: RunSpec) -> float:
         sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
         shallow, deep = (from_hyperparameters(**sizes, num_hidden_layers=layers) for layers in (1, 2))
-        return rank_memory(deep, run, "BF16", H200).activations - rank_memory(shallow, run, "BF16", H200).activations
+        return rank_memory(deep, run, "BF16", H200).activations_bytes - rank_memory(shallow, run, "BF16", H200).activations_bytes
 
     statistics = 2 * 2048 * 32 * 4  # of the softmax
     assert layer(RunSpec(2, 2048)) == 32 * 2 * 2048 * 4096 + statistics
@@ -95,7 +96,7 @@ def test_states_of_a_parameter_are_megatrons() -> None:
 
     def states(**run: Any) -> float:
         memory = rank_memory(llama, RunSpec(1, 128, optimizer_state="fp32", **run), "BF16", H100)
-        return (memory.weights + memory.gradients + memory.master_weights + memory.moments) / parameters
+        return (memory.weights_bytes + memory.gradients_bytes + memory.master_weights_bytes + memory.moments_bytes) / parameters
 
     assert states(dp=8, zero=0) == 18
     assert states(dp=8, zero=1) == pytest.approx(6 + 12 / 8)
@@ -103,8 +104,8 @@ def test_states_of_a_parameter_are_megatrons() -> None:
     assert states(dp=8, zero=3) == pytest.approx(16 / 8)  # FP32 weights are their own master
     assert states(dp=64, zero=3, zero_ranks=8) == pytest.approx(16 / 8)
     bf16 = rank_memory(llama, RunSpec(1, 128), "BF16", H100)
-    assert bf16.weights + bf16.gradients + bf16.moments == 8 * parameters
-    assert bf16.master_weights == 0
+    assert bf16.weights_bytes + bf16.gradients_bytes + bf16.moments_bytes == 8 * parameters
+    assert bf16.master_weights_bytes == 0
 
 
 def test_micro_batches_in_flight() -> None:
@@ -164,22 +165,22 @@ RAN = {
 def test_what_ran_can_fit(name: str) -> None:
     preset, chip, recipe_name, run = RAN[name]
     memory = rank_memory(model(preset), run, recipe_name, gpu(chip))
-    assert memory.fit(gpu(chip)) != "does not fit"
-    assert memory.total < 1.07 * gpu(chip).memory_bytes  # the usual case is close to what there is, and BF16 gradients help
+    assert memory.fit != "does not fit"
+    assert memory.total_bytes < 1.07 * gpu(chip).memory_bytes  # the usual case is close to what there is, and BF16 gradients help
 
 
 def test_no_false_alarms() -> None:
     """A regression test: both were predicted to need 83 of 80 GB. Megatron's script for 8B in FP8, and torchtitan's 8B."""
     llama = model("llama-3.1-8b")
     megatron = RunSpec(1, 8192, dp=8, zero=1, gradient_accumulation=16, gradient_precision="bf16", quantized_weights=True)
-    assert rank_memory(llama, megatron, "FP8Delayed", H100).least < H100.memory_bytes
+    assert rank_memory(llama, megatron, "FP8Delayed", H100).least_bytes < H100.memory_bytes
     unknown = replace(megatron, gradient_precision=None, quantized_weights=None)
-    assert rank_memory(llama, unknown, "FP8Delayed", H100).fit(H100) == "may not fit"
+    assert rank_memory(llama, unknown, "FP8Delayed", H100).fit == "may not fit"
     torchtitan = RunSpec(1, 8192, dp=8, zero=3, optimizer_state="fp32", partly_recomputed=True)
-    assert rank_memory(llama, torchtitan, "BF16", H100).fit(H100) == "fits"
-    assert rank_memory(llama, replace(torchtitan, micro_batch_size=2), "BF16", H100).fit(H100) == "may not fit"
+    assert rank_memory(llama, torchtitan, "BF16", H100).fit == "fits"
+    assert rank_memory(llama, replace(torchtitan, micro_batch_size=2), "BF16", H100).fit == "may not fit"
     all_gpus = RunSpec(1, 8192, zero=3, optimizer_state="fp32", partly_recomputed=True)  # their number is not given
-    assert rank_memory(llama, all_gpus, "BF16", H100).fit(H100) == "may not fit"
+    assert rank_memory(llama, all_gpus, "BF16", H100).fit == "may not fit"
 
 
 FSDP = RunSpec(2, 8192, dp=8, zero=3, optimizer_state="fp32", separate_projections=True, partly_recomputed=True)
@@ -189,19 +190,19 @@ FSDP = RunSpec(2, 8192, dp=8, zero=3, optimizer_state="fp32", separate_projectio
 def test_torchtitan_reserves_what_is_expected(run: RunSpec, measured_gib: float) -> None:
     """Its own benchmarks of Llama 3.1 8B on H100s (December 2024, torch.compile, selective checkpointing)."""
     memory = rank_memory(model("llama-3.1-8b"), run, "BF16", H100)
-    assert memory.total - memory.reserve == pytest.approx(measured_gib * 2**30, rel=0.02)
+    assert memory.total_bytes - memory.reserve_bytes == pytest.approx(measured_gib * 2**30, rel=0.02)
 
 
 def test_torchtitan_with_long_sequences_is_within_the_bounds() -> None:
     """8B, 32768 tokens, full checkpointing: 83.9 GiB, most of it for logits that are not fused."""
     run = replace(FSDP, micro_batch_size=1, sequence_length=32768, recompute="full", partly_recomputed=False)
     memory = rank_memory(model("llama-3.1-8b"), run, "FP8Tensorwise", H100)
-    assert memory.least < 83.9 * 2**30 < memory.most
+    assert memory.least_bytes < 83.9 * 2**30 < memory.most_bytes
 
 
 def test_what_cannot_fit() -> None:
-    assert rank_memory(model("llama-3.1-405b"), RunSpec(1, 8192), "BF16", H100).fit(H100) == "does not fit"
-    assert rank_memory(model("llama-3.1-70b"), RunSpec(1, 8192, tp=8), "BF16", H100).fit(H100) == "does not fit"
+    assert rank_memory(model("llama-3.1-405b"), RunSpec(1, 8192), "BF16", H100).fit == "does not fit"
+    assert rank_memory(model("llama-3.1-70b"), RunSpec(1, 8192, tp=8), "BF16", H100).fit == "does not fit"
 
 
 # --- rules --------------------------------------------------------------------------------------------------------------
@@ -233,8 +234,8 @@ def layouts(draw: st.DrawFn) -> tuple[str, RunSpec]:
 names = st.sampled_from([name for name in recipes() if name != "FP32"])
 
 
-def rows(memory: RankMemory) -> dict[str, float]:
-    return {row: getattr(memory, row) for row in ROWS}
+def rows(memory: RecipeMemory) -> dict[str, float]:
+    return {row: getattr(memory, row) for row in (*NAMES, "reserve_bytes")}
 
 
 @settings(deadline=None, max_examples=60)
@@ -242,13 +243,10 @@ def rows(memory: RankMemory) -> dict[str, float]:
 def test_rows_add_up(layout: tuple[str, RunSpec], name: str, chip: str) -> None:
     spec, run = model(layout[0]), layout[1]
     memory = rank_memory(spec, run, name, gpu(chip))
-    assert memory.total == pytest.approx(sum(rows(memory).values()))
+    assert memory.total_bytes == pytest.approx(sum(rows(memory).values()))
     assert all(size >= 0 for size in rows(memory).values())
-    assert memory.least <= memory.total <= memory.most
-    as_result = memory_result(memory, name, gpu(chip))
-    parts = [value for field, value in as_result.model_dump().items() if field.endswith("_bytes")][:-4]
-    assert sum(parts) == pytest.approx(as_result.total_bytes)
-    for finding in memory_findings([as_result], run):
+    assert memory.least_bytes <= memory.total_bytes <= memory.most_bytes
+    for finding in memory_findings([memory], run):
         assert finding.text
 
 
@@ -258,13 +256,16 @@ def test_more_sharing_never_needs_more(layout: tuple[str, RunSpec], name: str) -
     spec, run = model(layout[0]), layout[1]
     stages = [rank_memory(spec, replace(run, zero=zero), name, H100) for zero in (0, 1, 2, 3)]
     for less, more in pairwise(stages):
-        states = [memory.weights + memory.gradients + memory.master_weights + memory.moments for memory in (less, more)]
+        states = [
+            memory.weights_bytes + memory.gradients_bytes + memory.master_weights_bytes + memory.moments_bytes
+            for memory in (less, more)
+        ]
         assert states[1] <= states[0] * (1 + 1e-9)
     few, many = (rank_memory(spec, replace(run, dp=dp, zero=run.zero or 1), name, H100) for dp in (8, 16))
-    assert many.total <= few.total * (1 + 1e-9)
-    kept = [rank_memory(spec, replace(run, recompute=how), name, H100).activations for how in ("none", "selective", "full")]  # type: ignore[arg-type]
+    assert many.total_bytes <= few.total_bytes * (1 + 1e-9)
+    kept = [rank_memory(spec, replace(run, recompute=how), name, H100).activations_bytes for how in ("none", "selective", "full")]  # type: ignore[arg-type]
     assert kept[0] >= kept[1] >= kept[2]
-    assert rank_memory(spec, replace(run, partly_recomputed=True), name, H100).activations <= kept[0]
+    assert rank_memory(spec, replace(run, partly_recomputed=True), name, H100).activations_bytes <= kept[0]
 
 
 @settings(deadline=None, max_examples=60)

@@ -88,7 +88,7 @@ def test_shared_weights_count_once() -> None:
         f"attention + Mamba-2 + MLP layer, shared block {number}" for number in (1, 2)
     }
     run, chip = RunSpec(1, 64, zero=0), gpu("h200")
-    assert rank_memory(model, run, "BF16", chip).weights == 2 * whole.parameters
+    assert rank_memory(model, run, "BF16", chip).weights_bytes == 2 * whole.parameters
 
 
 def test_tensor_parallel() -> None:

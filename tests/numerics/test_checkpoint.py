@@ -48,10 +48,8 @@ def test_one_file(tmp_path: Path) -> None:
     (step,) = linear.sampled_steps
     assert step.passes == ("fprop", "dgrad")
     assert step.facts.tensors["W"].amax == float(weight.abs().max())
-    sample = step.sample("dgrad")
-    assert sample.first is not None
-    assert sample.second is None
-    assert torch.equal(sample.first.rows, weight.T), "all of it: it is small"
+    assert set(step.facts.tensors) == {"W"}
+    assert torch.equal(step.sample("dgrad", "W").rows, weight.T), "all of it: it is small"
 
 
 def test_shards_with_an_index_and_folders(tmp_path: Path) -> None:
@@ -110,8 +108,7 @@ def test_fp8_weights_are_dequantized_and_that_is_said(tmp_path: Path) -> None:
     key = "model.layers.0.mlp.down_proj.weight"
     write_tensors(tmp_path / "a.safetensors", {key: stored, f"{key}_scale_inv": scales}, {})
     recording = read_checkpoint(tmp_path / "a.safetensors")
-    sample = recording.linears[0].steps[0].sample("fprop").first
-    assert sample is not None
+    sample = recording.linears[0].steps[0].sample("fprop", "W")
     assert torch.equal(sample.rows, (stored.float() * wide).bfloat16())
     assert "dequantized" in recording.facts.notes[0]
     write_tensors(tmp_path / "b.safetensors", {key: stored}, {})
@@ -142,8 +139,7 @@ def test_of_many_experts_some_are_sampled(tmp_path: Path) -> None:
         ("Expert Down", 64, 32),
     }
     number = linears[-1].facts.expert
-    sample = linears[-1].steps[0].sample("fprop").first
-    assert sample is not None
+    sample = linears[-1].steps[0].sample("fprop", "W")
     assert torch.equal(
         sample.rows,
         stacked["layers.0.experts.gate_up_proj"][number].T

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from gemmscope.interval import Interval
 from gemmscope.numerics.evaluation import mixes
 from gemmscope.numerics.evaluation.error_table import ErrorTable, error_table, recipe_errors
-from gemmscope.numerics.evaluation.mixes import PART_COST, recipes_and_mix, recommend_mix
+from gemmscope.numerics.evaluation.mixes import PART_COST, recommend_mix
 from gemmscope.numerics.evaluation.speeds import Savings, Speeds, nominal_speeds, speeds_of
 from gemmscope.results.numerics import DroppedPass, LinearError, Mix, OperandError, PassError
 from support.forecast_files import several_gpus
-from support.numerics_files import linear_errors
+from support.numerics_files import linear_errors, recipes_and_mix
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
 

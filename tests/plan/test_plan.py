@@ -63,7 +63,7 @@ def test_a_layout_is_forecast_as_the_forecast_does() -> None:
         step = StepForecast(Forecaster(chip, "sustained"), model, run, derive(model, run), network_of(chip)).step(layout.recipe)
         assert layout.step_ms.value == pytest.approx(step.total.value)
         assert layout.step_ms.high == pytest.approx(step.total.interval().high)
-        assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total / 1e9)
+        assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / 1e9)
         assert layout.tokens_per_s.value == pytest.approx(64 * 8192 / 16 / step.total.value * 1000)
 
 
@@ -248,7 +248,7 @@ def test_memory_that_is_tight_is_said() -> None:
         assert model is not None
         chip, run = gpu(result.gpu), replace(result.run) if result.run is not None else None
         assert run is not None
-        assert best.tight == (rank_memory(model, run, best.recipe, chip).most > chip.memory_bytes)
+        assert best.tight == (rank_memory(model, run, best.recipe, chip).most_bytes > chip.memory_bytes)
         assert result.has("plan-memory-tight") == best.tight
 
 

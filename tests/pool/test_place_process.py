@@ -110,7 +110,7 @@ def test_a_measuring_process_that_does_not_start_is_the_fault_of_the_machine(
 
 def test_what_a_unit_cannot_do_is_its_own_failure(serve: Serve) -> None:
     unit = tiny_bench("u").content
-    impossible = Unit("u", replace(unit, options=replace(unit.options, shapes=[(0, 1, 1)])))
+    impossible = Unit("u", replace(unit, options=unit.options.but(shapes=[(0, 1, 1)])))
     _, failed, done = serve([NOTHING] * 3, impossible, ANSWER, setup=PlaceSetup(cpu=True))
     assert isinstance(failed, UnitFailed)
     assert "every size must be at least 1" in failed.why
@@ -141,8 +141,8 @@ def test_a_site_pins_itself_to_its_share_of_the_cores_near_its_gpu(serve: Serve,
     """The driver says that both GPUs are near cores 0-3 and 64-67, of which this process may use six."""
     Driver().install(monkeypatch)
     pinned: list[tuple[int, ...]] = []
-    monkeypatch.setattr(site, "open_nvml", Nvml)
-    monkeypatch.setattr(site, "allowed_cores", lambda: frozenset({0, 1, 2, 3, 64, 65, 100}))
+    monkeypatch.setattr("gemmscope.pool.gpus.open_nvml", Nvml)
+    monkeypatch.setattr("gemmscope.pool.gpus.allowed_cores", lambda: frozenset({0, 1, 2, 3, 64, 65, 100}))
     monkeypatch.setattr("gemmscope.pool.gpus.TOPOLOGY", "/nowhere/{}")
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: pinned.append(tuple(cores)))
     one = free().gpus[0]

@@ -86,9 +86,9 @@ def run_fleet(job: ModelRun | None = None, **given: Any) -> FleetResult:
 def bench_sweep(model: dict[str, Any], run: dict[str, Any], axes: Any, **given: Any) -> SweepResult:
     places = {name: given.pop(name) for name in ("gpus", "ray") if name in given}
     options, context = split(BenchOptions, given)
-    return sweeping.bench_sweep(model, run, options, SweepOptions(axes, **places), context)
+    return sweeping.bench_sweep(model, run, options, SweepOptions(sweep=axes, **places), context)
 
 
 def step_sweep(model: dict[str, Any], run: dict[str, Any], axes: Any, **given: Any) -> SweepResult:
     options, context = split(StepOptions, given)
-    return sweeping.step_sweep(model, run, options, SweepOptions(axes), context)
+    return sweeping.step_sweep(model, run, options, SweepOptions(sweep=axes), context)

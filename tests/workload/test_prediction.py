@@ -92,8 +92,8 @@ def test_without_a_vocabulary() -> None:
 def test_memory_grows_on_the_last_stage(deepseek: ModelSpec) -> None:
     run = RunSpec(1, 4096, ep=64, pp=2, pp_layers=(31, 30))
     one, two = (rank_memory(replace(deepseek, prediction_layers=n), run, "FP8Current", gpu("h200")) for n in (1, 2))
-    assert two.weights > one.weights
-    assert two.workspace > one.workspace  # logits of every loss wait for backward
+    assert two.weights_bytes > one.weights_bytes
+    assert two.workspace_bytes > one.workspace_bytes  # logits of every loss wait for backward
 
 
 def test_hugging_face_has_none(deepseek: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, GroupedLinear, Linear
 from gemmscope.workload.rank_ops import visible_pairs
 from gemmscope.workload.residual_streams import StreamMix
-from gemmscope.workload.sparse import EntryScores
+from gemmscope.workload.sparse import IndexScores
 from support.refusals import refused
 
 
@@ -61,7 +61,7 @@ def test_the_indexer_learns_apart_from_the_model() -> None:
         ops = derive(spec, RunSpec(1, 1024, separate_projections=separate)).ops
         indexer = [op for op in ops if isinstance(op, Linear) and op.name.startswith("Indexer")]
         assert {op.passes for op in indexer} == {passes}
-        scores = next(op for op in ops if isinstance(op, EntryScores))
+        scores = next(op for op in ops if isinstance(op, IndexScores))
         assert (scores.backward().flops > 0) is not separate
 
 
@@ -98,7 +98,7 @@ def test_tensor_parallelism_of_compressed_attention() -> None:
 def test_experts_are_told_from_groups() -> None:
     """Expert parallelism shares the experts, not the groups of the output projection."""
     spec, run = preset("deepseek-v4-flash"), RunSpec(1, 1024, ep=256)
-    block = memory_of(spec).blocks(run).layers[0]
+    block = memory_of(spec).blocks(run)[0][0]
     assert block.experts == 3 * 4096 * 2048
     assert block.dense > 8 * 4096 * 1024
 
@@ -107,9 +107,9 @@ def test_memory_of_streams_and_shared_keys() -> None:
     """A layer's input is as wide as all streams together; layers that share keys keep none."""
     run = RunSpec(1, 1024)
     spec = preset("gemma-3n-e4b")
-    layers = memory_of(spec).blocks(run).layers
+    layers = memory_of(spec).blocks(run)[0]
     assert {block.first for block in layers} == {4 * 1024 * 2048 * 2}
-    assert rank_memory(spec, replace(run, recompute="full"), "BF16", gpu("h200")).activations < 16e9
+    assert rank_memory(spec, replace(run, recompute="full"), "BF16", gpu("h200")).activations_bytes < 16e9
     kinds = dict(zip(memory_of(spec)._kinds, layers, strict=True))
     own, shared = (
         next(block for layer, block in kinds.items() if layer.attention is not None and layer.attention.shares_kv is shares)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -84,7 +83,7 @@ def bench_gemms(
         verify_dgrad: Dgrad is always measured.
     """
     options, run = prepared("gemmscope.bench_gemms", locals(), BenchOptions)
-    return commands.bench.run_bench(None, replace(options, shapes=shapes), run)
+    return commands.bench.run_bench(None, options.but(shapes=shapes), run)
 
 
 @takes(SweepOptions, BenchOptions, axes=GEMM_SIZES, one_run=False)
@@ -147,7 +146,7 @@ def bench_gemm_sweep(
     """
     given = locals()
     options, run = prepared("gemmscope.bench_gemm_sweep", {**given, "shape": (shape,)}, BenchOptions, ["shape"])
-    return commands.sweep.gemm_sweep(shape, options, SweepOptions(axes_of(given, GEMM_SIZES), gpus, ray), run)
+    return commands.sweep.gemm_sweep(shape, options, SweepOptions(sweep=axes_of(given, GEMM_SIZES), gpus=gpus, ray=ray), run)
 
 
 @takes(FleetOptions)
@@ -219,7 +218,7 @@ def fleet_gemms(
         optimizer: With step and a module or hugging_face model: its optimizer. [default: adamw]
     """
     options, run = prepared("gemmscope.fleet_gemms", locals(), FleetOptions)
-    return commands.fleet.run_fleet(None, replace(options, shapes=shapes), run)
+    return commands.fleet.run_fleet(None, options.but(shapes=shapes), run)
 
 
 def gather_fleet(*runs: str | Path, tolerance: float | str | None = None) -> FleetResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,7 +163,7 @@ class Job(ModelRun):
         given = locals()
         named = [*names(on_gpus), *names(gpu or ())]
         options, context = prepared(f"{self.call}.sweep", given, ForecastOptions, ["on_gpus"], gpu=named)
-        options = replace(options, sweep=axes_of(given, AXES_OF_FORECASTS))
+        options = options.but(sweep=axes_of(given, AXES_OF_FORECASTS))
         return commands.forecast.sweep(self.model_arguments, self.arguments, options, context)
 
     @takes(BenchOptions)
@@ -435,7 +435,7 @@ class Job(ModelRun):
         """
         given = locals()
         options, context = prepared(f"{self.call}.bench_sweep", given, BenchOptions)
-        sweep = SweepOptions(axes_of(given, AXES_OF_LINEARS), gpus, ray)
+        sweep = SweepOptions(sweep=axes_of(given, AXES_OF_LINEARS), gpus=gpus, ray=ray)
         return commands.sweep.bench_sweep(self.model_arguments, self.arguments, options, sweep, context)
 
     @takes(SweepOptions, StepOptions, axes=MEASURED_SIZES, one_run=False)
@@ -506,7 +506,7 @@ class Job(ModelRun):
         """
         given = locals()
         options, context = prepared(f"{self.call}.step_sweep", given, StepOptions)
-        sweep = SweepOptions(axes_of(given, MEASURED_SIZES), gpus, ray)
+        sweep = SweepOptions(sweep=axes_of(given, MEASURED_SIZES), gpus=gpus, ray=ray)
         return commands.sweep.step_sweep(self.model_arguments, self.arguments, options, sweep, context)
 
     @takes(NumericsOptions, without=("recording",))

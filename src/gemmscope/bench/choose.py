@@ -6,7 +6,7 @@ installed packages and the tables of recipes; the worker then asks the framework
 
 import importlib.util
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
@@ -54,7 +54,7 @@ def _for_framework(choices: MeasuringOptions, framework: str) -> tuple[Measuring
         return choices, ()
     if _missing(backend):
         return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
-    return replace(choices, backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
+    return choices.but(backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
 
 
 @dataclass(frozen=True)

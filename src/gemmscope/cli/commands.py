@@ -100,7 +100,7 @@ def step(sweep: StepSweepOptions, model: ModelOptions, run: RunOptions, options:
         settings = model.given(), run.given(), options, sweep
         return _swept(outputs, options, lambda streaming: commands.sweep.step_sweep(*settings, streaming), context)
     _check_alone(sweep)
-    options = replace(options, gpu_count=_gpu_count(sweep.gpus))
+    options = options.but(gpu_count=_gpu_count(sweep.gpus))
     job = _job(model, run)
     _explain_no_fp8(options)
     result = commands.step.run_step(job, options, context)
@@ -381,7 +381,7 @@ def _to_profile(options: BenchOptions, *, named: bool) -> BenchOptions:
     one = shape(chosen)
     if options.shapes is not None:
         say(f"note: --profile runs --profile-shape {chosen} only: --shapes is ignored")
-    return replace(options, shapes=[one])
+    return options.but(shapes=[one])
 
 
 def _profile(job: commands.ModelRun | None, options: BenchOptions, outputs: PageOptions, context: commands.RunContext) -> int:

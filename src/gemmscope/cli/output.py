@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -28,7 +27,6 @@ ENDINGS = {"csv": ".csv", "markdown": ".md", "html": ".html"}  # of the formats 
 OTHER_ENDINGS = {".json", ".txt", *writers.WRITERS} - {".html"}  # of files that are not pages
 
 
-@dataclass(frozen=True)
 class OutputOptions(Options):
     """Where a result goes."""
 
@@ -52,7 +50,6 @@ class OutputOptions(Options):
         return commands.RunContext(typed_command(), commands.Console(), lambda result: deliver(result, self))
 
 
-@dataclass(frozen=True)
 class FigureOptions(OutputOptions):
     """Where a result with charts goes."""
 
@@ -72,7 +69,6 @@ class FigureOptions(OutputOptions):
         return {**super().targets(), "output": self.output}
 
 
-@dataclass(frozen=True)
 class PageOptions(FigureOptions):
     """The options for outputs with the HTML page, for results that are written while they are measured."""
 
@@ -86,7 +82,6 @@ class PageOptions(FigureOptions):
         return {**super().targets(), **({"html": self.html} if self.html is not None else {})}
 
 
-@dataclass(frozen=True)
 class FleetOutputs(PageOptions):
     """Where the result of a fleet goes."""
 

@@ -84,7 +84,7 @@ def run_bench(job: ModelRun | None, options: BenchOptions = MEASURED, context: R
 
 def run_for_nsight(job: ModelRun | None, options: BenchOptions = MEASURED, context: RunContext = PLAIN) -> list[TaskResult]:
     """Run everything a few times in NVTX ranges, for Nsight Systems to record; nothing is timed."""
-    with _prepared(job, replace(options, resume=False, as_te_benchmark=False), context, for_nsight=True) as bench:
+    with _prepared(job, options.but(resume=False, as_te_benchmark=False), context, for_nsight=True) as bench:
         context.reporter.say(f"to record this with Nsight Systems, run:\n  {NSYS} {context.command}")
         with context.reporter.measuring(bench.campaign) as on_message:
             bench.campaign.on_message = on_message

@@ -30,7 +30,7 @@ from gemmscope.forecast.step_findings import (
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
-from gemmscope.job.load import SIZES, ModelRun, as_frameworks_run
+from gemmscope.job.load import ModelRun, as_frameworks_run
 from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
@@ -38,7 +38,6 @@ from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, reque
 from gemmscope.options.estimating import ForecastOptions
 from gemmscope.options.values import Shape
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
@@ -47,14 +46,13 @@ from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
-from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations
+from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations, swept_model
 from gemmscope.workload.cases import Mode, bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import Given, check, check_schedule, solve
 
 SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
-Price = float | Mapping[str, float] | None
 
 
 def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext = PLAIN) -> ForecastResult:
@@ -64,8 +62,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     job = _on_gpus(as_frameworks_run(job) if job is not None else None, options.gpus)
     known_gpus = options.gpus if job is None or job.run.dp is None else job.run.gpus
-    asks_for_cost = options.tokens is not None or options.price is not None
-    budgets = _budgets(chips, options.tokens, known_gpus, options.price) if asks_for_cost else {}
+    budgets = _budgets(chips, options, known_gpus)
     by_gpu = choose_recipes(chips, options, job.source.framework if job is not None else "")
     subject = rank_workload(job, context.reporter.say) if job is not None else None
     if subject is not None:
@@ -74,8 +71,8 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options.cache_weights, options.as_te_benchmark)
-    _check_step(task, options.tokens, asks_for_cost=bool(budgets) or options.gpus is not None)
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options)
+    _check_step(task, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
     findings = (*_common_findings(subject, linears, forecasts), *filter(None, [cheapest_finding(forecasts)]))
@@ -92,13 +89,12 @@ class _ForecastTask:
     modes: Sequence[Mode]
     clocks: State
     asked: MixRequest | None
-    cache_weights: bool
-    as_te_benchmark: bool
+    options: ForecastOptions
 
     @property
     def stepping(self) -> RankWorkload | None:
         """The model, if its training step is forecast too."""
-        return self.subject if not self.as_te_benchmark else None
+        return self.subject if not self.options.as_te_benchmark else None
 
     @property
     def may_stay(self) -> list[str]:
@@ -111,9 +107,8 @@ class _ForecastTask:
     ) -> GpuForecast:
         """The forecast for one GPU, in the recipes `names`."""
         adjustment, calibration_findings = calibrated(chip.name)
-        forecaster = Forecaster(
-            chip, self.clocks, cache_weights=self.cache_weights, measured=adjustment, forward_only=self.as_te_benchmark
-        )
+        cached, as_calls = self.options.cache_weights, self.options.as_te_benchmark
+        forecaster = Forecaster(chip, self.clocks, cache_weights=cached, measured=adjustment, forward_only=as_calls)
         linears = forecast_linears(
             forecaster,
             self.linears.cases,
@@ -122,7 +117,7 @@ class _ForecastTask:
             self.linears.layers,
             self.linears.layer_counts,
             heads=self.may_stay,
-            as_te_benchmark=self.as_te_benchmark,
+            as_te_benchmark=as_calls,
         )
         step, memory, mixes = None, tuple[RecipeMemory, ...](), Mixes()
         other_ways, repeated = list[Finding | None](), None  # findings about other ways to run the step
@@ -156,7 +151,7 @@ class _ForecastTask:
         )
 
 
-def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: bool) -> None:
+def _check_step(task: _ForecastTask, *, asks_for_cost: bool) -> None:
     """A `UserError` for options that apply to a training step if there is none, or to tokens if its inputs are others."""
     step = task.stepping
     if step is None and asks_for_cost:
@@ -164,7 +159,7 @@ def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: boo
             f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none",
             f"name a model: {option('config')} or {option('preset')}",
         )
-    if step is not None and step.run.inputs is not None and tokens is not None:
+    if step is not None and step.run.inputs is not None and task.options.tokens is not None:
         raise UserError(
             f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}",
             f"remove {option('tokens')}",
@@ -192,49 +187,40 @@ def sweep(
     sweeps: list[GpuSweep] = []
     with signals.defer_signals() as deferred:
         possible, impossible = _configurations(model, run, axes, deferred)
-        points, wanted = 0, len(possible) * len(chips)
+        wanted = len(possible) * len(chips)
         with context.reporter.counting("points", wanted) as show:
-
-            def on_points(count: int) -> None:
-                nonlocal points
-                points += count
-                show(points)
-
-            for chip in chips:
+            for number, chip in enumerate(chips):
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
                 forecaster = Forecaster(chip, clocks, measured=adjustment)
-                swept = forecast_sweep(forecaster, possible, impossible, names, networks[chip.name], on_points)
-                if swept is not None:
-                    findings = (*swept.findings, *recipe_findings, *calibration_findings)
-                    sweeps.append(swept.model_copy(update={"findings": findings}))
+                sweeps += forecast_sweep(
+                    forecaster,
+                    possible,
+                    impossible,
+                    names,
+                    networks[chip.name],
+                    findings=(*recipe_findings, *calibration_findings),
+                    on_points=show,
+                    before=number * len(possible),
+                )
+        points = sum(len(swept.points) - len(impossible) for swept in sweeps)
         interrupted = deferred.first is not None
         if interrupted and not sweeps:
             raise deferred.interruption()
         if interrupted:
             deferred.answered, deferred.outcome = True, f"{points} of {wanted} points were computed"
-    about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
+    findings = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
     reasons = by_reason(impossible)
-    about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
+    findings += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     replicas = {run.data_parallel for _, _, run in possible}
     common = {**common_fields(context.command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
     return ForecastResult(
         **common,
         origin="sweep",
-        model=_swept_model(possible, axes),
-        findings=(finding("forecast-not-measured"), *about),
+        model=swept_model(possible[0][1], possible[0][1].source, axes) if possible else None,
+        findings=(finding("forecast-not-measured"), *findings),
         interrupted=interrupted,
         sweeps=tuple(sweeps),
     )
-
-
-def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[int]]) -> ModelSummary | None:
-    """Which model; without its sizes where some of them vary."""
-    if not possible:
-        return None
-    model = possible[0][1]
-    about = ModelSummary.of(model, model.name, model.source)
-    varied = any(name in SIZES for name in axes)
-    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
 
 
 def forecast_gemms(file: str, options: ForecastOptions) -> GemmForecast:
@@ -253,12 +239,10 @@ def forecast_gemms(file: str, options: ForecastOptions) -> GemmForecast:
 
 def _on_gpus(job: ModelRun | None, gpu_count: int | None) -> ModelRun | None:
     """The job on so many GPUs; a `UserError` if its layout does not divide them."""
-    if job is None:
-        return None
-    if gpu_count is not None:
-        check_size(option("gpus"), gpu_count, "parallel")
-        job = replace(job, run=replace(job.run, dp=solve(job.run, Given(gpus=gpu_count, dp=job.run.dp)).dp))
-    return job
+    if job is None or gpu_count is None:
+        return job
+    check_size(option("gpus"), gpu_count, "parallel")
+    return replace(job, run=replace(job.run, dp=solve(job.run, Given(gpus=gpu_count, dp=job.run.dp)).dp))
 
 
 def _check_schedule(source: ModelSource, run: RunSpec) -> None:
@@ -266,10 +250,12 @@ def _check_schedule(source: ModelSource, run: RunSpec) -> None:
         check_schedule(run)
 
 
-def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
+def _budgets(chips: Sequence[GpuSpec], options: ForecastOptions, gpu_count: int | None) -> dict[str, Budget]:
     """The budget of the run by GPU; empty if no cost was requested."""
+    tokens, price = options.tokens, options.price
     by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
-    budget = Budget.asked(tokens, gpu_count, 0.0 if isinstance(price, Mapping) else price)
+    costs = tokens is not None or price is not None
+    budget = Budget.asked(tokens, gpu_count if costs else None, 0.0 if isinstance(price, Mapping) else price)
     if budget is None:
         return {}
     names = [chip.name for chip in chips]

@@ -18,7 +18,7 @@ from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
-from gemmscope.numerics.evaluation.mixes import recipes_and_mix
+from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
     CheckpointSource,
     ComputedErrors,
@@ -69,23 +69,19 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
     speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
     with defer_signals():  # after Ctrl-C, what was computed is delivered before the command ends
         computed = _computed(request, context.reporter)
-        with damage_reported(*([speeds] if speeds is not None else [])):
-            comparison = recipes_and_mix(computed.linears, speeds, options.bound, speed_gpu)
-        result = NumericsResult(
-            command=context.command,
-            findings=(*error_findings(computed, backend), *comparison.findings),
-            **vars(computed.tensors.facts),
-            recipes=comparison.recipes,
-            linears=tuple(computed.linears),
-            stale=tuple(computed.stale),
-            depth=computed.depth.depth,
-            speed_origin=comparison.speed_origin,
-            speed_of=comparison.speed_of,
-            speed_gpu=comparison.speed_gpu,
-            speed_file=str(speed) if isinstance(speed, (str, Path)) else "",
-            mixed=comparison.mixed,
-            seconds=time.monotonic() - begin,
+        result = computed.tensors.result.model_copy(
+            update={
+                "command": context.command,
+                "findings": tuple(error_findings(computed, backend)),
+                "linears": tuple(computed.linears),
+                "stale": tuple(computed.stale),
+                "depth": computed.depth.depth,
+                "speed_file": str(speed) if isinstance(speed, (str, Path)) else "",
+            }
         )
+        with damage_reported(*([speeds] if speeds is not None else [])):
+            result = with_mix(result, speeds, options.bound, speed_gpu)
+        result = result.model_copy(update={"seconds": time.monotonic() - begin})
         if context.deliver is not None:
             context.deliver(result)
     return result

@@ -1,6 +1,6 @@
 """`gemmscope plan`: the fastest layouts of a model on a number of GPUs, among all that divide and fit. Nothing is measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
@@ -24,7 +24,7 @@ from gemmscope.options.estimating import LayoutOptions, PlanOptions
 from gemmscope.paste.emit import layout_to_paste
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary
-from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
+from gemmscope.results.plan import PlanPoint, PlanResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.sweep.axes import possible_points
@@ -60,11 +60,15 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     if source.model is None:
         raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")
     count = _count("gpus", options.gpus, "the number of GPUs to train on", 64)
-    batch = _batch(source, options.global_batch)
+    batch = options.global_batch if options.global_batch is not None else source.global_batch
+    batch = _count("global_batch", batch, "the sequences of one optimizer step", 256)
     length = options.sequence_length or source.run_settings.get("sequence_length")
     length = _count("sequence_length", length, "the sequence length", 8192)
-    budget = _budget(options.tokens, count, options.price)
-    names, recipe_findings = _recipes(chip, options, source.framework)
+    Budget(options.tokens if options.tokens is not None else 1e9, count, options.price)  # checks them
+    names, recipe_findings = choose_recipes([chip], options, source.framework)[chip.name]
+    if options.recipes is not None:  # BF16 only if it was named
+        named = {recipe(name).name for name in options.recipes}
+        names = [name for name in names if name in named]
     of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
@@ -75,29 +79,23 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
         tasks, impossible = _tasks(source.model, sizes, task)
         searches = [Search(task, space) for _, task in tasks]
-        wanted, done = sum(len(search.runs) for search in searches) * len(names), 0
+        wanted = sum(len(search.runs) for search in searches) * len(names)
         _check_any(searches, space)
         with context.reporter.counting("layouts", wanted) as show:
-
-            def on_layouts(more: int) -> None:
-                nonlocal done
-                done += more
-                show(done)
-
-            complete = run_searches(forecaster, searches, names, links, deferred, on_layouts)
-        if not complete:
+            done = run_searches(forecaster, searches, names, links, deferred, show)
+        if done < wanted:
             if not any(search.candidates for search in searches):
                 raise deferred.interruption()
             deferred.answered, deferred.outcome = True, f"{done} of {wanted} layouts were computed"
     most = MOST_LISTED // len(searches)
     points = [_point(values, search, forecaster, names, most) for (values, _), search in zip(tasks, searches, strict=True)]
-    points += impossible
-    best = next((point.best for point in points if point.best is not None), None)
-    if best is None:
+    fitting = [(point, search) for point, search in zip(points, searches, strict=True) if point.layouts]
+    if not fitting:
         raise _nothing_fits(points[0], chip, count, sizes)
-    interrupted = [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    of_layouts = (*_findings(points, chip, source), *_priors(searches[0]))
-    first, winner = next((point, search) for point, search in zip(points, searches, strict=False) if point.best is not None)
+    first, winner = fitting[0]
+    layers = source.model.layers
+    experts = any(layer.is_moe for layer in layers)
+    interrupted = [] if done == wanted else [finding("plan-interrupted", layouts=done, wanted=wanted)]
     return PlanResult(
         **common_fields(context.command, clocks),
         origin=source.origin,
@@ -107,7 +105,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
             finding("forecast-not-measured"),
             *source.findings,
             *interrupted,
-            *of_layouts,
+            *_findings(points[0], searches[0], chip, source),
             *recipe_findings,
             *calibration_findings,
         ),
@@ -118,13 +116,13 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         network_gbps=links.gbps,
         network=links.name,
         nvlink_domain=links.domain,
-        tokens=budget.tokens if budget is not None and options.tokens is not None else None,
+        tokens=options.tokens,
         price=options.price,
         recipes=tuple(names),
-        points=tuple(points),
+        points=(*points, *impossible),
         varied=tuple(sizes),
-        ready_to_paste=_paste(best, first, winner) if not sizes else {},
-        interrupted=not complete,
+        ready_to_paste=layout_to_paste(first.layouts[0], batch, length, len(layers), experts=experts) if not sizes else {},
+        interrupted=done < wanted,
     )
 
 
@@ -132,30 +130,6 @@ def _count(name: str, value: object, what: str, example: int) -> int:
     if value is None:
         raise UserError(f"{option(name)} is not given: {what}", f"for example {option(name, example)}")
     return check_size(option(name), value, "parallel" if name == "gpus" else "sequence_length")
-
-
-def _batch(source: ModelSource, given: int | None) -> int:
-    """The global batch: as given, or as the model's file says."""
-    if given is not None:
-        return check_size(option("global_batch"), given, "sequence_length")
-    if source.global_batch is not None:
-        return source.global_batch
-    raise UserError(
-        f"{option('global_batch')} is not given: the sequences of one optimizer step",
-        f"for example {option('global_batch', 256)}",
-    )
-
-
-def _budget(tokens: float | None, gpus: int, price: float | None) -> Budget | None:
-    """Checked; a price alone gives the cost of a billion tokens."""
-    return Budget(tokens if tokens is not None else 1e9, gpus, price) if tokens is not None or price is not None else None
-
-
-def _recipes(chip: GpuSpec, options: PlanOptions, framework: str) -> tuple[list[str], tuple[Finding, ...]]:
-    """The recipes to try: those that were named, or all that the GPU runs."""
-    names, findings = choose_recipes([chip], options, framework)[chip.name]
-    named = {recipe(name).name for name in options.recipes} if options.recipes else set(names)
-    return [name for name in names if name in named], tuple(findings)
 
 
 def _restricted(options: LayoutOptions) -> dict[str, tuple[Any, ...]]:
@@ -168,12 +142,11 @@ def _restricted(options: LayoutOptions) -> dict[str, tuple[Any, ...]]:
         if not listed:
             raise UserError(f"{option(name)} has no values", f"for example {option(name, '1,2,4')}")
         for value in listed:
-            if name in LISTS:
-                if value not in LISTS[name]:
-                    known = ", ".join(map(str, LISTS[name]))
-                    raise UserError(f"{option(name)} must be some of {known}, not {shown(value)}", "separate several by commas")
-            else:
+            if name not in LISTS:
                 check_size(option(name), value, "micro_batch_size" if name == "micro_batch_size" else "parallel")
+            elif value not in LISTS[name]:
+                known = ", ".join(map(str, LISTS[name]))
+                raise UserError(f"{option(name)} must be some of {known}, not {shown(value)}", "separate several by commas")
         result[name] = tuple(dict.fromkeys(listed))
     return result
 
@@ -259,7 +232,7 @@ def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names
 
 def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | None:
     """The smallest number of GPUs with which some layout fits: doubled again and again, with as large a batch as they need."""
-    task, available = search.task, chip.memory_bytes
+    task = search.task
     small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
     for doublings in range(1, MOST_DOUBLINGS + 1):
         gpus = task.gpus << doublings
@@ -267,13 +240,14 @@ def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | N
             return None
         other = replace(task, gpus=gpus, global_batch=-(-task.global_batch // gpus) * gpus)
         for run in layouts(other, small, Pruning()):
-            if any(rank_memory(task.model, run, name, chip).total <= available for name in names):
+            needed = memory_of(task.model).rank(run, names, chip)
+            if any(memory.fit in ("fits", "tight") for memory in needed.values()):
                 return gpus
     return None
 
 
 def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str, Any]) -> UserError:
-    smallest: SmallestLayout | None = point.smallest
+    smallest = point.smallest
     if smallest is None:
         return UserError(f"no layout of {point.model.name} can be forecast on {gpus} {chip.name}", "try other sizes")
     model = "any of these models" if sizes else point.model.name
@@ -288,36 +262,25 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     return UserError(message, hint)
 
 
-def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]:
-    layers = search.task.model.layers
-    experts = any(layer.is_moe for layer in layers)
-    return layout_to_paste(best, point.global_batch, point.sequence_length, len(layers), experts=experts)
-
-
-def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -> list[Finding]:
-    findings = []
-    best = points[0].best
-    if best is not None and best.tight:
-        findings.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=chip.memory_bytes / 1e9))
-    if best is not None and best.host_bound:
-        findings.append(finding("plan-host-bound"))
+def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource) -> Iterator[Finding]:
+    """Findings about the best layout of the first model, and about the layout of the model's file."""
+    if point.best is None:
+        return
+    if point.best.tight:
+        yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / 1e9)
+    if point.best.host_bound:
+        yield finding("plan-host-bound")
     settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}
-    if settings and best is not None and not points[0].values:
-        findings.append(_file_layout(source.origin, settings, points[0]))
-    return findings
-
-
-def _priors(search: Search) -> list[Finding]:
-    """A finding if the best layout waits for communication whose overlap was not checked against any published run."""
-    if not search.candidates:
-        return []
+    if settings and not point.values:
+        yield _file_layout(source.origin, settings, point)
     step = min(search.candidates, key=order).step
     kinds = [
         KINDS.get(exchange.kind, exchange.kind)
         for exchange in step.exchanged
         if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.total.value
     ]
-    return [finding("plan-prior", kinds=kinds)] if kinds else []
+    if kinds:  # the best layout waits for communication whose overlap was not checked against any published run
+        yield finding("plan-prior", kinds=kinds)
 
 
 def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:

@@ -5,7 +5,6 @@ are spread over the GPUs that were asked for; every outcome is in the journal be
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +76,7 @@ def gemm_sweep(shape: Shape, options: BenchOptions, sweep: SweepOptions, context
             m, k, n = (values.get(name, size) for name, size in zip(GEMM_SIZES, shape, strict=True))
             try:
                 check_shape((m, k, n))
-                unit = MeasureUnit(replace(options, shapes=[(m, k, n)]), None, context.command, reduce=BENCH_POINT)
+                unit = MeasureUnit(options.but(shapes=[(m, k, n)]), None, context.command, reduce=BENCH_POINT)
                 possible.append((values, unit))
             except UserError as error:
                 impossible.append((values, in_python(error.message)))
@@ -93,7 +92,7 @@ def step_sweep(
 ) -> SweepResult:
     """The training step at every point of one size or two, each as `run_step` measures it: in the recipes alone, without mixed
     plans. Arguments as in `bench_sweep`."""
-    options, axes = replace(_of_point(options), try_mixed=False), sweep.sweep or {}
+    options, axes = _of_point(options).but(try_mixed=False), sweep.sweep or {}
     check_limits(*limits(options))
     check_axes(axes, MEASURED_SIZES, model, MOST_POINTS)
 

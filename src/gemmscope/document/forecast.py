@@ -44,7 +44,7 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.sweep import sweep_document
+from gemmscope.document.sweep import forecast_sweep_document
 from gemmscope.document.table import Cell, Column, Facts, Table, across, called_cell, table
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -70,7 +70,7 @@ MEMORY_USES = {
 def forecast_document(result: ForecastResult, name: str = "") -> Document:
     """Build the Document of the result."""
     if result.sweeps:
-        return sweep_document(result, name)
+        return forecast_sweep_document(result, name)
     first, several = result.gpus[0], len(result.gpus) > 1
     answer, because = _answer(result)
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]

@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKL"
 BATCH = ("micro_batch_size", "sequence_length")
 
 
-def sweep_document(result: ForecastResult, name: str) -> Document:
+def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
     """Build the Document of a forecast sweep."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else ""
@@ -55,7 +55,7 @@ def sweep_document(result: ForecastResult, name: str) -> Document:
     )
 
 
-def measured_sweep_document(result: SweepResult, name: str = "") -> Document:
+def sweep_document(result: SweepResult, name: str = "") -> Document:
     """Build the Document of a measured sweep."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else " of a GEMM"

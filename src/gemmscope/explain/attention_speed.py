@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gemmscope.engine.kernels import MATH, attention_backend
-from gemmscope.explain.gemms import is_shape
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
 from gemmscope.explain.trace_view import TimedWork, largest_sums
@@ -115,7 +114,7 @@ def _key(item: TimedWork) -> _Key:
 
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:
     """Batch, heads, queries, keys and head size, from the inputs of PyTorch's operators; the backward's begin with a gradient."""
-    shapes = [shape for shape in operator.shapes if is_shape(shape) and len(shape) == 4]
+    shapes = [shape for shape in operator.shapes if len(shape) == 4]
     if ATTENTION_BACKWARD.match(operator.name):
         shapes = shapes[1:]
     if len(shapes) < 2:

@@ -154,18 +154,16 @@ def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
     usual = {name: median(own.get(name, 0.0) for own in alike) for name in {name for own in alike for name in own}}
     rows = []
     for number, (step, profile) in enumerate(zip(view.steps.every, profiles, strict=True)):
-        time = step.time / 1000
-        slow = time > SIMILAR * typical
+        time, unrecorded = step.time / 1000, profile.get(UNRECORDED, 0.0)
+        idle = sum(gap.time for gap in view.every_shares[number].gaps if gap.why != NOT_RECORDED) / 1000
         beyond = largest_sums((name, own - usual.get(name, 0.0)) for name, own in profile.items())
         extra, extra_ms = next(iter(beyond.items()), ("", 0.0))
-        if not slow or extra_ms < MAIN_REASON * (time - typical):
-            extra, extra_ms = "", 0.0
-        unrecorded = profile.get(UNRECORDED, 0.0)
-        idle = sum(gap.time for gap in view.every_shares[number].gaps if gap.why != NOT_RECORDED) / 1000
+        slow = time > SIMILAR * typical
+        named = slow and extra_ms >= MAIN_REASON * (time - typical)
         rows.append(
             TracedStep(
                 name=step.name, time_ms=time, busy_ms=max(time - idle - unrecorded, 0.0), idle_ms=idle, unrecorded_ms=unrecorded,
-                averaged=number >= averaged, slow=slow, extra=extra, extra_ms=extra_ms,
+                averaged=number >= averaged, slow=slow, extra=extra if named else "", extra_ms=extra_ms if named else 0.0,
             )
         )  # fmt: skip
     return tuple(rows)

@@ -3,58 +3,32 @@
 import re
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Literal
 
+from gemmscope.grouping import grouped
 from gemmscope.toml import load_data
 
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class HostActivity:
-    """A kind of work on the CPU. `cause`: the code of the cause if the GPU waits for it."""
-
-    name: str
-    cause: str
-    names: re.Pattern[str]
-    calls: re.Pattern[str]
-
-
-NEVER = r"(?!)"
 # In the order in which they are tried, the most specific first
-HOST_ACTIVITIES = tuple(
-    HostActivity(entry["name"], entry["cause"], *(re.compile(entry.get(key, NEVER)) for key in ("names", "calls")))
-    for entry in load_data("gemmscope.explain", "host_activity.toml")["activity"]
-)
+HOST_ACTIVITIES: list[dict[str, str]] = load_data("gemmscope.explain", "host_activity.toml")["activity"]
 
 
 @lru_cache(10_000)
-def activity_of(name: str) -> str:
-    """The activity that an annotation, an operator or a Python frame belongs to; empty for all others.
+def activity_of(name: str, by: Literal["names", "calls"]) -> str:
+    """The activity that an annotation, an operator or a Python frame belongs to, or a CUDA or HIP call; empty for all others.
 
-    >>> activity_of("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"), activity_of("aten::mm")
-    ('data loading', '')
-    >>> activity_of("_compile.compile_inner (dynamo_timed)"), activity_of("Torch-Compiled Region: 0/0")
-    ('compilation', '')
-    >>> activity_of("torch/serialization.py(943): save"), activity_of("torch/utils/checkpoint.py(264): backward")
-    ('saving a checkpoint', '')
-    """
-    return next((entry.name for entry in HOST_ACTIVITIES if entry.names.search(name)), "")
-
-
-@lru_cache(10_000)
-def activity_of_call(name: str) -> str:
-    """The activity that a CUDA or HIP call belongs to.
-
-    >>> [activity_of_call(name) for name in ("hipFree", "cudaMalloc", "cudaMallocAsync", "cudaLaunchKernel", "cuMemFree_v2")]
+    >>> names = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "aten::mm", "Torch-Compiled Region: 0/0"
+    >>> [activity_of(name, "names") for name in (*names, "_compile.compile_inner (dynamo_timed)")]
+    ['data loading', '', '', 'compilation']
+    >>> frames = "torch/serialization.py(943): save", "torch/utils/checkpoint.py(264): backward"
+    >>> [activity_of(name, "names") for name in frames]
+    ['saving a checkpoint', '']
+    >>> [activity_of(name, "calls") for name in ("hipFree", "cudaMalloc", "cudaMallocAsync", "cudaLaunchKernel", "cuMemFree_v2")]
     ['memory allocation', 'memory allocation', '', '', 'memory allocation']
     """
-    return next((entry.name for entry in HOST_ACTIVITIES if entry.calls.search(name)), "")
+    return next((entry["name"] for entry in HOST_ACTIVITIES if by in entry and re.search(entry[by], name)), "")
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -91,18 +65,6 @@ class Covered:
         (22.0, 2.0, 0.0, 0.0)
         """
         return self._until(end) - self._until(begin) if end > begin else 0.0
-
-
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key.
-
-    >>> grouped([("norms", 1), ("loss", 2), ("norms", 3)])
-    {'norms': [1, 3], 'loss': [2]}
-    """
-    groups: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def by_key(spans: Iterable[tuple[Hashable, float, float]]) -> dict[Any, Covered]:

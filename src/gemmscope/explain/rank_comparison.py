@@ -4,10 +4,12 @@ The straggler is the rank that enters collectives last. It spends the least time
 Where the traces have no collectives in common, the rank that computes longest stands in.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import NamedTuple
 
 from gemmscope.explain.collectives import Collective, Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
@@ -104,54 +106,48 @@ def _straggler(
     return [straggler, *_why_late(rank, matches, by_rank)]
 
 
-@dataclass
-class _Interval:
-    """What a rank did between two collectives, in microseconds."""
+class _Interval(NamedTuple):
+    """What a rank did before a collective, in microseconds. `first`: from the begin of the step."""
 
-    computing: float = 0.0
-    idle: float = 0.0
-    kernels: float = 0
-    total: float = 0.0
-    first: bool = False  # from the begin of the step
-
-    def plus(self, other: "_Interval") -> "_Interval":
-        return _Interval(self.computing + other.computing, self.idle + other.idle, self.kernels + other.kernels)
+    computing: float
+    idle: float
+    kernels: float
+    total: float
+    first: float
 
 
-def _median_interval(intervals: Sequence[_Interval]) -> _Interval:
-    """What ranks did between the same collectives: the median of each quantity."""
-    fields = ("computing", "idle", "kernels", "total")
-    return _Interval(*(median(getattr(interval, name) for interval in intervals) for name in fields))
+def _combined(how: Callable[[Sequence[float]], float], intervals: Iterable[_Interval]) -> _Interval:
+    """The sum or the median of each quantity."""
+    return _Interval(*(how(values) for values in zip(*intervals, strict=True)))
 
 
 def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:
     """Compare what the straggler does before each collective that it enters last with what the other ranks do there."""
-    members = sorted({member for match in matches for member in match})
+    members = {member for match in matches for member in match}
     lanes = {member: _intervals(by_rank[member], [match[member] for match in matches if member in match]) for member in members}
+    led = [match for match in matches if last_of(match) == rank]
+    late = [lanes[rank][id(match[rank].work)] for match in led]
+    others = ([lanes[member][id(one.work)] for member, one in match.items() if member != rank] for match in led)
+    usual = [_combined(median, intervals) for intervals in others]
+    waited = [_waited_us(match, rank) for match in led]
+    before = sum(
+        max(time - max(interval.total - other.total, 0.0), 0.0)
+        for time, interval, other in zip(waited, late, usual, strict=True)
+        if interval.first
+    )
+    own, other = _combined(sum, late), _combined(sum, usual)
+    idle, computing, least = own.idle - other.idle, own.computing - other.computing, TELLING * sum(waited)
     steps = by_rank[rank].view.count
-    before = delay = 0.0
-    own, others = _Interval(), _Interval()  # the sums of the straggler, and of the medians of the other ranks
-    for match in matches:
-        if last_of(match) != rank:
-            continue
-        late = lanes[rank][id(match[rank].work)]
-        usual = _median_interval([lanes[member][id(one.work)] for member, one in match.items() if member != rank])
-        waited = _waited_us(match, rank)
-        delay += waited
-        own, others = own.plus(late), others.plus(usual)
-        if late.first:
-            before += max(waited - max(late.total - usual.total, 0.0), 0.0)
-    idle, computing, least = own.idle - others.idle, own.computing - others.computing, TELLING * delay
     facts = {"rank": rank, "time_ms": computing / 1000 / steps}
     result = []
     if before > least:
         result.append(finding("straggler-late-start", rank=rank, time_ms=before / 1000 / steps))
     if idle > least:
         result.append(finding("straggler-idle", rank=rank, time_ms=idle / 1000 / steps))
-    if computing > least and own.kernels > MORE_KERNELS * others.kernels:
-        result.append(finding("straggler-more-work", **facts, kernels=own.kernels / steps, others=others.kernels / steps))
-    elif computing > least and others.computing and own.computing > SLOWER * others.computing:
-        result.append(finding("straggler-slower", **facts, ratio=own.computing / others.computing))
+    if computing > least and own.kernels > MORE_KERNELS * other.kernels:
+        result.append(finding("straggler-more-work", **facts, kernels=own.kernels / steps, others=other.kernels / steps))
+    elif computing > least and other.computing and own.computing > SLOWER * other.computing:
+        result.append(finding("straggler-slower", **facts, ratio=own.computing / other.computing))
     return result or [finding("straggler-unexplained", rank=rank)]
 
 
@@ -160,22 +156,18 @@ def _intervals(diagnosis: TraceDiagnosis, collectives: Sequence[Collective]) -> 
     result: dict[int, _Interval] = {}
     view = diagnosis.view
     for step, items, shares in zip(view.steps.chosen, view.by_step(), view.shares, strict=True):
-        inside = sorted(
-            (collective.work for collective in collectives if collective.step == step.name), key=lambda work: work.start
-        )
+        computing = [item for item in items if item.name != "communication"]
+        inside = [collective.work for collective in collectives if collective.step == step.name]
         begin = step.begin
-        at = gap_at = 0
-        gaps = sorted(shares.gaps, key=lambda gap: gap.begin)
-        for number, work in enumerate(inside):
-            interval = _Interval(total=max(work.start - begin, 0.0), first=number == 0)
-            while at < len(items) and items[at].work.start < work.start:
-                if items[at].name != "communication" and items[at].work.start >= begin:
-                    interval.computing += items[at].share
-                    interval.kernels += 1
-                at += 1
-            while gap_at < len(gaps) and gaps[gap_at].begin < work.start:
-                interval.idle += max(min(gaps[gap_at].end, work.start) - max(gaps[gap_at].begin, begin), 0.0)
-                gap_at += 1
-            result[id(work)] = interval
+        for number, work in enumerate(sorted(inside, key=lambda work: work.start)):
+            first, end = (bisect_left(computing, at, key=lambda item: item.work.start) for at in (begin, work.start))
+            own = computing[first:end]
+            first, end = (
+                bisect_right(shares.gaps, begin, key=lambda gap: gap.end),
+                bisect_left(shares.gaps, work.start, key=lambda gap: gap.begin),
+            )
+            idle = sum(min(gap.end, work.start) - max(gap.begin, begin) for gap in shares.gaps[first:end])
+            total = max(work.start - begin, 0.0)
+            result[id(work)] = _Interval(sum(item.share for item in own), idle, len(own), total, number == 0)
             begin = max(begin, work.end)
     return result

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.explain.host_activity import activity_of, activity_of_call
+from gemmscope.explain.host_activity import activity_of
 from gemmscope.explain.trace_file import HOW_TO_RECORD, OTHER_DEVICES, EventStream, reject_foreign
 from gemmscope.explain.trace_file import MOST_NAMES as MOST_NAMES_LOOKED_AT
 from gemmscope.reading import InputFile
@@ -44,12 +44,15 @@ MOST_RECORDS = 4_000_000  # of about 1 KB each
 LONGEST_NAME = 5000  # characters: the demangled names of templates are long
 MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
+MOST_DIMENSIONS = 12
+LARGEST_SIZE = 2**40
 LATEST_US = 1e20  # no valid timestamp is larger
 LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
 MOST_MEMORY = 100_000  # readings of the allocator
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
 
+Shape = list[int]  # sizes of a tensor
 NCCL_MARK = "nccl:"
 MOST_RANKS = 100_000
 DTYPE_BYTES = (
@@ -90,8 +93,7 @@ class GpuWork:
     correlation: Any
     external: Any
     copy: bool = False
-    collective: str = ""
-    message: CollectiveMessage | None = None
+    message: CollectiveMessage | None = None  # of a collective
 
     @property
     def time(self) -> float:
@@ -113,7 +115,7 @@ class Operator(Call):
     """An operator on the CPU, or an annotation (mark) set there by a person or a framework."""
 
     external: Any = None
-    shapes: list[Any] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
     types: list[Any] = field(default_factory=list)
     concrete: list[str] = field(default_factory=list)
     sequence: int | None = None
@@ -179,8 +181,11 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     names: dict[str, str] = {}  # each is kept once
     for event in stream:
         trace.events += 1
-        if event.get("ph", "X") in ("X", "M"):
+        phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
+        if phase == "X":
             _take(trace, event, names)
+        elif phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
+            trace.processes.add(str(as_table(event.get("args")).get("name", ""))[:LONGEST_NAME])
         elif event.get("name") == "[memory]":
             _take_memory(trace, event)
         if not trace.events % 10_000:
@@ -208,38 +213,32 @@ def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
 
 
 def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
-    phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
-    arguments, thread = as_table(event.get("args")), _key(event.get("tid"))
-    if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
-        trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
-    if phase != "X":
-        return
     raw = event.get("cat")
-    kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
-    if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
-        trace.categories.add(raw.lower())
+    category = raw.lower() if isinstance(raw, str) else ""
+    kind = CATEGORIES.get(category)
     if kind is None:
+        if len(trace.categories) < MOST_NAMES_LOOKED_AT:
+            trace.categories.add(category)
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < (LONG_US if kind == "python" else 0):
         return
     name, end = printable(event.get("name", "")), start + duration
     name = names.setdefault(name, name)
+    arguments, thread = as_table(event.get("args")), _key(event.get("tid"))
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
-        collective = printable(arguments.get("Collective name") or "")
-        collective = names.setdefault(collective, collective)
         stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
-        message = message_of(arguments) if collective else None
-        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
+        message = message_of(arguments) if arguments.get("Collective name") else None
+        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, message))
         return
     call, activity = Call(name, start, end, thread), ""
     if duration >= LONG_US and kind in ("python", "operator", "launch"):
         trace.activities.append(call)
     if kind == "launch":
-        activity = activity_of_call(name)
+        activity = activity_of(name, "calls")
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
@@ -247,7 +246,7 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
         elif "StreamWaitEvent" in name:
             trace.stream_waits.append(call)
     elif kind != "gpu mark" and not name.startswith("aten::"):
-        activity = activity_of(name)
+        activity = activity_of(name, "names")
     if activity:
         trace.host_work.setdefault(activity, []).append(call)
     if kind not in ("launch", "python"):
@@ -260,7 +259,7 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         return
     if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
         if operator.name.startswith(NCCL_MARK):
-            operator.shapes, operator.types = _list(arguments.get("Input Dims"))[:1], _list(arguments.get("Input type"))[:1]
+            operator.shapes, operator.types = _shapes(arguments.get("Input Dims"), 1), _list(arguments.get("Input type"))[:1]
         trace.marks.append(operator)
         return
     trace.has_operators = True
@@ -270,7 +269,7 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     telling = attention or GEMM_OPERATORS.match(operator.name) or CONVOLUTION.match(operator.name)
     if operator.name.startswith(("aten::", "triton_")) and not telling:  # it says nothing about the kernels that it launches
         return
-    operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
+    operator.shapes = _shapes(arguments.get("Input Dims", arguments.get("Input dims")), MOST_SHAPES)
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
     if attention:
         operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
@@ -398,6 +397,12 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _shapes(value: Any, count: int) -> list[Shape]:
+    """The first arguments of an operator, those that are the sizes of tensors."""
+    lists = [shape for shape in _list(value)[:count] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS]
+    return [shape for shape in lists if all(isinstance(size, int) and 0 <= size <= LARGEST_SIZE for size in shape)]
+
+
 def as_table(value: Any) -> dict[str, Any]:
     """A value of a trace, if it is a table; else an empty one."""
     return value if isinstance(value, dict) else {}
@@ -412,22 +417,20 @@ def message_of(arguments: dict[str, Any]) -> CollectiveMessage:
     name = arguments.get("Process Group Name")
     return CollectiveMessage(
         kind=kind_of(str(arguments.get("Collective name", ""))),
-        bytes_counted=width * max(_count(arguments.get(f"{side} msg nelems")) for side in ("In", "Out")),
+        bytes_counted=width * max(0.0, *(_number(arguments.get(f"{side} msg nelems")) or 0.0 for side in ("In", "Out"))),
         group=(group or str(name if name is not None else ""))[:100],
         ranks=ranks,
-        size=int(_count(arguments.get("Group size"))) or len(ranks),
+        size=max(_integer(arguments.get("Group size")) or 0, 0) or len(ranks),
     )
 
 
-def message_of_mark(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> CollectiveMessage:
+def message_of_mark(name: str, shapes: Sequence[Shape], types: Sequence[Any]) -> CollectiveMessage:
     """From the annotation `nccl:all_reduce` that PyTorch sets around the launch, with the shape of the first tensor.
 
     >>> message_of_mark("nccl:all_reduce", [[1024, 2]], ["float"]).bytes_counted
     8192.0
     """
-    shape = shapes[0] if shapes and isinstance(shapes[0], list) else None
-    known = shape is not None and shape and all(isinstance(size, int) and 0 <= size < 1 << 40 for size in shape)
-    size = float(prod(shape)) * element_bytes(types[0] if types else None) if known and shape is not None else 0.0
+    size = float(prod(shapes[0])) * element_bytes(types[0] if types else None) if shapes and shapes[0] else 0.0
     return CollectiveMessage(kind_of(name.removeprefix(NCCL_MARK)), size)
 
 
@@ -460,8 +463,3 @@ def _ranks(value: Any) -> tuple[int, ...]:
     if not re.fullmatch(r"\[?[0-9, ]+\]?", text) or len(text) > 8 * MOST_RANKS:
         return ()
     return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", text))
-
-
-def _count(value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < 1e18 else 0.0

@@ -6,22 +6,23 @@ elementwise kernel belongs.
 
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heappop, heappush
-from itertools import accumulate, islice
-from math import inf, nextafter
+from itertools import accumulate
+from math import inf
 from typing import Literal
 
-from gemmscope.explain.host_activity import grouped, merged
+from gemmscope.explain.host_activity import merged
 from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
+from gemmscope.grouping import grouped
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
     r"^aten::linear$|Linear|MLP|RMSNorm|LayerNorm|FlashAttn|FusedAttn|^CompiledFunction$|^matmul_with_hp_or"
 )
 EVALUATES = "autograd::engine::evaluate_function"
-DEEPEST = 32  # operators inside each other that are kept from either end; real traces have fewer
+DEEPEST = 32  # operators inside each other that are kept from either end; real traces have fewer of them
 OPTIMIZER_MARKS = ("Optimizer.step", "optimizer.step", "optimizer_step", "optimizer")
 
 
@@ -52,50 +53,17 @@ def find_scopes(trace: RecordedTrace) -> list[Scope]:
     for thread, launches in by_thread.items():
         launches.sort()
         waiting = operators.get(thread, [])
-        at, stack = 0, _OpenOperators()
+        at, opened = 0, list[Operator]()  # outermost first; they may overlap without being nested
         for moment, number in launches:
             while at < len(waiting) and waiting[at].start <= moment:
-                stack.close_until(waiting[at].start)
-                stack.open(waiting[at])
+                opened = [*(operator for operator in opened if operator.end > waiting[at].start), waiting[at]]
+                del opened[DEEPEST:-DEEPEST]
                 at += 1
-            stack.close_until(nextafter(moment, -inf))
-            opened = stack.operators()
+            opened = [operator for operator in opened if operator.end >= moment]
             span = bisect_right(optimizing, (moment, inf)) - 1
             optimizes = span >= 0 and optimizing[span][1] >= moment
-            result[number] = Scope(opened, moment, "optimizer" if optimizes else _phase(opened, trace))
+            result[number] = Scope(tuple(opened), moment, "optimizer" if optimizes else _phase(opened, trace))
     return _whole_layers(result, trace)
-
-
-class _OpenOperators:
-    """The operators that are open on a thread, in the order in which they began. They may overlap without being nested."""
-
-    def __init__(self) -> None:
-        self._opened: dict[int, Operator] = {}
-        self._ends: list[tuple[float, int]] = []
-        self._number = 0
-        self._operators: tuple[Operator, ...] | None = ()
-
-    def open(self, operator: Operator) -> None:
-        self._number += 1
-        self._opened[self._number] = operator
-        heappush(self._ends, (operator.end, self._number))
-        self._operators = None
-
-    def close_until(self, moment: float) -> None:
-        """Remove those that ended at this moment or before."""
-        while self._ends and self._ends[0][0] <= moment:
-            del self._opened[heappop(self._ends)[1]]
-            self._operators = None
-
-    def operators(self) -> tuple[Operator, ...]:
-        """The operators around it, the outermost first; of very many, the outermost and the innermost."""
-        if self._operators is None:
-            every = self._opened.values()
-            if len(every) <= 2 * DEEPEST:
-                self._operators = tuple(every)
-            else:
-                self._operators = (*islice(every, DEEPEST), *reversed(tuple(islice(reversed(every), DEEPEST))))
-        return self._operators
 
 
 def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
@@ -123,7 +91,7 @@ def _is_backward(scope: Scope, launcher: str) -> bool:
     return nested or not launcher.startswith("aten::") or "backward" in launcher or GEMM_OPERATORS.match(launcher) is not None
 
 
-def _phase(current: tuple[Operator, ...], trace: RecordedTrace) -> Phase:
+def _phase(current: Sequence[Operator], trace: RecordedTrace) -> Phase:
     """Forward functions inside a node of backward are recomputed."""
     if not trace.operators:
         return ""

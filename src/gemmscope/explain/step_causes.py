@@ -38,12 +38,12 @@ def _gaps(step: StepEvidence, *reasons: str) -> tuple[list[Gap], float]:
 def _host_activities(step: StepEvidence) -> Iterator[Cause]:
     """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
     for activity in HOST_ACTIVITIES:
-        gaps, time = _gaps(step, activity.name)
+        gaps, time = _gaps(step, activity["name"])
         if time > WAITING * step.step_ms:
-            waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
+            waiting = sum(any(gap.why == activity["name"] for gap in shares.gaps) for shares in step.view.shares)
             facts = {**step.time_facts(time), "waiting": waiting, "steps": step.view.count}
             evidence = finding("cause-host-activity", **facts, longest_ms=max(gap.time for gap in gaps) / 1000)
-            yield step.idle_cause(activity.cause, time, [evidence, *_calls(step, activity.name)], gaps, activity.name)
+            yield step.idle_cause(activity["cause"], time, [evidence, *_calls(step, activity["name"])], gaps, activity["name"])
 
 
 def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
+from operator import itemgetter
 from statistics import median
 
 from gemmscope.explain.host_activity import Covered
@@ -36,6 +37,9 @@ AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after 
 USUAL_GAP_US = 5.0  # between two kernels of a stream
 BLOCKED_US = 100.0  # a longer launch waited for room in the queue
 LOOK_BACK = 64  # launches before a wait that may have started the work it waits for
+
+Moment = tuple[float, int]  # when the work at a place was launched, or ended
+_moment = itemgetter(0)
 
 
 @dataclass(slots=True)
@@ -120,29 +124,30 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _
     before_step = (item.index for item in items if item.work.start < step.begin)
     indices = [*before_step, *view.indices_in(step)]
     calls = [trace.launches.get(trace.work[index].correlation) for index in indices]
+    streams = [trace.work[index].stream for index in indices]
     last: dict[object, int] = {}
-    for place, (index, call) in enumerate(zip(indices, calls, strict=True)):
+    for place, (index, call, stream) in enumerate(zip(indices, calls, streams, strict=True)):
         work = trace.work[index]
         launched = call.start if call is not None and call.start <= work.start else None
-        before = last.get(work.stream)
+        before = last.get(stream)
         after = [before] if before is not None and nodes[before].end <= work.start + 1e-3 else []
         nodes.append(_Node(index, work.start, work.end, launched, after))
-        last[work.stream] = place
-    streams = [trace.work[index].stream for index in indices]
+        last[stream] = place
+    ends = sorted((node.end, place) for place, node in enumerate(nodes))
     if len(last) > 1:
         _follow_waits(nodes, streams, trace.stream_waits)
-        _follow_ends(nodes, streams)
+        _follow_ends(nodes, streams, ends)
     for node in nodes:
         base = _base(nodes, node)
         late = max(node.start - base, 0.0)
         node.latency, node.slack = (late, 0.0) if base == node.launched else (0.0, late)
     for (moment, _), (next_moment, place) in pairwise(_launched(nodes)):
         nodes[place].launching = min(next_moment - moment, LAUNCH_US)
-    waits = _waits(nodes, trace.waits, step)
+    waits = _waits(nodes, ends, trace.waits, step)
     return _StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
 
 
-def _launched(nodes: Sequence[_Node]) -> list[tuple[float, int]]:
+def _launched(nodes: Sequence[_Node]) -> list[Moment]:
     """The moments of launches in order, with the places of the work."""
     return sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
 
@@ -159,42 +164,38 @@ def _follow_waits(nodes: Sequence[_Node], streams: Sequence[object], calls: Sequ
     launched = _launched(nodes)
     if not launched:
         return
-    moments = [moment for moment, _ in launched]
-    first, end = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (moments[0], moments[-1]))
+    first, end = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (launched[0][0], launched[-1][0]))
     for call in calls[first:end]:
-        at = bisect_right(moments, call.start)
-        place = launched[at][1]
-        for _, other in reversed(launched[max(at - LOOK_BACK, 0) : at]):
-            if streams[other] != streams[place] and nodes[other].end <= nodes[place].start and other < place:
-                nodes[place].after.append(other)
-                break
+        at = bisect_right(launched, call.start, key=_moment)
+        _follow(nodes, streams, launched[at][1], launched[max(at - LOOK_BACK, 0) : at])
 
 
-def _follow_ends(nodes: Sequence[_Node], streams: Sequence[object]) -> None:
+def _follow_ends(nodes: Sequence[_Node], streams: Sequence[object], ends: Sequence[Moment]) -> None:
     """Work that began late for its launch and its stream, right after work of another stream had ended, waited for that."""
-    ends = sorted((node.end, place) for place, node in enumerate(nodes))
-    moments = [end for end, _ in ends]
     for place, node in enumerate(nodes):
-        if node.start - _base(nodes, node) <= USUAL_GAP_US:
-            continue
-        for _, other in reversed(ends[bisect_left(moments, node.start - AT_ONCE_US) : bisect_right(moments, node.start)]):
-            if streams[other] != streams[place] and other < place:
-                node.after.append(other)
-                break
+        if node.start - _base(nodes, node) > USUAL_GAP_US:
+            first, last = bisect_left(ends, node.start - AT_ONCE_US, key=_moment), bisect_right(ends, node.start, key=_moment)
+            _follow(nodes, streams, place, ends[first:last])
 
 
-def _waits(nodes: Sequence[_Node], calls: Sequence[Call], step: RecordedStep) -> list[_Wait]:
+def _follow(nodes: Sequence[_Node], streams: Sequence[object], place: int, candidates: Sequence[Moment]) -> None:
+    """Let work follow the latest of the candidates that ran on another stream and had ended when it began."""
+    for _, other in reversed(candidates):
+        if streams[other] != streams[place] and nodes[other].end <= nodes[place].start and other < place:
+            nodes[place].after.append(other)
+            return
+
+
+def _waits(nodes: Sequence[_Node], ends: Sequence[Moment], calls: Sequence[Call], step: RecordedStep) -> list[_Wait]:
     """Calls of the CPU that wait for the GPU, each with the work that released it."""
-    ends = sorted((node.end, place) for place, node in enumerate(nodes))
-    moments = [end for end, _ in ends]
     begin = min((node.launched for node in nodes if node.launched is not None), default=step.end)
     launched = {node.launched: node.index for node in nodes}
     waits = []
     starts = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (begin, step.end))
     for call in calls[slice(*starts)]:
         if call.end <= step.end:
-            first = bisect_right(moments, max(call.start, call.end - RELEASED_US))
-            released = ends[first : bisect_right(moments, call.end)]
+            first = bisect_right(ends, max(call.start, call.end - RELEASED_US), key=_moment)
+            released = ends[first : bisect_right(ends, call.end, key=_moment)]
             copies = launched.get(call.start) if "Memcpy" in call.name else None
             waits.append(_Wait(call.start, call.end, released[-1][1] if released else None, copies))
     return sorted(waits, key=lambda wait: wait.end)

@@ -21,10 +21,11 @@ from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key
 from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
+from gemmscope.grouping import grouped
 
 # Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
 HOST_IDLE = (
-    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry.name for entry in HOST_ACTIVITIES),
+    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
 )  # fmt: skip
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
@@ -73,11 +74,10 @@ def share_out(
     running: list[int] = []  # work that began before the step
     at = 0
     for step, shares in sorted(zip(steps, result, strict=True), key=lambda pair: pair[0].begin):
-        while at < len(trace.work) and trace.work[at].start < step.begin:
-            if at not in before:
-                running.append(at)
-            at += 1
-        running = [number for number in running if trace.work[number].end > step.begin]
+        first = bisect_left(trace.work, step.begin, lo=at, key=lambda work: work.start)
+        earlier = (*running, *(number for number in range(at, first) if number not in before))
+        running = [number for number in earlier if trace.work[number].end > step.begin]
+        at = first
         inside = [*running, *range(at, bisect_left(trace.work, step.end, lo=at, key=lambda work: work.start))]
         left -= len(inside)
         if left < 0:
@@ -121,7 +121,7 @@ class _HostTimeline:
     def activities(self, threads: Iterable[Any], begin: float, end: float) -> Iterator[tuple[str, float]]:
         """What the threads were busy with, and for how long; where activities are inside each other, the first of them counts."""
         left = end - begin
-        for name in [entry.name for entry in HOST_ACTIVITIES] if self._activities else ():
+        for name in [entry["name"] for entry in HOST_ACTIVITIES] if self._activities else ():
             covered = [self._activities[name, thread] for thread in threads if (name, thread) in self._activities]
             time = min(sum(spans.within(begin, end) for spans in covered), left)
             if time > SHORT_US:
@@ -140,54 +140,29 @@ def _share_out(
         if end > begin:
             edges += [(begin, 1, number), (end, 0, number)]
     edges.sort()
-    groups = (_Running(), _Running(), _Running())
+    # By rank: the work that runs, with the time that had been credited to its rank when it began; and that time.
+    running: tuple[dict[int, float], ...] = ({}, {}, {})
+    credited = [0.0, 0.0, 0.0]
     before = step.begin
-    idle_from: float | None = step.begin
     for moment, opens, number in edges:
-        _divide(result, groups, moment - before)
-        before = moment
-        group = groups[ranks[number]]
+        first = next((rank for rank, since in enumerate(running) if since), None)
+        if first is not None:
+            credited[first] += (moment - before) / len(running[first])
+            result.overlapped += moment - before if first == 0 and len(running[0]) > 1 else 0.0
+            result.hidden += moment - before if first == 0 and running[1] else 0.0
+        elif moment > before:
+            result.gaps += _gaps(trace, before, moment, trace.work[number], scopes[number], host)
+        before, rank = moment, ranks[number]
         if opens:
-            if idle_from is not None and moment > idle_from:
-                result.gaps += _gaps(trace, idle_from, moment, trace.work[number], scopes[number], host)
-            idle_from = None
-            group.since[number] = group.accrued
-        else:
-            if share := group.end(number):
-                result.of[number] = share
-            if not any(group.since for group in groups):
-                idle_from = moment
-    if idle_from is not None and step.end > idle_from:
+            running[rank][number] = credited[rank]
+        elif share := credited[rank] - running[rank].pop(number):
+            result.of[number] = share
+        if not running[rank]:
+            credited[rank] = 0.0
+    if step.end > before:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        result.gaps += _gaps(trace, idle_from, step.end, after, NOWHERE, host)
-
-
-class _Running:
-    """The work of one rank that runs at a moment. `accrued`: the time credited to work that has run since the first piece
-    began."""
-
-    def __init__(self) -> None:
-        self.since: dict[int, float] = {}  # `accrued` when each piece of work began
-        self.accrued = 0.0
-
-    def end(self, number: int) -> float:
-        """Its share of the time."""
-        share = self.accrued - self.since.pop(number)
-        if not self.since:
-            self.accrued = 0.0
-        return share
-
-
-def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
-    group = next((running for running in groups if running.since), None)
-    if group is None:
-        return
-    group.accrued += time / len(group.since)
-    if len(group.since) > 1 and group is groups[0]:
-        result.overlapped += time
-    if groups[1].since and group is groups[0]:
-        result.hidden += time
+        result.gaps += _gaps(trace, before, step.end, after, NOWHERE, host)
 
 
 def _gaps(
@@ -255,11 +230,10 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
         return
     calls = ((trace.launches.get(work.correlation), work.start) for work in trace.work)
     launched = sorted((call.start, start) for call, start in calls if call is not None)
-    moments = [moment for moment, _ in launched]
     synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
     last = max(work.end for work in trace.work)
     for replay in incomplete:
-        at = bisect_right(moments, replay.start)
+        at = bisect_right(launched, replay.start, key=lambda launch: launch[0])
         end = launched[at][1] if at < len(launched) else max(last, replay.end)
         wait = bisect_left(synchronizations, replay.start, key=lambda call: call.start)
         if wait < len(synchronizations):
@@ -273,16 +247,11 @@ def incomplete_replays(trace: RecordedTrace) -> list[Call]:
     replays = {key: call for key, call in trace.launches.items() if "GraphLaunch" in call.name}
     if not replays:
         return []
-    kernels: dict[object, list[GpuWork]] = {key: [] for key in replays}
-    for work in trace.work:
-        if work.correlation in kernels:
-            kernels[work.correlation].append(work)
-    sequences = {key: tuple(work.name for work in group) for key, group in kernels.items()}
+    names = grouped((work.correlation, work.name) for work in trace.work if work.correlation in replays)
+    sequences = {key: tuple(names.get(key, ())) for key in replays}
     times = Counter(sequences.values())
-    longest: dict[str, tuple[str, ...]] = {}
-    for names in times:
-        if names and times[names] >= COMPLETE and len(names) > len(longest.get(names[0], ())):
-            longest[names[0]] = names
+    complete = sorted((sequence for sequence, count in times.items() if sequence and count >= COMPLETE), key=len)
+    longest = {sequence[0]: sequence for sequence in complete}
     replayed = sorted(replays.items(), key=lambda replay: replay[1].start)
     return [call for key, call in replayed if _is_incomplete(sequences[key], longest, times)]
 

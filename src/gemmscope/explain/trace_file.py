@@ -41,11 +41,8 @@ class EventStream:
     def __init__(self, source: str | Path | InputFile) -> None:
         self.source = source if isinstance(source, InputFile) else InputFile(source, A_TRACE)
         self.head: dict[str, Any] = {}
-        self._names: set[str] = set()  # of all members
-        self.characters = 0
-        self._head_size = self._length = self._members_read = self._events_read = 0
-        self._advanced, self._token_end = False, 0  # since the last piece; in characters from the beginning
-        self._text: io.TextIOBase | None = None
+        self.characters = self._events_read = 0
+        self._text: io.TextIOBase = io.StringIO()
         self._buffer, self._at, self._ended = "", 0, False
         self._decode: Any = vars(json.JSONDecoder(strict=False))["scan_once"]  # raw_decode without its wrapper
 
@@ -60,7 +57,8 @@ class EventStream:
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
-        has_events = False
+        has_events, members, size = False, 0, 0
+        names: set[str] = set()
         while self._peek(_BETWEEN) != "}":
             key = self._value()
             if not isinstance(key, str) or self._peek() != ":":
@@ -71,27 +69,24 @@ class EventStream:
                 has_events = True
                 self._at += 1
                 yield from self._events(may_stop=False)
-            else:
-                self._keep(key, self._value())
-                if not has_events and {"schema_version", "kind"} <= self._names:
-                    raise UserError(
-                        f"{self.source} is a run file, not a trace",
-                        f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
-                        f" gemmscope report {self.source} shows it",
-                    )
+                continue
+            begin = self._place()
+            value = self._value()
+            members, size = members + 1, size + self._place() - begin
+            if size > LONGEST_HEAD or members > MOST_MEMBERS:
+                limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
+                raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
+            names.add(key[:LONGEST_KEY])
+            if key in HEAD:
+                self.head[key] = value
+            if not has_events and {"schema_version", "kind"} <= names:
+                raise UserError(
+                    f"{self.source} is a run file, not a trace",
+                    f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
+                    f" gemmscope report {self.source} shows it",
+                )
         if not has_events:
             raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents", HOW_TO_RECORD)
-
-    def _keep(self, key: str, value: Any) -> None:
-        """Keep a member of the outermost object if it is known, and reject a file with too many of them."""
-        self._head_size += self._length
-        self._members_read += 1
-        if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
-            limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
-            raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
-        self._names.add(key[:LONGEST_KEY])
-        if key in HEAD:
-            self.head[key] = value
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""
@@ -105,40 +100,39 @@ class EventStream:
         self._at += 1
 
     def _value(self) -> Any:
-        """The next value; `_length` is the number of its characters."""
+        """The next value."""
+        begin = self._place()
         while True:
             at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, end = self._decode(self._buffer, at)
                 if end < len(self._buffer) or isinstance(value, (dict, list, str)):  # a number at the end may continue
-                    self._at, self._length, self._advanced = end, end - at, True
+                    self._at = end
                     return value
             except RecursionError:
                 raise UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD) from None
             except (ValueError, StopIteration):  # incomplete, or a number of thousands of digits
                 pass
             self._at = at
-            if not self._more():
+            if not self._more(begin):
                 raise self._invalid()
 
     def _peek(self, skipped: re.Pattern[str] = _SPACE, *, may_end: bool = False) -> str:
         """The next character that is not space; "" at the end of the file, if it may end here."""
+        begin = self._place()
         while True:
             self._at = skipped.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._buffer):
                 return self._buffer[self._at]
-            if not self._more():
+            if not self._more(begin):
                 if may_end:
                     return ""
                 raise self._invalid()
 
-    def _more(self) -> bool:
-        """Read another piece; False at the end of the file, or if the text so far is too long for an event."""
-        if self._advanced:
-            self._advanced, self._token_end = False, self._place()
-        if self._ended or self.characters - self._token_end > LONGEST_EVENT:
+    def _more(self, begin: int) -> bool:
+        """Read another piece; False at the end of the file, or if the text from `begin` on is too long for an event."""
+        if self._ended or self.characters - begin > LONGEST_EVENT:
             return False
-        assert self._text is not None
         piece = self._text.read(max(PIECE, len(self._buffer) - self._at))
         self.characters += len(piece)
         self._ended = not piece

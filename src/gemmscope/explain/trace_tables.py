@@ -3,9 +3,9 @@ CPU did in idle time, the allocator."""
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from typing import Literal
 
 from gemmscope.explain.attention_speed import attention_totals
@@ -15,7 +15,7 @@ from gemmscope.explain.gemm_speed import gemm_shapes
 from gemmscope.explain.recorded_trace import Call, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace_view import TraceView, largest_sums
+from gemmscope.explain.trace_view import TraceView, counted
 from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
@@ -31,15 +31,13 @@ FrameKind = Literal["annotation", "operator", "GPU API call", "Python function",
 
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
     """The kernels that take the most time."""
-    times = largest_sums((item.work.name, item.work.time) for item in step.items)
-    counts = Counter(item.work.name for item in step.items)
-    classes = {item.work.name: item.name for item in step.items}
+    times = counted((item.work.name, item.work.time) for item in step.items)
+    classes, steps = {item.work.name: item.name for item in step.items}, step.view.count
     return tuple(
         TopKernel(
-            name=name, kernel_class=classes[name], count=counts[name] / step.view.count,
-            time_ms=times[name] / 1000 / step.view.count, mean_us=times[name] / counts[name],
+            name=name, kernel_class=classes[name], count=count / steps, time_ms=time / 1000 / steps, mean_us=time / count,
         )
-        for name in list(times)[:MOST_KERNELS]
+        for name, (count, time) in list(times.items())[:MOST_KERNELS]
     )  # fmt: skip
 
 
@@ -48,45 +46,36 @@ def launch_statistics(step: StepEvidence) -> LaunchStatistics:
     view, trace = step.view, step.view.trace
     steps = view.count
     own = [trace.work[index] for chosen in view.steps.chosen for index in view.indices_in(chosen)]
-    kernels = [work for work in own if not work.copy]
-    short = [work for work in kernels if work.time < SHORT_US]
-    pairs = [(call.start, work) for work in own if (call := trace.launches.get(work.correlation)) is not None]
-    result = LaunchStatistics(
-        launches=len({work.correlation for work in own}) / steps,
-        short_kernels=len(short) / steps,
-        short_ms=sum(work.time for work in short) / 1000 / steps,
-    )
-    if not pairs:
-        return result
-    delays = sorted(work.start - moment for moment, work in pairs)
+    short = [work.time for work in own if not work.copy and work.time < SHORT_US]
     launched = sorted(call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
     known = [work for work in trace.work if work.correlation in trace.launches]
     started, ended = sorted(work.start for work in known), sorted(work.end for work in known)
+    pairs = [(call.start, work) for work in own if (call := trace.launches.get(work.correlation)) is not None]
+    delays = sorted(work.start - moment for moment, work in pairs)
     # Of everything launched before each launch: what has not begun, and what has not ended.
     before = [(bisect_left(launched, moment), moment) for moment, _ in pairs]
     depths = [max(count - bisect_right(started, moment), 0) for count, moment in before]
     empty = sum(count <= bisect_right(ended, moment) for count, moment in before)
-    return result.model_copy(
-        update={
-            "delay_median_us": delays[len(delays) // 2],
-            "delay_p90_us": delays[int(0.9 * (len(delays) - 1))],
-            "queue_mean": sum(depths) / len(depths),
-            "queue_most": max(depths),
-            "queue_empty_share": empty / len(pairs),
-        }
+    return LaunchStatistics(
+        launches=len({work.correlation for work in own}) / steps,
+        short_kernels=len(short) / steps,
+        short_ms=sum(short) / 1000 / steps,
+        delay_median_us=delays[len(delays) // 2] if delays else None,
+        delay_p90_us=delays[int(0.9 * (len(delays) - 1))] if delays else None,
+        queue_mean=sum(depths) / len(depths) if depths else None,
+        queue_most=max(depths, default=None),
+        queue_empty_share=empty / len(pairs) if pairs else None,
     )
 
 
 def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
     """Idle time in which the CPU was late, by what it did: the innermost activity that covers most of the gap."""
     gaps = sorted((gap for shares in step.view.shares for gap in shares.gaps if gap.why in HOST_IDLE), key=lambda gap: gap.begin)
-    framed = list(zip(gaps, _frames(step.view.trace, gaps), strict=True))
-    times = largest_sums((frame, gap.time) for gap, frame in framed)
-    counts = Counter(frame for _, frame in framed)
+    frames = zip(_frames(step.view.trace, gaps), (gap.time for gap in gaps), strict=True)
     steps = step.view.count
     return tuple(
-        IdleFrame(frame=name, kind=kind, gaps=counts[name, kind] / steps, time_ms=times[name, kind] / 1000 / steps)
-        for name, kind in list(times)[:MOST_FRAMES]
+        IdleFrame(frame=name, kind=kind, gaps=count / steps, time_ms=time / 1000 / steps)
+        for (name, kind), (count, time) in list(counted(frames).items())[:MOST_FRAMES]
     )
 
 
@@ -131,14 +120,12 @@ def frame_kind(name: str) -> FrameKind:
 def allocator_calls(view: TraceView) -> tuple[AllocatorCall, ...]:
     """Calls that allocate or free memory of the GPU during the chosen steps."""
     calls = [call for call in view.trace.launches.values() if ALLOCATES.match(call.name)]
-    steps = sorted(view.steps.chosen, key=lambda step: step.begin)
-    begins = [step.begin for step in steps]
-    inside = [call for call in calls if (at := bisect_right(begins, call.start)) and call.start < steps[at - 1].end]
-    times = largest_sums((call.name, call.end - call.start) for call in inside)
-    counts = Counter(call.name for call in inside)
+    chosen = sorted((step.begin, step.end) for step in view.steps.chosen)
+    inside = [call for call in calls if (at := bisect_right(chosen, (call.start, inf))) and call.start < chosen[at - 1][1]]
+    times = counted((call.name, call.end - call.start) for call in inside)
     return tuple(
-        AllocatorCall(name=name, count=counts[name] / view.count, time_ms=time / 1000 / view.count)
-        for name, time in times.items()
+        AllocatorCall(name=name, count=count / view.count, time_ms=time / 1000 / view.count)
+        for name, (count, time) in times.items()
     )
 
 

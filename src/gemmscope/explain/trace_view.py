@@ -10,12 +10,12 @@ from itertools import groupby
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
-from gemmscope.explain.host_activity import Key
 from gemmscope.explain.recorded_trace import GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope, find_scopes
 from gemmscope.explain.steps import RecordedStep, Steps, find_steps
 from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED, Shares, share_out
 from gemmscope.explain.work_class import CLASSES, ORDER, WorkClass, classify_work
+from gemmscope.grouping import Key, grouped
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 
@@ -108,7 +108,7 @@ def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     steps = find_steps(trace, step_count)
     sources = find_scopes(trace)
     work_classes = classify_work(trace, sources)
-    gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, work_classes)}
+    gemms = traced_gemms(trace, sources, work_classes)
     shares = share_out(trace, sources, steps.every, [work.rank for work in work_classes], steps.before)
     chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
     return TraceView(trace, steps, sources, work_classes, gemms, chosen, shares)
@@ -139,6 +139,16 @@ def largest_sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     {'loss': 5.0, 'norms': 4.0}
     """
     return dict(sorted(add_up(pairs).items(), key=lambda pair: -pair[1]))
+
+
+def counted(pairs: Iterable[tuple[Key, float]]) -> dict[Key, tuple[int, float]]:
+    """How many values each key has and their sum, the largest sum first.
+
+    >>> counted([("norms", 1.0), ("loss", 5.0), ("norms", 3.0)])
+    {'loss': (1, 5.0), 'norms': (2, 4.0)}
+    """
+    sums = {key: (len(values), sum(values)) for key, values in grouped(pairs).items()}
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1][1]))
 
 
 def account_of(view: TraceView) -> StepAccount:
@@ -203,9 +213,8 @@ def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTota
 
 def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...]:
     """The kernels by name, the longest first."""
-    times = largest_sums((item.work.name, item.share / 1000 / count) for item in items)
-    counts = add_up((item.work.name, 1 / count) for item in items)
-    return tuple(UnknownKernel(name=name, time_ms=time, count=counts[name]) for name, time in times.items())
+    times = counted((item.work.name, item.share / 1000 / count) for item in items)
+    return tuple(UnknownKernel(name=name, time_ms=time, count=runs / count) for name, (runs, time) in times.items())
 
 
 def _micro_batches(view: TraceView) -> int:

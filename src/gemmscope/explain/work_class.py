@@ -99,7 +99,7 @@ def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
 
 def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> WorkClass:
     facts, done = classify(work.name), work_in_step(work.name)
-    if work.collective or done.kernel_class == "communication":
+    if work.message is not None or done.kernel_class == "communication":
         return WorkClass("communication", facts)
     kind: str = "memory" if work.copy else done.kernel_class
     if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too

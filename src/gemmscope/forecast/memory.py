@@ -1,86 +1,57 @@
 """Memory of one GPU in training: weights, gradients, optimizer states, activations and buffers of the rank that needs most.
 
 Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); `coefficients/memory.toml` has the
-rest. `RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as BF16
-gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
+rest. `total_bytes` is the usual case. `least_bytes` and `most_bytes` bound what other settings of the same layout need, such as
+BF16 gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even the least is too much.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, Blocks, block_memory
+from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.results.forecast import Fit
+from gemmscope.results.forecast import Fit, RecipeMemory
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops, prediction_ops
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES
 from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16
+Blocks = tuple[list[BlockMemory], BlockMemory, BlockMemory, BlockMemory]  # kinds of layers, embedding, head, prediction layer
+memory_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/memory.toml"))
+"""What does not follow from sizes."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of the rank that needs most, in the usual case; `stage` is its pipeline stage."""
-
-    weights: float
-    gradients: float
-    master_weights: float
-    moments: float
-    activations: float
-    quantized_copies: float
-    communication_buffers: float
-    workspace: float  # logits and loss, or the gradients of one layer's activations: whichever is more
-    reserve: float  # CUDA context, libraries, allocator
-    least: float
-    most: float
-    stage: int = 0
-    in_flight: float = 1.0  # micro-batches whose activations are kept
-
-    @property
-    def total(self) -> float:
-        return float(sum(getattr(self, row) for row in ROWS))
-
-    def fit(self, chip: GpuSpec) -> Fit:
-        """Whether it fits in memory; it does not fit only if even `least` is too much."""
-        available = chip.memory_bytes
-        if self.least > available:
-            return "does not fit"
-        if self.total > available:
-            return "may not fit"
-        return "tight" if self.most > available else "fits"
+def recipe_memory(
+    name: str, chip: GpuSpec, *, least_bytes: float, most_bytes: float, stage: int, in_flight: float, **rows: float
+) -> RecipeMemory:
+    """The result from its rows: their sum is the usual case. It does not fit only if even `least_bytes` is too much."""
+    total, available = sum(rows.values()), chip.memory_bytes
+    fit: Fit = "tight" if most_bytes > available else "fits"
+    if total > available:
+        fit = "does not fit" if least_bytes > available else "may not fit"
+    return RecipeMemory(
+        recipe=name, stage=stage, in_flight=in_flight, **rows, total_bytes=total, least_bytes=least_bytes, most_bytes=most_bytes,
+        available_bytes=available, fit=fit,
+    )  # fmt: skip
 
 
-ROWS = (
-    "weights", "gradients", "master_weights", "moments", "activations", "quantized_copies", "communication_buffers", "workspace",
-    "reserve",
-)  # fmt: skip
-
-
-def blended(low: RankMemory, high: RankMemory, share: float) -> RankMemory:
-    """Between two recipes: `share` of the way from the first to the second."""
-    if share in (0, 1):
-        return high if share else low
-    between = {row: getattr(low, row) * (1 - share) + getattr(high, row) * share for row in (*ROWS, "least", "most")}
-    return replace(low, **between)
-
-
-def rank_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
+def rank_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
     """Memory of the rank that needs most, on any stage of the pipeline.
 
     >>> from gemmscope.gpu.specs import gpu
     >>> from gemmscope.model import presets
     >>> run = RunSpec(micro_batch_size=1, sequence_length=8192, tp=2, sequence_parallel=True, dp=4)
-    >>> rank_memory(presets.load("llama-3.1-8b").model, run, "FP8Current", gpu("h100")).fit(gpu("h100"))
+    >>> rank_memory(presets.load("llama-3.1-8b").model, run, "FP8Current", gpu("h100")).fit
     'fits'
     """
-    return memory_of(model).rank(run, recipe_name, chip)
+    return memory_of(model).rank(run, [recipe_name], chip)[recipe_name]
 
 
 _models: "OrderedDict[int, ModelMemory]" = OrderedDict()
@@ -96,12 +67,6 @@ def memory_of(model: ModelSpec) -> "ModelMemory":
     return known
 
 
-@cache
-def memory_facts() -> dict[str, Any]:
-    """The table of `coefficients/memory.toml`: what does not follow from sizes."""
-    return load_data("gemmscope.forecast", "coefficients/memory.toml")
-
-
 class ModelMemory:
     """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
 
@@ -112,8 +77,7 @@ class ModelMemory:
         kinds = {number: self._kinds.index(layer) for number, layer in by_id.items()}
         self._order = [kinds[id(layer)] for layer in model.layers]
         self._blocks: dict[tuple[Any, ...], Blocks] = {}
-        self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
-        self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
+        self._stages: dict[tuple[Any, ...], list[tuple[int, dict[int, int]]]] = {}
 
     def blocks(self, run: RunSpec) -> Blocks:
         """Every kind of layer, the embedding, the head, and a prediction layer."""
@@ -128,38 +92,35 @@ class ModelMemory:
             embedding = block_memory(embedding_ops(self.model, plain), plain, width)
             head = block_memory(head_ops(self.model, plain), plain, width)
             prediction = block_memory(prediction_ops(replace(self.model, prediction_layers=1), plain), plain, width)
-            known = self._blocks[key] = Blocks(layers, embedding, head, prediction)
+            known = self._blocks[key] = layers, embedding, head, prediction
         return known
 
-    def stages(self, run: RunSpec) -> list[tuple[int, list[int]]]:
+    def stages(self, run: RunSpec) -> list[tuple[int, dict[int, int]]]:
         """The first of every kind of pipeline stage, with how many layers of each kind it has. Earlier stages hold more."""
         key = (run.pp, run.pp_layers)
         known = self._stages.get(key)
         if known is None:
-            kinds: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+            kinds: dict[tuple[Any, ...], tuple[int, dict[int, int]]] = {}
             for stage, (first, last) in enumerate(stage_layers(self.model, run)):
-                chosen = self._order[first:last]
-                counts = [chosen.count(kind) for kind in range(len(self._kinds))]
-                kinds.setdefault((stage == 0, stage == run.pp - 1, *counts), (stage, counts))
+                counts = dict(sorted(Counter(self._order[first:last]).items()))
+                kinds.setdefault((stage == 0, stage == run.pp - 1, *counts.items()), (stage, counts))
             known = self._stages[key] = list(kinds.values())
         return known
 
-    def rank(self, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
-        """The stage that needs most."""
-        if self._last is None or self._last[0] is not run:
-            layers, embedding, head, prediction = self.blocks(run)
-            stages = []
-            for stage, counts in self.stages(run):
-                parts = [(block, count) for block, count in zip(layers, counts, strict=True) if count]
-                last = stage == run.pp - 1
-                if last and self.model.prediction_layers:
-                    parts.append((prediction, self.model.prediction_layers))
-                ends = embedding if stage == 0 else NOTHING, head if last else NOTHING
-                stages.append(_Stage.of(run, stage, parts, *ends))
-            self._last = run, stages
-        stored = storage(recipe_name, chip.architecture)
-        results = [stage.in_recipe(run, stored) for stage in self._last[1]]
-        return max(results, key=lambda memory: memory.total) if len(results) > 1 else results[0]
+    def rank(self, run: RunSpec, recipes: Iterable[str], chip: GpuSpec) -> dict[str, RecipeMemory]:
+        """The stage that needs most, in every recipe."""
+        layers, embedding, head, prediction = self.blocks(run)
+        stages = []
+        for stage, counts in self.stages(run):
+            parts = [(layers[kind], count) for kind, count in counts.items()]
+            last = stage == run.pp - 1
+            if last and self.model.prediction_layers:
+                parts.append((prediction, self.model.prediction_layers))
+            stages.append(_Stage.of(run, stage, parts, embedding if stage == 0 else NOTHING, head if last else NOTHING))
+        return {
+            name: max((stage.in_recipe(run, name, chip) for stage in stages), key=lambda memory: memory.total_bytes)
+            for name in recipes
+        }
 
 
 class Storage(NamedTuple):
@@ -228,6 +189,29 @@ def shards(run: RunSpec) -> tuple[int, int]:
     return min(dense, most), min(experts, most)
 
 
+def state_bytes(run: RunSpec, weights: tuple[float, float], trained: tuple[float, float]) -> dict[str, float]:
+    """Rows of the result: weights, gradients and optimizer states. `weights`, `trained`: how many parameters there are, and how
+    many of them are this rank's where they are sharded."""
+    zero, fp32 = run.zero_stage, run.state_precision == "fp32"
+    size = FP32_BYTES if fp32 else ELEMENT_BYTES
+    return {
+        "weights_bytes": weights[1] * size if zero == 3 else weights[0] * ELEMENT_BYTES,
+        "gradients_bytes": gradient_size(run) * trained[zero >= 2],
+        "master_weights_bytes": trained[1] * FP32_BYTES if fp32 and zero < 3 else 0.0,
+        "moments_bytes": 2 * trained[1] * size,
+    }
+
+
+def gradient_size(run: RunSpec) -> int:
+    """Bytes of one gradient."""
+    return FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
+
+
+def reserve_bytes(run: RunSpec) -> float:
+    """CUDA context, libraries, allocator."""
+    return float(memory_facts()["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9)
+
+
 class _Stage(NamedTuple):
     """The part of one pipeline stage that does not depend on the recipe, in bytes."""
 
@@ -237,13 +221,8 @@ class _Stage(NamedTuple):
     ends: float  # kept by the embedding and the head
     logits: float
     kept_batches: float  # micro-batches whose activations are on the GPU: those in flight, less what is offloaded to the CPU
-    in_flight: float
-    weights: float
-    gradients: float
-    master: float
-    moments: float
+    states: dict[str, float]  # the rows of `state_bytes`
     buffers: float
-    reserve: float
     open_states: float  # states that more data-parallel ranks could shard
 
     @classmethod
@@ -251,7 +230,7 @@ class _Stage(NamedTuple):
         cls, run: RunSpec, stage: int, parts: Sequence[tuple[BlockMemory, int]], embedding: BlockMemory, head: BlockMemory
     ) -> "_Stage":
         """`parts`: each kind of layer, with how many of it there are."""
-        known, zero, fp32 = memory_facts(), run.zero_stage, run.state_precision == "fp32"
+        zero = run.zero_stage
         of_kinds = [[value * count for value in block] for block, count in parts]
         layers = BlockMemory._make(map(sum, zip(NOTHING, *of_kinds, strict=True)))
         widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
@@ -262,45 +241,38 @@ class _Stage(NamedTuple):
         dense_shards, expert_shards = shards(run)
         shared, whole = dense / dense_shards + experts / expert_shards, dense + experts
         largest = max(max((block.parameters for block, _ in parts), default=0), embedding.parameters, head.parameters)
-        gradient_bytes = FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
-        state_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
-        weights = shared * state_bytes if zero == 3 else whole * ELEMENT_BYTES
-        gradients = gradient_bytes * (shared if zero >= 2 else whole)
-        master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
         buffers = max((block.exchanged for block, _ in parts), default=0.0) + (2 * widest.first if run.pp > 1 else 0.0)
         if zero >= 2 and whole > shared:
-            buffers += largest * gradient_bytes
+            buffers += largest * gradient_size(run)
         if zero == 3 and whole > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
-            buffers += ELEMENT_BYTES * (whole if run.pp > 1 else known["gathered"]["layers"] * largest)
-            buffers += gradient_bytes * max(whole - shared - largest, 0.0) if run.pp > 1 else 0.0
-        open_states = 0.0
+            buffers += ELEMENT_BYTES * (whole if run.pp > 1 else memory_facts()["gathered"]["layers"] * largest)
+            buffers += gradient_size(run) * max(whole - shared - largest, 0.0) if run.pp > 1 else 0.0
+        states, open_states = state_bytes(run, (whole, shared), (whole, shared)), 0.0
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
-            open_states = master + moments + (weights if zero == 3 else 0.0) + (gradients if zero >= 2 else 0.0)
+            open_states = states["master_weights_bytes"] + states["moments_bytes"]
+            open_states += states["weights_bytes"] if zero == 3 else 0.0
+            open_states += states["gradients_bytes"] if zero >= 2 else 0.0
         on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
-        batches = in_flight(run, stage)
         return cls(
-            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, batches * on_gpu,
-            batches, weights, gradients, master, moments, buffers,
-            known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
+            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits,
+            in_flight(run, stage) * on_gpu, states, buffers, open_states,
         )  # fmt: skip
 
-    def in_recipe(self, run: RunSpec, stored: Storage) -> RankMemory:
+    def in_recipe(self, run: RunSpec, name: str, chip: GpuSpec) -> RecipeMemory:
         """The memory in one recipe, with bounds for settings that the run leaves open."""
-        known, layers = memory_facts(), self.layers
-        weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
+        known, layers, states, stored = memory_facts(), self.layers, dict(self.states), storage(name, chip.architecture)
+        gradients, zero, fp32 = states["gradients_bytes"], run.zero_stage, run.state_precision == "fp32"
         all_copies = copies = layers.quantized * stored.copies
         if copies and zero == 3:  # they last as long as the gathered weights
             copies = min(copies, known["gathered"]["layers"] * stored.copies * self.widest.quantized)
         elif copies and run.quantized_weights:
-            weights -= layers.quantized * ELEMENT_BYTES
+            states["weights_bytes"] -= layers.quantized * ELEMENT_BYTES
         usual, least_kept = _kept(layers, run, stored, run.recompute)
         activations = usual * self.kept_batches + self.ends
         backward = self.widest.transient
         if run.recompute == "full":
             backward += _kept(self.widest, run, stored, "none")[0]
-        loss = known["logit_bytes"]
-        workspace = max(self.logits * loss["usual"], backward)
-        states = weights + gradients + self.master + self.moments
+        loss, every_state = known["logit_bytes"], sum(states.values())
         # The lower bound assumes the best settings that the run leaves open: gradients in BF16, weights only in the quantized
         # format, a fused loss, states sharded over any number of ranks.
         spared = self.open_states
@@ -308,13 +280,14 @@ class _Stage(NamedTuple):
             spared += gradients / 2
         if copies and zero < 3 and fp32 and run.quantized_weights is None:
             spared += layers.quantized * ELEMENT_BYTES
-        least = states - spared + copies + least_kept * self.kept_batches + self.ends
+        least = every_state - spared + copies + least_kept * self.kept_batches + self.ends
         least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9
         unfused = 0.0 if run.recompute == "full" else self.kept_batches * layers.unfused
         scattered = known["fragmentation"]["most"] * (activations + unfused + self.buffers + gradients)
-        most = states + all_copies + activations + unfused + self.buffers + scattered
+        most = every_state + all_copies + activations + unfused + self.buffers + scattered
         most += max(self.logits * loss["most"], backward) + known["reserve_gb"]["most"] * 1e9
-        return RankMemory(
-            weights, gradients, self.master, self.moments, activations, copies, self.buffers, workspace, self.reserve,
-            least, most, self.stage, self.in_flight,
+        return recipe_memory(
+            name, chip, stage=self.stage, in_flight=in_flight(run, self.stage), least_bytes=least, most_bytes=most, **states,
+            activations_bytes=activations, quantized_copies_bytes=copies, communication_bytes=self.buffers,
+            workspace_bytes=max(self.logits * loss["usual"], backward), reserve_bytes=reserve_bytes(run),
         )  # fmt: skip

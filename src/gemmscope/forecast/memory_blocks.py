@@ -42,15 +42,6 @@ class BlockMemory(NamedTuple):
 NOTHING = BlockMemory()
 
 
-class Blocks(NamedTuple):
-    """What one micro-batch keeps: of every kind of layer, of the embedding, of the head, of a prediction layer."""
-
-    layers: list[BlockMemory]
-    embedding: BlockMemory
-    head: BlockMemory
-    prediction: BlockMemory
-
-
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     """The memory that the ops of one layer (or the embedding, or the head) need. `width`: sum over all residual streams."""
     ops = tuple(ops)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import RankMemory, blended, rank_memory
+from gemmscope.forecast.memory import rank_memory, recipe_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.traced import traced_memory
 from gemmscope.gpu.specs import GpuSpec
@@ -11,30 +11,6 @@ from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import RecipeMemory
-
-
-def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
-    """The memory of one recipe as part of a result."""
-    return RecipeMemory(
-        recipe=recipe_name,
-        stage=memory.stage,
-        in_flight=memory.in_flight,
-        weights_bytes=memory.weights,
-        gradients_bytes=memory.gradients,
-        master_weights_bytes=memory.master_weights,
-        moments_bytes=memory.moments,
-        activations_bytes=memory.activations,
-        quantized_copies_bytes=memory.quantized_copies,
-        communication_bytes=memory.communication_buffers,
-        workspace_bytes=memory.workspace,
-        reserve_bytes=memory.reserve,
-        total_bytes=memory.total,
-        least_bytes=memory.least,
-        most_bytes=memory.most,
-        available_bytes=chip.memory_bytes,
-        fit=memory.fit(chip),
-    )
-
 
 NAMES = {
     "weights_bytes": "weights",
@@ -90,13 +66,12 @@ def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:
 def memory_of_recipe(subject: RankWorkload, name: str, chip: GpuSpec, forecast: StepForecast) -> RecipeMemory:
     """The memory that a recipe needs; for a mix, between that of its recipes, by the share of the linears that it keeps."""
     chosen = recipe(name)
-    if chosen.kept is None:
-        return memory_result(_rank_memory(subject, name, chip), name, chip)
-    low, high = (_rank_memory(subject, recipe_name, chip) for recipe_name in (chosen.base, chosen.kept.recipe))
-    return memory_result(blended(low, high, forecast.kept_share(name)), name, chip)
-
-
-def _rank_memory(subject: RankWorkload, name: str, chip: GpuSpec) -> RankMemory:
+    if chosen.kept is not None:
+        low, high = (memory_of_recipe(subject, one, chip, forecast) for one in (chosen.base, chosen.kept.recipe))
+        share, rows = forecast.kept_share(name), (*NAMES, "reserve_bytes", "least_bytes", "most_bytes")
+        between = {row: getattr(low, row) * (1 - share) + getattr(high, row) * share for row in rows}
+        nearest = high if share == 1 else low
+        return recipe_memory(name, chip, stage=nearest.stage, in_flight=nearest.in_flight, **between)
     if subject.source.model is not None:
         return rank_memory(subject.source.model, subject.run, name, chip)
     assert subject.trace is not None

@@ -18,7 +18,7 @@ from gemmscope.forecast.communication import Network
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import WAITING, StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
@@ -90,10 +90,10 @@ def run_searches(
     network: Network,
     pending: signals.DeferredSignals,
     on_layouts: Callable[[int], None],
-) -> bool:
-    """Fill in the candidates of every search. Returns whether all were computed: a signal ends the search early.
+) -> int:
+    """Fill in the candidates of every search. Returns how many layouts were computed: a signal ends the search early.
 
-    `on_layouts` is called with the number of layouts that were computed since the last time.
+    `on_layouts` is called with the number so far.
     """
     places = [(index, first) for index, search in enumerate(searches) for first in range(0, len(search.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
@@ -103,9 +103,9 @@ def run_searches(
         search.candidates += share.candidates
         search.pruning.merge(share.pruning)
         search.smallest = min(filter(None, (search.smallest, share.smallest)), default=None)
-        done += 1
-        on_layouts(share.layouts)
-    return done == len(places)
+        done += share.layouts
+        on_layouts(done)
+    return done
 
 
 def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -141,20 +141,20 @@ def _that_fit(
     share: _Share,
 ) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
     """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
-    model, chip, available = search.task.model, forecaster.chip, forecaster.chip.memory_bytes
+    model, chip = search.task.model, forecaster.chip
     for _, alike in groupby(enumerate(runs, first), key=lambda numbered: replace(numbered[1], vp=1, zero=None)):
         workload: Workload | None = None
         reasons: dict[str, str] = {}
         for place, run in alike:
             needed = {}
-            for name in recipes:
-                memory = rank_memory(model, run, name, chip)
-                smallest = Smallest(memory.total / 1e9, place, name)
+            for name, memory in memory_of(model).rank(run, recipes, chip).items():
+                memory_gb = memory.total_bytes / 1e9
+                smallest = Smallest(memory_gb, place, name)
                 share.smallest = min(share.smallest or smallest, smallest)
-                if memory.total > available:
-                    share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
+                if memory.fit in ("fits", "tight"):
+                    needed[place, name] = memory_gb, memory.fit == "tight"
                 else:
-                    needed[place, name] = memory.total / 1e9, memory.most > available
+                    share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
             if needed:
                 workload = workload or derive(model, run)
                 step = StepForecast(forecaster, model, run, workload, network)

@@ -8,11 +8,9 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, cast
 
 from gemmscope import signals
 from gemmscope.process import end_with_parent
@@ -21,8 +19,7 @@ Item = TypeVar("Item")
 Output = TypeVar("Output")
 
 MOST_CORES = 8
-MOST_DEATHS = 3  # then this process computes the rest itself
-AT_HAND = 2  # items per process: it starts the second while the first result is sent back
+MOST_TRIES = 3  # then this process computes the rest itself
 
 
 def processes_for(items: int, worth_sharing: int) -> int:
@@ -47,97 +44,60 @@ def computed(
     function: Callable[[Item], Output], items: Sequence[Item], processes: int, pending: signals.DeferredSignals
 ) -> Iterator[Output]:
     """Yield the outputs in any order, until a signal arrives. With `processes` 0, this process computes them."""
-    pool = _Pool(function, items, processes)
-    try:
-        while pending.first is None and (pool.start_processes() or pool.waiting):
-            if pool.workers:
-                yield from pool.received(wait([*pool.workers, pending.fileno()]))
-            else:
-                yield function(pool.waiting.popleft())
-    finally:
-        pool.end()
+    left = list(items)
+    for _ in range(MOST_TRIES if processes else 0):
+        yield from _by_processes(function, left, processes, pending)
+    for item in left:
+        if pending.first is not None:
+            return
+        yield function(item)
 
 
-@dataclass
-class _Worker(Generic[Item]):
-    """One process and the items that it has."""
+def _by_processes(
+    function: Callable[[Item], Output], left: list[Item], processes: int, pending: signals.DeferredSignals
+) -> Iterator[Output]:
+    """Share what is left among processes, and remove what they have computed. An error in a process is raised here."""
+    shares = dict[Connection, deque[Item]]()
+    with ExitStack() as started:
+        with suppress(OSError, AssertionError):  # the system allows no further processes, or this process may not start any
+            for share in filter(None, [left[first::processes] for first in range(processes)]):
+                shares[started.enter_context(_process(function, share))] = deque(share)
+        while shares and pending.first is None:
+            for connection in cast(list[Connection], wait([*shares, pending.fileno()])):
+                if connection not in shares:
+                    continue
+                try:
+                    output, error = connection.recv()
+                except (EOFError, OSError):  # the process has ended
+                    del shares[connection]
+                    continue
+                if error is not None:
+                    raise error
+                left.remove(shares[connection].popleft())
+                yield output
 
-    process: BaseProcess
-    items: deque[Item] = field(default_factory=deque)
 
-
-class _Pool(Generic[Item, Output]):
-    def __init__(self, function: Callable[[Item], Output], items: Sequence[Item], processes: int) -> None:
-        self.waiting, self.workers = deque(items), dict[Connection, _Worker[Item]]()
-        self._function, self._processes, self._deaths = function, processes, 0
-
-    def start_processes(self) -> bool:
-        """Start missing processes and give each its next items. Returns whether any process has items."""
-        while self.waiting and len(self.workers) < self._processes and self._deaths < MOST_DEATHS:
-            try:
-                self._start()
-            except (OSError, AssertionError):  # the system allows no further processes, or this process may not start any
-                self._deaths = MOST_DEATHS
-        for connection, worker in list(self.workers.items()):
-            try:
-                while self.waiting and len(worker.items) < AT_HAND:
-                    connection.send(self.waiting[0])
-                    worker.items.append(self.waiting.popleft())
-            except OSError:
-                self._remove_ended(connection)
-        return any(worker.items for worker in self.workers.values())
-
-    def received(self, ready: Sequence[Any]) -> Iterator[Output]:
-        """Yield the outputs of the processes that are ready. An error in a process is raised here."""
-        for connection in ready:
-            if connection not in self.workers:
-                continue
-            try:
-                output, error = connection.recv()
-            except (EOFError, OSError):
-                self._remove_ended(connection)
-                continue
-            if error is not None:
-                raise error
-            self.workers[connection].items.popleft()
-            yield output
-
-    def end(self) -> None:
-        """End all processes."""
-        for connection in list(self.workers):
-            self._remove_ended(connection)
-
-    def _start(self) -> None:
-        here, there = multiprocessing.Pipe()
-        process = multiprocessing.Process(target=_work, args=(self._function, there, os.getpid()), daemon=True)
-        try:
+@contextmanager
+def _process(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Connection]:
+    """A process that computes these items, and the connection that its outputs come from, in the order of the items."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=_work, args=(function, items, there, os.getpid()), daemon=True)
+    with here:
+        with there:  # closed here, so that this process notices when the other one ends
             process.start()
-        except BaseException:
-            here.close()
-            raise
+        try:
+            yield here
         finally:
-            there.close()  # so that this process notices when the other one ends
-        self.workers[here] = _Worker(process)
-
-    def _remove_ended(self, connection: Connection) -> None:
-        """Remove a process, which may have ended by itself, and put its items back in the queue."""
-        worker = self.workers.pop(connection)
-        self.waiting.extendleft(reversed(worker.items))
-        worker.process.kill()
-        worker.process.join()
-        connection.close()
-        self._deaths += 1
+            process.kill()
+            process.join()
 
 
-def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:
+def _work(function: Callable[[Any], Any], items: Sequence[Any], connection: Connection, parent: int) -> None:
     signals.ignore()  # signals reach the whole process group; the parent handles them
     end_with_parent(parent)
-    try:
-        while True:
-            item = connection.recv()
+    with suppress(OSError):  # the parent has ended
+        for item in items:
             try:
                 connection.send((function(item), None))
             except Exception as error:
                 connection.send((None, error))
-    except (EOFError, OSError):  # the parent has ended
-        return

@@ -1,7 +1,8 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from gemmscope import signals
@@ -12,6 +13,7 @@ from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -31,32 +33,36 @@ def forecast_sweep(
     impossible: Sequence[SweepPoint],
     recipes: Sequence[str],
     network: Network | None = None,
+    findings: Iterable[Finding] = (),
     on_points: Callable[[int], None] = lambda _: None,
-) -> GpuSweep | None:
-    """Forecast every configuration on one GPU, sorted by size; impossible ones are included.
+    before: int = 0,
+) -> list[GpuSweep]:
+    """Forecast every configuration on one GPU, sorted by size; impossible ones are included. `findings`: more about this GPU.
 
-    After a signal, returns the points computed so far, without the break-even; None if there are none. `on_points` is called with
-    the number of points that were computed since the last time.
+    After a signal, returns the points computed so far, without the break-even; nothing if there are none. `on_points` is called
+    with the number of points so far, and of those `before`.
     """
     points: list[SweepPoint] = []
     function, shares = partial(_points, forecaster, possible, recipes, network), range(0, len(possible), AT_A_TIME)
     with signals.defer_signals() as pending:
         for some in computed(function, shares, processes_for(len(possible), WORTH_SHARING), pending):
             points += some
-            on_points(len(some))
+            on_points(before + len(points))
     if not points:
-        return None
+        return []
     complete = len(points) == len(possible)
     points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
-    return GpuSweep(
-        gpu=forecaster.chip.name,
-        sizes=tuple(points[0].values),
-        recipes=tuple(recipes),
-        points=tuple(points),
-        break_even=break_evens(points, recipes) if complete else (),
-        findings=tuple(_findings(points, forecaster.chip)),
-    )
+    return [
+        GpuSweep(
+            gpu=forecaster.chip.name,
+            sizes=tuple(points[0].values),
+            recipes=tuple(recipes),
+            points=tuple(points),
+            break_even=break_evens(points, recipes) if complete else (),
+            findings=(*_findings(points, forecaster.chip), *findings),
+        )
+    ]
 
 
 @no_garbage_collection()
@@ -80,17 +86,16 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     def ratio(name: str, over: str) -> Interval:
         return forecast.speedup(steps, name, over).interval()
 
-    run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(model)
-    needed = {name: of_model.rank(run, name, chip) for name in steps}
-    unfit = tuple(name for name, memory in needed.items() if memory.least > chip.memory_bytes)
-    unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > chip.memory_bytes)
+    run, chip = forecast.run, forecast.forecaster.chip
+    needed = memory_of(model).rank(run, steps, chip)
+    unfit, unsure = (tuple(name for name in steps if needed[name].fit == fit) for fit in ("does not fit", "may not fit"))
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
     winner = winner_among(speedups, ratio, unfit)
     about: dict[str, Any] = {"values": values, "unfit": unfit, "may_not_fit": unsure, "gpus": run.gpus}
     about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
     if winner is None:
-        least_gb = min(memory.least for memory in needed.values()) / 1e9
+        least_gb = min(memory.least_bytes for memory in needed.values()) / 1e9
         why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
         return SweepPoint(**about, why_not=why_not, memory_gb=least_gb)
     return SweepPoint(
@@ -99,33 +104,26 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
         speedups=speedups,
         winner=winner,
         host_bound=tuple(name for name, step in fitting.items() if step.host_bound),
-        memory_gb=needed[winner.best].total / 1e9,
+        memory_gb=needed[winner.best].total_bytes / 1e9,
         tokens_per_s=run.tokens_per_gpu / steps[winner.best].total.value * 1000,
     )
 
 
-def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
+def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> Iterator[Finding]:
     """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
-    failing: dict[tuple[str, ...], list[SweepPoint]] = {}
-    unfit: dict[tuple[str, ...], list[str]] = {}
-    for point in points:
-        if point.not_possible:
-            failing.setdefault(tuple(point.not_possible), []).append(point)
-        if point.unfit:
-            unfit.setdefault(() if point.winner is None else point.unfit, []).append(point.place)
-    findings, memory_gb = [], chip.memory_bytes / 1e9
+    memory_gb = chip.memory_bytes / 1e9
+    unfit = grouped((() if point.winner is None else point.unfit, point.place) for point in points if point.unfit)
     for recipes, places in unfit.items():
         if recipes:
-            findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
+            yield finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb)
         else:
-            findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
+            yield finding("sweep-does-not-fit", places=places, memory_gb=memory_gb)
     if unsure := [point.place for point in points if point.may_not_fit]:
-        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=memory_gb))
-    if bound := [point for point in points if point.host_bound]:
-        names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
-        launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
-        findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))
-    for names, where in failing.items():
-        places, reason = [point.place for point in where], where[0].not_possible[names[0]]
-        findings.append(finding("sweep-recipe-not-possible", recipes=list(names), places=places, reason=reason))
-    return findings
+        yield finding("sweep-may-not-fit", places=unsure, memory_gb=memory_gb)
+    if bound := {point.place: point.host_bound for point in points if point.host_bound}:
+        names = list(dict.fromkeys(chain(*bound.values())))
+        layer_ms = cluster()["host"]["layer_ms"]["other"]
+        yield finding("sweep-host-bound", recipes=names, places=list(bound), layer_ms=layer_ms)
+    for failed, where in grouped((tuple(point.not_possible), point) for point in points if point.not_possible).items():
+        places, reason = [point.place for point in where], where[0].not_possible[failed[0]]
+        yield finding("sweep-recipe-not-possible", recipes=list(failed), places=places, reason=reason)

@@ -6,18 +6,18 @@ wider than those of a closed form, whose parts were measured in training.
 """
 
 from collections.abc import Iterable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
-from gemmscope.forecast.memory import RankMemory, memory_facts, shards, storage
+from gemmscope.forecast.memory import memory_facts, recipe_memory, reserve_bytes, shards, state_bytes, storage
 from gemmscope.forecast.training import attention_ms, facts, work_ms
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
+from gemmscope.results.forecast import RecipeMemory
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
+from gemmscope.workload.ops import FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
 from gemmscope.workload.traced_ops import Between, TracedAttention
@@ -25,12 +25,8 @@ from gemmscope.workload.traced_ops import Between, TracedAttention
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
 TracedOp = Between | BatchedGemm | Convolution | TracedAttention
-
-
-@cache
-def coefficients() -> dict[str, Any]:
-    """The table of `coefficients/traced.toml`."""
-    return load_data("gemmscope.forecast", "coefficients/traced.toml")
+coefficients = cache(partial(load_data, "gemmscope.forecast", "coefficients/traced.toml"))
+"""Of traced modules."""
 
 
 def part_of(op: TracedOp) -> StepPart:
@@ -53,7 +49,9 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
     """Milliseconds of all runs of an op in one micro-batch."""
     launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
     if isinstance(op, Between):
-        moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
+        moved, kernels = (
+            (op.all_moved.fused_bytes, op.all_moved.kernels) if fused else (op.total().bytes_moved, op.all_moved.launches)
+        )
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
     if isinstance(op, TracedAttention):
         one_way = _unfused_ms if op.unfused else attention_ms
@@ -81,7 +79,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
     count = 0
     for op in ops:
         if isinstance(op, Between):
-            count += op.kernels if fused else op.launches
+            count += op.all_moved.kernels if fused else op.all_moved.launches
         elif isinstance(op, Linear):
             count += sum(gemm.count for gemm in op.gemms())
         elif isinstance(op, TracedAttention):
@@ -101,26 +99,22 @@ def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: boo
     return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)
 
 
-def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
+def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
     """Weights, gradients, optimizer and activations. Activations are those of eager autograd in BF16, in every recipe.
 
     Lower bound: a compiler recomputes part of the activations. Upper bound: the allocator is fragmented.
     """
-    known, zero, fp32 = memory_facts(), run.zero_stage, run.state_precision == "fp32"
-    ranks, _ = shards(run)
-    state_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
-    gradient_bytes = FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
-    shared = trace.trainable / ranks
-    weights = trace.parameters / ranks * state_bytes if zero == 3 else trace.parameters * ELEMENT_BYTES
-    gradients = gradient_bytes * (shared if zero >= 2 else trace.trainable)
-    master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
+    known, (ranks, _) = memory_facts(), shards(run)
+    parameters, trainable = (trace.parameters, trace.parameters / ranks), (trace.trainable, trace.trainable / ranks)
+    states = state_bytes(run, parameters, trainable)
     linears = [op for op in as_workload(trace).ops if isinstance(op, Linear) and op.quantized and op.section != HEAD]
     copies = storage(recipe_name, chip.architecture).copies * sum(op.groups * op.inputs * op.outputs * op.count for op in linears)
-    states, workspace = weights + gradients + master + moments, 2.0 * trace.largest_saved_bytes
-    reserve = known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9
-    least = states + trace.saved_bytes * coefficients()["kept"]["least"] + known["reserve_gb"]["least"] * 1e9
-    scattered = known["fragmentation"]["most"] * (trace.saved_bytes + gradients)
-    most = states + copies + trace.saved_bytes + scattered + 2 * workspace + known["reserve_gb"]["most"] * 1e9
-    return RankMemory(
-        weights, gradients, master, moments, float(trace.saved_bytes), copies, 0.0, workspace, reserve, least, most
+    every_state, workspace = sum(states.values()), 2.0 * trace.largest_saved_bytes
+    least = every_state + trace.saved_bytes * coefficients()["kept"]["least"] + known["reserve_gb"]["least"] * 1e9
+    scattered = known["fragmentation"]["most"] * (trace.saved_bytes + states["gradients_bytes"])
+    most = every_state + copies + trace.saved_bytes + scattered + 2 * workspace + known["reserve_gb"]["most"] * 1e9
+    return recipe_memory(
+        recipe_name, chip, stage=0, in_flight=1.0, least_bytes=least, most_bytes=most, **states,
+        activations_bytes=float(trace.saved_bytes), quantized_copies_bytes=copies, communication_bytes=0.0,
+        workspace_bytes=workspace, reserve_bytes=reserve_bytes(run),
     )  # fmt: skip

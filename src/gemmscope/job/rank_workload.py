@@ -44,12 +44,6 @@ class RankWorkload:
         }
 
 
-def with_own_inputs(run: RunSpec, inputs: str, samples: int | None) -> RunSpec:
-    """The run of a module that provides its own inputs: the micro-batch size is their number of samples, and there is no sequence
-    length."""
-    return replace(run, micro_batch_size=samples or 1, sequence_length=1, inputs=inputs)
-
-
 def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
     """Derive the operations in closed form where there is one, else trace the live model."""
     trace, run = None, job.run
@@ -58,8 +52,8 @@ def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
     else:
         trace = _trace(job, say)
         workload = as_workload(trace)
-        if trace.inputs is not None:
-            run = with_own_inputs(run, trace.inputs, trace.samples)
+        if trace.inputs is not None:  # which the module provides: the micro-batch is their number of samples
+            run = replace(run, micro_batch_size=trace.samples or 1, sequence_length=1, inputs=trace.inputs)
     findings = (*job.source.findings, *job.findings, *workload.findings)
     return RankWorkload(job.source, run, workload, findings, trace)
 

@@ -1,6 +1,5 @@
-"""How an option is declared: once, as a typed field of a dataclass.
+"""How an option is declared: once, as a typed field of a class.
 
-    @dataclass(frozen=True)
     class ShapesOptions(Options):
         check: Annotated[bool, Option("Compare the shapes with a trace of the real model.")] = False
 
@@ -11,9 +10,11 @@ command gets them as filled-in objects. Nothing heavy is imported here: `--help`
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from inspect import get_annotations
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+
+from typing_extensions import Self, dataclass_transform
 
 from gemmscope.options.values import names, number, size
 
@@ -117,10 +118,35 @@ class Declared:
         return self.option.keyword or self.name
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Options:
-    """A group of options: a frozen dataclass whose fields are annotated with an `Option`."""
+    """A group of options: a frozen class whose fields are annotated with an `Option`. To type checkers it is a dataclass; at run
+    time it generates no code, because `--help` would wait for that."""
 
     GROUP: ClassVar[str] = OWN
+
+    def __init__(self, **values: Any) -> None:
+        if wrong := values.keys() - options_of(type(self)).keys():
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(wrong))}")
+        self.__dict__.update(values)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check them against each other; classes that have something to check do."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"options are frozen: {name} stays")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and type(self) is type(other) and self.values() == other.values()
+
+    def values(self) -> dict[str, Any]:
+        """The value of every option."""
+        return {name: getattr(self, name) for name in options_of(type(self))}
+
+    def but(self, **values: Any) -> Self:
+        """These options with other values for some of them."""
+        return type(self)(**self.__dict__ | values)
 
     def given(self) -> dict[str, Any]:
         """The options with values other than their defaults."""
@@ -139,7 +165,7 @@ class Options:
 
 def with_defaults(options: Group, **defaults: Any) -> Group:
     """The options with these values where none was given."""
-    return replace(options, **{name: value for name, value in defaults.items() if getattr(options, name) is None})  # type: ignore[type-var]
+    return options.but(**{name: value for name, value in defaults.items() if getattr(options, name) is None})
 
 
 def shared(options: "Options", group: type[Group]) -> Group:

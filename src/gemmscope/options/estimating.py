@@ -1,7 +1,6 @@
 """Options of commands that compute without measuring: listing, forecasting, planning, and numerics."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
@@ -28,7 +27,6 @@ STATE = Option(
 )
 
 
-@dataclass(frozen=True)
 class ShapesOptions(Options):
     """What to list."""
 
@@ -41,7 +39,6 @@ class ShapesOptions(Options):
     list_presets: Annotated[bool, Option("List the presets and exit.", in_python=False)] = False
 
 
-@dataclass(frozen=True)
 class ForecastOptions(RecipeOptions, NetworkOptions):
     """Which GPUs, and what to forecast for them."""
 
@@ -139,7 +136,6 @@ class ForecastOptions(RecipeOptions, NetworkOptions):
         return [*modes, *super().of_one_run()]  # a sweep forecasts training steps
 
 
-@dataclass(frozen=True)
 class PlanSettings(OverlapOptions):
     """Settings that all layouts of a plan share."""
 
@@ -169,7 +165,6 @@ def _part(name: str, text: str, default: str = "searched", group: str = "Paralle
     return Option(text, metavar="N,...", default=default, parse=whole_numbers(name), accepts=accepts, group=group)
 
 
-@dataclass(frozen=True)
 class LayoutOptions(Options):
     """The parts of a layout, each restricted to some values."""
 
@@ -212,7 +207,6 @@ class LayoutOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, NetworkOptions):
     """What is planned, and what the search is restricted to."""
 
@@ -272,7 +266,6 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, NetworkOptions):
     ] = None
 
 
-@dataclass(frozen=True)
 class NumericsOptions(Options):
     """The tensors, the recipes, the speeds to show with the errors, and the largest error allowed."""
 

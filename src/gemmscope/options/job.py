@@ -1,6 +1,5 @@
 """Options that name a model and say how it is run."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from gemmscope.options.declare import Option, Options
@@ -10,7 +9,6 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp32"]
 
 
-@dataclass(frozen=True)
 class ModelOptions(Options):
     """The ways of naming a model."""
 
@@ -79,7 +77,6 @@ class ModelOptions(Options):
         return [*([self.config, f"{self.config}/config.json"] if self.config is not None else []), *module]
 
 
-@dataclass(frozen=True)
 class RunOptions(Options):
     """Batch and parallelism. Options that are not given come from the model's file, if it has them."""
 
@@ -162,7 +159,6 @@ class RunOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class OverlapOptions(Options):
     """What overlaps with what, and how layers are launched."""
 
@@ -198,7 +194,6 @@ class OverlapOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class NetworkOptions(Options):
     """What connects the GPUs."""
 
@@ -217,7 +212,6 @@ class NetworkOptions(Options):
     nvlink_domain: Annotated[int | None, Option("Number of GPUs in one NVLink domain.", default="the GPU's usual size")] = None
 
 
-@dataclass(frozen=True)
 class ClusterOptions(RunOptions, OverlapOptions):
     """The options of a run, and what happens between replicas of the model, for commands that know all GPUs."""
 
@@ -283,7 +277,6 @@ class ClusterOptions(RunOptions, OverlapOptions):
     ] = None
 
 
-@dataclass(frozen=True)
 class JobOptions(ClusterOptions):
     """Everything that says how a model is run, for Python: also what only model files set."""
 

@@ -1,7 +1,6 @@
 """Options of commands that measure: which recipes on what, how precisely, for how long."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal
 
@@ -59,7 +58,6 @@ def skip_flags() -> dict[str, str]:
     return {name: facts["skipped_by"] for name, facts in table.items() if "skipped_by" in facts}
 
 
-@dataclass(frozen=True)
 class RecipeOptions(Options):
     """Which precisions, in which modes. The flags of the command line are added to `left_out` and `modes`."""
 
@@ -104,9 +102,9 @@ class RecipeOptions(Options):
         if self.pre_quantize and self.autocast_only:
             both = f"{option('pre_quantize')} and {option('autocast_only')}"
             raise UserError(f"{both} exclude each other", "use only one of them, or neither for both modes")
-        object.__setattr__(self, "left_out", tuple(dict.fromkeys((*self.left_out, *skipped))))
+        self.__dict__["left_out"] = tuple(dict.fromkeys((*self.left_out, *skipped)))
         if self.pre_quantize or self.autocast_only:
-            object.__setattr__(self, "modes", ("pre-quantized",) if self.pre_quantize else ("autocast",))
+            self.__dict__["modes"] = ("pre-quantized",) if self.pre_quantize else ("autocast",)
 
     @property
     def on_cpu(self) -> bool:
@@ -114,7 +112,6 @@ class RecipeOptions(Options):
         return False
 
 
-@dataclass(frozen=True)
 class MeasuringOptions(RecipeOptions):
     """What is measured on which device, how precisely, and whether an interrupted measurement continues."""
 
@@ -143,7 +140,6 @@ class MeasuringOptions(RecipeOptions):
         return "cpu" in (self.device, self.backend)
 
 
-@dataclass(frozen=True)
 class TimingOptions(MeasuringOptions):
     """How to time linears. Fixed counts, if any is given, replace precision and time limit."""
 
@@ -182,14 +178,12 @@ class TimingOptions(MeasuringOptions):
     ] = None
 
 
-@dataclass(frozen=True)
 class CalibrateOptions(TimingOptions):
     """How a GPU is calibrated."""
 
     device: Annotated[str | None, Option("Only cuda is possible.", choices=("cuda", "cpu"), hidden=True)] = None
 
 
-@dataclass(frozen=True)
 class SweepOptions(Options):
     """What a measured sweep varies, and where its points are measured: GPUs of this machine (None: one), or a Ray cluster."""
 
@@ -224,7 +218,6 @@ class SweepOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class BenchOptions(TimingOptions):
     """How linears are measured."""
 
@@ -278,7 +271,6 @@ class BenchOptions(TimingOptions):
     verify_dgrad: Annotated[bool, Option("Dgrad is always measured.", hidden=True)] = False
 
 
-@dataclass(frozen=True)
 class StepSweepOptions(SweepOptions):
     """What a sweep of training steps varies, and where; or the number of GPUs that the cost of one step is for."""
 
@@ -303,7 +295,6 @@ class StepSweepOptions(SweepOptions):
     ] = None
 
 
-@dataclass(frozen=True)
 class StepOptions(MeasuringOptions):
     """What to measure besides the step itself, how precisely, and the cost of the run."""
 
@@ -379,7 +370,6 @@ class StepOptions(MeasuringOptions):
     ] = True
 
 
-@dataclass(frozen=True)
 class FleetOptions(TimingOptions):
     """Which GPUs, what they measure, and when one is an outlier."""
 

@@ -1,6 +1,5 @@
 """Options of commands that read traces and run files."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gemmscope.options.declare import Option, Options, RunFile
@@ -9,7 +8,6 @@ from gemmscope.options.values import percentage
 Kind = Literal["loop", "trainer", "plain"]
 
 
-@dataclass(frozen=True)
 class ExplainOptions(Options):
     """The traces, and what to compare them with."""
 
@@ -60,7 +58,6 @@ class ExplainOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class CompareOptions(Options):
     """The runs, and which slowdown fails."""
 
@@ -86,7 +83,6 @@ class CompareOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class ReportOptions(Options):
     """The run files of one page, and where it goes."""
 
@@ -111,14 +107,12 @@ class ReportOptions(Options):
     ] = None
 
 
-@dataclass(frozen=True)
 class DoctorOptions(Options):
     """Where the diagnosis goes."""
 
     json: Annotated[str | None, Option("Write the diagnosis as JSON.", metavar="PATH|-", group="Output")] = None
 
 
-@dataclass(frozen=True)
 class TraceMeOptions(Options):
     """Whose training loop it is."""
 

@@ -43,7 +43,7 @@ def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
             raise UserError(f"{name} {message}", hint)
     if options.backend is not None or options.recipes is not None or options.on_cpu or not is_installed("torchao"):
         return options
-    return replace(options, backend="torchao")
+    return options.but(backend="torchao")
 
 
 def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimizer | None, *, live: bool) -> StepSettings:

@@ -6,8 +6,10 @@ from itertools import product
 from math import prod
 from typing import Any, TypeVar
 
-from gemmscope.errors import UserError, closest, in_python, option, shown
+from gemmscope.errors import UserError, did_you_mean, in_python, option, shown
 from gemmscope.job.load import SIZES, ModelRun, load_model, model_run
+from gemmscope.model.spec import ModelSpec
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepPoint
 from gemmscope.signals import DeferredSignals
 
@@ -24,9 +26,8 @@ def check_axes(axes: Axes, sizes: Sequence[str], model: Mapping[str, Any], most:
     """A `UserError` for sizes that cannot vary, too many of them, or too many points."""
     for name in axes:
         if name not in sizes:
-            similar = closest(name, sizes)
-            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-            raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(sizes)}")
+            hint = f"{did_you_mean(name, sizes)}sizes: {', '.join(sizes)}"
+            raise UserError(f"{shown(name)} is not a size that a sweep can vary", hint)
     if not 1 <= len(axes) <= 2:
         raise UserError(f"a sweep varies one or two sizes, not {len(axes)}", "use one or two")
     if single := [name for name, values in axes.items() if not isinstance(values, Sequence) or isinstance(values, str)]:
@@ -95,3 +96,10 @@ def by_reason(points: Iterable[SweepPoint]) -> dict[str, list[str]]:
         listed = point.reason in reasons or len(reasons) < MOST_REASONS
         reasons.setdefault(point.reason if listed else OTHER_REASONS, []).append(point.place)
     return reasons
+
+
+def swept_model(model: ModelSpec | None, origin: str, axes: Axes) -> ModelSummary:
+    """Which model a sweep is about; without its sizes where some of them vary."""
+    about = ModelSummary.of(model, model.name if model is not None else origin, origin)
+    varies = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varies else about

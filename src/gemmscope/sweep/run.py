@@ -13,7 +13,6 @@ from gemmscope.bench.choose import check_for_step, choose, chosen_modes, named_r
 from gemmscope.engine.journal import fingerprint
 from gemmscope.errors import UserError, option
 from gemmscope.gpu.environment import environment
-from gemmscope.model.spec import RunSpec
 from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape
 from gemmscope.pool.gpus import launched, local_gpus, open_pool
@@ -21,12 +20,11 @@ from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Unit
 from gemmscope.pool.schedule import Outcomes, Schedule
 from gemmscope.progress import PoolProgress, Reporter
-from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import RunContext
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.sweep.assembly import Assembly, point_key
-from gemmscope.sweep.axes import Axes
+from gemmscope.sweep.axes import Axes, swept_model
 from gemmscope.units import counted
 
 LEAST_S, SHARE = 3.0, 0.05  # least seconds between two writes, and the largest share of time for writing
@@ -147,7 +145,7 @@ class MeasuredSweepRun:
             if gpus is not None and not options.on_cpu:
                 machine = replace(machine, gpus=tuple(local_gpus(gpus, machine)[:1]), visible_devices=None)
             cache_weights = isinstance(options, BenchOptions) and options.cache_weights
-            choose(replace(options, share_gpu=True), machine, cache_weights=cache_weights)
+            choose(options.but(share_gpu=True), machine, cache_weights=cache_weights)
 
     def _check_alone(self) -> None:
         """A `UserError` in one of many processes that srun or torchrun started: each would measure every point."""
@@ -166,10 +164,8 @@ def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -
     if job is None:
         return {"origin": "shapes"}
     source = job.source
-    summary = ModelSummary.of(source.model, source.model.name if source.model is not None else source.origin, source.origin)
-    if any(name not in RunSpec.__dataclass_fields__ for name in axes):
-        summary = summary.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""})
-    return {"origin": source.origin, "model": summary, "run": job.run if source.model is not None else None}
+    model = swept_model(source.model, source.origin, axes)
+    return {"origin": source.origin, "model": model, "run": job.run if source.model is not None else None}
 
 
 def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> str:

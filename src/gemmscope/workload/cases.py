@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass
+from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass, gemm_size
 
 Mode = Literal["autocast", "pre-quantized"]
 MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
@@ -130,9 +130,8 @@ def forward_calls(cases: Iterable[Case]) -> list[Case]:
     """
     calls = []
     for case in cases:
-        tokens, inputs, outputs = case.tokens, case.inputs, case.outputs
-        sizes = ((tokens, inputs, outputs), (tokens, outputs, inputs), (inputs, tokens, outputs))
-        for name, (m, k, n) in zip(PASSES, sizes, strict=True):
+        for name in PASSES:
+            m, k, n = gemm_size(case.tokens, case.inputs, case.outputs, name)
             calls.append(replace(case, op=case.op + CALLED[name], tokens=m, inputs=k, outputs=n, passes=PASSES[:1]))
     return calls
 

@@ -5,7 +5,6 @@ recurrence are compared. GEMMs inside a recurrence are not: the closed form has 
 PyTorch fallback is another algorithm.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -39,13 +38,13 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     Prediction layers are left out: Hugging Face's classes have none.
     """
     workload = derive(as_live(model), comparable_run(run))
-    result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
+    result = _unequal(_linears(workload.gemms()), _linears(trace.gemms))
     batched = [op for op in workload.ops if isinstance(op, (Attention, IndexScores, StreamMix))]
     derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
-    result += _unequal(_attention_counts(derived), _attention_counts(traced))
+    result += _unequal(_attention(derived), _attention(traced))
     if not has_fallback(trace):
-        result += _unequal(_kernel_counts(workload.ops), _kernel_counts((*trace.scans, *trace.causal_convolutions)))
+        result += _unequal(_kernels(workload.ops), _kernels((*trace.scans, *trace.causal_convolutions)))
     if workload.parameters != trace.parameters:
         result.append(Difference("parameters", workload.parameters, trace.parameters))
     result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.convolutions if op.section != MIXER]
@@ -72,18 +71,20 @@ def recurrences(trace: ModuleTrace) -> int:
     return sum(op.count for op in trace.scans)
 
 
-def _kernel_counts(ops: Iterable[Op]) -> Counter[str]:
-    """How often each kernel of a mixer runs, by its text in a difference."""
-    counts: Counter[str] = Counter()
+Counts = Iterable[tuple[str, int]]
+"""What runs, as texts of differences, and how often; a text may occur several times."""
+
+
+def _kernels(ops: Iterable[Op]) -> Counts:
+    """The kernels of mixers."""
     for op in ops:
         if isinstance(op, Scan):
             sizes = f"{op.heads} heads of {op.value_dim}, keys of {op.key_dim}"
             if op.rule == "ssd":  # others repeat the keys for each head before the kernel, and have its chunks
                 sizes += f", {op.groups} groups, chunks of {op.chunk}"
-            counts[f"{op.rule} on {op.batch} x {op.sequence}: {sizes}"] += op.count
+            yield f"{op.rule} on {op.batch} x {op.sequence}: {sizes}", op.count
         elif isinstance(op, CausalConv):
-            counts[f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}"] += op.channels * op.count
-    return counts
+            yield f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}", op.channels * op.count
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
@@ -103,23 +104,20 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
     return result
 
 
-def _linear_counts(gemms: Iterable[Gemm]) -> Counter[str]:
-    """How often each GEMM with a weight runs, by its text in a difference."""
-    counts: Counter[str] = Counter()
+def _linears(gemms: Iterable[Gemm]) -> Counts:
+    """The GEMMs with a weight, without those of empty tensors."""
     for gemm in gemms:
-        if not gemm.flops:  # of an empty tensor
-            continue
-        counts[f"{gemm.pass_name} {gemm.shape}" + (f" in {gemm.groups} groups" if gemm.groups > 1 else "")] += gemm.count
-    return counts
+        if gemm.flops:
+            yield f"{gemm.pass_name} {gemm.shape}" + (f" in {gemm.groups} groups" if gemm.groups > 1 else ""), gemm.count
 
 
-def _attention_counts(gemms: Iterable[tuple[tuple[str, int, int, int, int], int]]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for (direction, m, k, n, batch), count in gemms:
-        counts[f"attention {direction} {batch} x {m}x{k}x{n}"] += count
-    return counts
+def _attention(gemms: Iterable[tuple[tuple[str, int, int, int, int], int]]) -> Counts:
+    return ((f"attention {direction} {batch} x {m}x{k}x{n}", count) for (direction, m, k, n, batch), count in gemms)
 
 
-def _unequal(derived: Counter[str], traced: Counter[str]) -> list[Difference]:
-    names = dict.fromkeys([*derived, *traced])
-    return [Difference(name, derived[name], traced[name]) for name in names if derived[name] != traced[name]]
+def _unequal(derived: Counts, traced: Counts) -> list[Difference]:
+    counts: dict[str, list[int]] = {}  # text → derived, traced
+    for side, items in enumerate((derived, traced)):
+        for text, count in items:
+            counts.setdefault(text, [0, 0])[side] += count
+    return [Difference(text, *pair) for text, pair in counts.items() if pair[0] != pair[1]]

@@ -6,6 +6,7 @@ Read `layer_ops` first: it lists the operations of a transformer layer in the or
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from string import ascii_lowercase
 
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
@@ -25,8 +26,8 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
-from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, visible_pairs
-from gemmscope.workload.residual_streams import first_norm, layer_input_ops, stream_ops
+from gemmscope.workload.rank_ops import bottleneck, linear, norm, on_sequence_shard, residual, visible_pairs
+from gemmscope.workload.residual_streams import layer_input_ops, stream_ops
 from gemmscope.workload.sparse import compressed_attention, indexer_ops, sparse
 
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
@@ -79,15 +80,9 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
 
 def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, int]]) -> list[int]:
     """The first of every kind of pipeline stage: there may be thousands, and most are equal."""
-    if run.pp < 3:
-        return list(range(run.pp))
-    numbers: dict[LayerSpec, int] = {}
-    by_id = {id(layer): layer for layer in model.layers}  # most models repeat one object: hash it once
-    known = {key: numbers.setdefault(layer, len(numbers)) for key, layer in by_id.items()}
-    order = [known[id(layer)] for layer in model.layers]
-    kinds: dict[tuple[bool, bool, tuple[int, ...]], int] = {}
+    kinds: dict[tuple[bool, bool, tuple[tuple[LayerSpec, int], ...]], int] = {}
     for stage, (first, last) in enumerate(bounds):
-        kinds.setdefault((stage == 0, stage == run.pp - 1, tuple(order[first:last])), stage)
+        kinds.setdefault((stage == 0, stage == run.pp - 1, tuple(model.layer_groups(first, last))), stage)
     return list(kinds.values())
 
 
@@ -121,36 +116,28 @@ def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) ->
 
 
 def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerSpec, int]]:
-    """The kinds of layers among these, each with a name that distinguishes it from the others, and how many there are."""
+    """The kinds of layers among these, each with a name that distinguishes it from the others, and how many there are:
+    `MoE layer`, `layer, window 4096`, `Mamba-2 layer`."""
     groups = list(model.layer_groups(first, last))
-    layers = [layer for layer, _ in groups]
-    if len(layers) == 1:  # the case of most models, and frequent in sweeps
-        return [("layer" if layers[0].is_plain else f"{layers[0].kind} layer", *groups[0])]
-    return [(_section(layers, layer), layer, count) for layer, count in groups]
+    features, names = [_features(layer) for layer, _ in groups], list[str]()
+    plain, differ = all(layer.is_plain for layer, _ in groups), len({layer.is_moe for layer, _ in groups}) > 1
+    for (layer, _), own in zip(groups, features, strict=True):
+        kind = ("MoE layer" if layer.is_moe else "dense layer") if differ else "layer"
+        parts = [kind if plain else f"{layer.kind} layer"]
+        parts += [text for key, text in own.items() if text and len({others[key] for others in features if key in others}) > 1]
+        names.append(", ".join(parts))
+    letters = [f" {ascii_lowercase[names[:place].count(name) % 26]}" for place, name in enumerate(names)]
+    unique = [name + letter if names.count(name) > 1 else name for name, letter in zip(names, letters, strict=True)]
+    return [(name, *group) for name, group in zip(unique, groups, strict=True)]
 
 
 def layers_by_section(model: ModelSpec, first: int, last: int) -> dict[str, list[int]]:
     """The places of these layers in the model, by the section that their ops have."""
     sections = {layer: section for section, layer, _ in _sections(model, first, last)}
-    by_id = {id(layer): sections[layer] for layer in model.layers[first:last]}  # most models repeat one object: hash it once
     result: dict[str, list[int]] = {section: [] for section in sections.values()}
     for place, layer in enumerate(model.layers[first:last], start=first):
-        result[by_id[id(layer)]].append(place)
+        result[sections[layer]].append(place)
     return result
-
-
-def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
-    """A name for this kind of layer that distinguishes it from the others: `MoE layer`, `layer, window 4096`, `Mamba-2 layer`."""
-    if all(other.is_plain for other in layers):
-        kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
-    else:
-        kind = f"{layer.kind} layer"
-    features = {other: _features(other) for other in layers}
-    for name, feature in features[layer].items():
-        if feature and len({others[name] for others in features.values() if name in others}) > 1:
-            kind += f", {feature}"
-    similar = [other for other in layers if other.kind == layer.kind and features[other] == features[layer]]
-    return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
 def _features(layer: LayerSpec) -> dict[str, str]:
@@ -180,7 +167,8 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     if model.embedding_norm:
         yield norm(model, run, "embedding-norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
-        yield replace(_embedding_projection(model, run, "embedding-in", width, model.hidden_size), section=EMBEDDING)
+        bias = model.embedding_projection_bias
+        yield linear("embedding-in", run, width, model.hidden_size, bias=bias, section=EMBEDDING, copies=run.tp)
     if model.layer_inputs is not None:
         rows, inputs = model.layer_inputs.vocab_size, model.layer_inputs.width * len(model.layers)
         yield Embedding(
@@ -188,22 +176,16 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         )
     for extra in model.first_linears:
         yield replace(_beside(extra, run), section=EMBEDDING)
-    if (inputs_norm := first_norm(model, run)) is not None:
-        yield replace(inputs_norm, section=EMBEDDING)
-
-
-def _embedding_projection(model: ModelSpec, run: RunSpec, role: str, inputs: int, outputs: int) -> Linear:
-    """Between an embedding and a hidden size that differ, the same on every tensor-parallel rank."""
-    return replace(linear(role, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
+    if model.layer_inputs is not None:  # those of all layers are normed together
+        inputs_norm = norm(model, run, "layer-input-norm", model.layer_inputs.width, EMBEDDING)
+        yield replace(inputs_norm, rows=inputs_norm.rows * len(model.layers))
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
-    runs = 2 if run.recompute == "full" else 1
-    if layer.norms:
-        yield replace(norm(model, run, "norm", model.hidden_size), count=layer.norms, forward_runs=runs)
-    for op in _blocks(model, layer, run):
-        repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
+    norms = [replace(norm(model, run, "norm", model.hidden_size), count=layer.norms)] if layer.norms else []
+    for op in (*norms, *_blocks(model, layer, run)):
+        repeated = run.recompute == "full" or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2) if repeated else op
 
 
@@ -233,19 +215,18 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 
 def _beside(one: LinearSpec, run: RunSpec) -> Linear:
     """A linear that tensor parallelism does not split."""
-    return replace(linear(one.role, run, one.inputs, one.outputs, bias=one.bias), count=one.count, copies=run.tp)
+    return replace(linear(one.role, run, one.inputs, one.outputs, bias=one.bias, copies=run.tp), count=one.count)
 
 
 def _shared_block(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """Attention and a feed-forward block whose weights several layers use. Its output is added to the mixer's input."""
+    ops: list[Op] = []
     if layer.attention is not None:
         width = layer.attention.input_size or model.hidden_size
-        for op in (norm(model, run, "attention-norm", width), *_attention(model, layer.attention, run)):
-            yield replace(op, shares_weights=True)
+        ops += [norm(model, run, "attention-norm", width), *_attention(model, layer.attention, run)]
     if isinstance(layer.mlp, MlpSpec):
-        first = norm(model, run, "mlp-norm", model.hidden_size)
-        for op in (first, *_feed_forward(model, layer.mlp, run, "mlp", run.tp)):
-            yield replace(op, shares_weights=True)
+        ops += [norm(model, run, "mlp-norm", model.hidden_size), *_feed_forward(model, layer.mlp, run, "mlp", run.tp)]
+    yield from (replace(op, shares_weights=True) for op in ops)
     yield residual(model, run)
 
 
@@ -309,20 +290,13 @@ def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterato
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Latent attention: down to the bottleneck on every rank, a norm, and up to this rank's heads."""
     assert spec.latent is not None
-    latent, heads, hidden = spec.latent, spec.heads // run.tp, model.hidden_size
-    # The norms run on the output tokens of the projections before them.
-    narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
+    latent, heads, down_bias, up_bias = spec.latent, spec.heads // run.tp, spec.latent.down_bias, spec.qkv_bias
+    queries, keys = heads * spec.head_dim, heads * (spec.head_dim - latent.rope_dim + spec.value_head_dim)
     if latent.q_rank is None:
-        yield linear("q-proj", run, hidden, heads * spec.head_dim, bias=spec.qkv_bias)
+        yield linear("q-proj", run, model.hidden_size, queries, bias=up_bias)
     else:
-        yield on_sequence_shard(linear("q-down", run, hidden, latent.q_rank, bias=latent.down_bias), run)
-        yield norm(model, narrow, "q-latent-norm", latent.q_rank)
-        yield linear("q-up", run, latent.q_rank, heads * spec.head_dim, bias=spec.qkv_bias)
-    down = linear("kv-down", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
-    yield on_sequence_shard(down, run)
-    yield norm(model, narrow, "kv-latent-norm", latent.kv_rank)
-    key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield linear("kv-up", run, latent.kv_rank, heads * key_value, bias=spec.qkv_bias)
+        yield from bottleneck(model, run, "q", latent.q_rank, queries, down_bias=down_bias, up_bias=up_bias)
+    yield from bottleneck(model, run, "kv", latent.kv_rank, keys, beside=latent.rope_dim, down_bias=down_bias, up_bias=up_bias)
 
 
 def _feed_forward(
@@ -379,21 +353,19 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield norm(model, run, "final-norm", model.hidden_size, HEAD)
     if model.vocab_size is None:
         return
-    width = model.hidden_size
+    hidden, width = model.hidden_size, model.embedding_width
     if model.head_transform:
-        transform = linear("head-transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
-        yield replace(transform, copies=run.tp)
-        yield norm(model, run, "head-norm", model.embedding_width, HEAD)
-    elif model.embedding_width != model.hidden_size:
-        yield replace(_embedding_projection(model, run, "embedding-out", width, model.embedding_width), section=HEAD)
+        yield linear("head-transform", run, hidden, width, bias=model.head_transform_bias, section=HEAD, copies=run.tp)
+        yield norm(model, run, "head-norm", width, HEAD)
+    elif width != hidden:
+        yield linear("embedding-out", run, hidden, width, bias=model.embedding_projection_bias, section=HEAD, copies=run.tp)
     vocab = sharding.padded_vocab(model.vocab_size, run)
-    head = linear("lm-head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
+    head = linear("lm-head", run, width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
-    needs_table = (
-        model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings
-    )  # and so do prediction layers, which embed tokens again
+    # So do prediction layers, which embed tokens again.
+    needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings
     copies = int(needs_table) - int(is_tied)
-    parameters = head.parameters + copies * model.embedding_width * (vocab // run.tp)
+    parameters = head.parameters + copies * width * (vocab // run.tp)
     yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)
     yield Loss(role="loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 

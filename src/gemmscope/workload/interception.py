@@ -10,9 +10,9 @@ time of a trace. The layers of a model run the same operators on the same shapes
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemmscope.workload import stand_ins
-from gemmscope.workload.ops import ALL_VISIBLE
+from gemmscope.workload.ops import ALL_VISIBLE, PASSES
 from gemmscope.workload.recorder import Recorder
 from gemmscope.workload.traced_ops import TracedAttention, Unfused
 from gemmscope.workload.traffic import tensors
@@ -47,9 +47,9 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        calls, functions = stand_ins.KernelCalls(recorder.scan, recorder.barrier), _Functions(recorder)
+        functions = _Functions(recorder)
         with (
-            stand_ins.replaced(module, calls),
+            stand_ins.replaced(recorder),
             stand_ins.recorded_flex(functions.flex_attention),
             _Dispatch(recorder, between_gemms, longest_s),
             functions,
@@ -133,14 +133,14 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
             with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self._attention):
                 return function(*args, **kwargs)
         if function in self._grouped:
-            return _Grouped.apply(self._recorder, args[0], args[1])
+            return _grouped(self._recorder, args[0], args[1])
         return function(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
-        operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
+        operands = named["query"], named["key"], named["value"], named.get("attn_mask")
         grouped = bool(named.get("enable_gqa"))
         _check_sizes(*operands[:3], grouped=grouped)
         unfused = _why_unfused(*operands, grouped=grouped)
@@ -148,14 +148,14 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         if not operands[0].is_meta:
             with torch.no_grad(), _disable_current_modes():
                 computed = _FUSED_ATTENTION(*args, **kwargs)
-        return _Attention.apply(self._recorder, (mask, ALL_VISIBLE, unfused), *operands, computed)
+        return _attention(self._recorder, *operands, mask, unfused=unfused, computed=computed)
 
     def flex_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: Fraction | None) -> torch.Tensor:
         """Attention of which a block mask shows this share of all pairs (None: not known). Its values are not computed."""
         _check_sizes(query, key, value, grouped=True)
-        mask = ("explicit", ALL_VISIBLE, ()) if share is None else ("blocks" if share != ALL_VISIBLE else "none", share, ())
+        mask = "explicit" if share is None else "none" if share == ALL_VISIBLE else "blocks"
         computed = None if query.is_meta else stand_ins.blank(query, (*query.shape[:-1], value.shape[-1]))
-        return cast(torch.Tensor, _Attention.apply(self._recorder, mask, query, key, value, None, computed))
+        return _attention(self._recorder, query, key, value, None, mask, share or ALL_VISIBLE, computed=computed)
 
 
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> None:
@@ -188,80 +188,51 @@ def causal_share(queries: int, keys: int) -> Fraction:
     return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
+def _attention(
+    recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: str, share: Fraction = ALL_VISIBLE,
+    *, unfused: Unfused = (), computed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention that only produces shapes, or the values that were computed already.
 
-    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]. `mask` has its kind, the share
-    of all pairs that it shows, and why the attention runs unfused (empty: it does not). Unfused, the probabilities are kept for
-    backward.
+    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]. `mask` is its kind, `share` the
+    part of all pairs that it shows, `unfused` why the attention runs unfused: then the probabilities are kept for backward.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        recorder: Recorder,
-        mask: tuple[str, Fraction, Unfused],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: torch.Tensor | None,
-        computed: torch.Tensor | None,
-    ) -> torch.Tensor:
-        (masked, share, unfused), operands = mask, [query, key, value, *([bias] if bias is not None else [])]
-        if unfused and query.is_meta:  # 4 bytes each, also in a module whose FP32 tensors count as BF16
-            ctx.save_for_backward(*operands, query.new_empty((*query.shape[:-1], key.shape[-2]), dtype=torch.int32))
-        else:
-            ctx.save_for_backward(*operands)
-        *batch, queries, head_dim = query.shape
-        keys, masked_bytes = key.shape[-2], recorder.operand.bytes_of(bias) if bias is not None else 0
-        ctx.recorder, ctx.visible = recorder, causal_share(queries, keys) if masked == "causal" else share
-        ctx.op = TracedAttention(
-            label=recorder.path(), batch=math.prod(batch[:-1]), heads=batch[-1] if batch else 1, queries=queries, keys=keys,
-            kv_heads=key.shape[-3] if key.dim() > 2 else 1, head_dim=head_dim, value_dim=value.shape[-1],
-            pairs=float(queries * keys * ctx.visible), causal=masked == "causal", mask_bytes=masked_bytes,
-            mask_gradient=ctx.needs_input_grad[5], unfused=unfused,
-        )  # fmt: skip
-        if queries > 1:  # a single query does not show causality
-            recorder.masks[masked] += 1
-        recorder.attention(ctx.op, "forward", ctx.visible)
-        output = query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed
-        recorder.barrier(operands, [output])
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.recorder.attention(ctx.op, "backward", ctx.visible)
-        needed, saved = 4 if ctx.op.mask_gradient else 3, ctx.saved_tensors  # which a recomputed layer provides only once
-        gradients = [torch.empty_like(tensor) for tensor in saved[:needed]]
-        ctx.recorder.barrier([gradient, *saved], gradients)
-        return None, None, *gradients, *([None] * (5 - needed))
+    *batch, queries, head_dim = query.shape
+    keys, visible = key.shape[-2], causal_share(queries, key.shape[-2]) if mask == "causal" else share
+    op = TracedAttention(
+        label=recorder.path, batch=math.prod(batch[:-1]), heads=batch[-1] if batch else 1, queries=queries, keys=keys,
+        kv_heads=key.shape[-3] if key.dim() > 2 else 1, head_dim=head_dim, value_dim=value.shape[-1],
+        pairs=float(queries * keys * visible), causal=mask == "causal", unfused=unfused,
+        mask_bytes=recorder.operand.bytes_of(bias) if bias is not None else 0,
+        mask_gradient=bias is not None and bias.requires_grad,
+    )  # fmt: skip
+    if queries > 1:  # a single query does not show causality
+        recorder.masks[mask] += 1
+    recorder.attention(op, "forward", visible)
+    # 4 bytes each, also in a module whose FP32 tensors count as BF16
+    kept = [query.new_empty((*query.shape[:-1], keys), dtype=torch.int32)] if unfused and query.is_meta else []
+    return stand_ins.shapes_only(
+        recorder,
+        (query, key, value, bias),
+        lambda: query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed,
+        lambda _: recorder.attention(op, "backward", visible),
+        kept,
+    )
 
 
-class _Grouped(torch.autograd.Function):  # type: ignore[misc]
+def _grouped(recorder: Recorder, rows: Tensor, weights: Tensor) -> Tensor:
     """A grouped GEMM that only produces shapes: rows [tokens, in] sorted by group, weights [groups, in, out]."""
+    groups, inputs, outputs = weights.shape
+    path, size = recorder.path, (len(rows), inputs, outputs)
 
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.recorder, ctx.path = recorder, recorder.path()
-        groups, inputs, outputs = weights.shape
-        ctx.size = (rows.shape[0], inputs, outputs)
-        recorder.linear(ctx.path, "fprop", ctx.size, groups)
-        recorder.linear_paths.add(ctx.path)
-        output = stand_ins.blank(rows, (rows.shape[0], outputs))
-        recorder.barrier([rows, weights], [output])
-        return output
+    def backward(needed: Sequence[bool]) -> None:
+        for pass_name, needs in zip(PASSES[1:], needed, strict=True):
+            if needs:
+                recorder.linear(path, pass_name, size, groups)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        rows, weights = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            ctx.recorder.linear(ctx.path, "dgrad", ctx.size, weights.shape[0])
-        if ctx.needs_input_grad[2]:
-            ctx.recorder.linear(ctx.path, "wgrad", ctx.size, weights.shape[0])
-        gradients = [torch.empty_like(rows), torch.empty_like(weights)]
-        ctx.recorder.barrier([gradient, rows, weights], gradients)
-        return None, *gradients
+    recorder.linear(path, "fprop", size, groups)
+    recorder.linear_paths.add(path)
+    return stand_ins.shapes_only(recorder, (rows, weights), lambda: stand_ins.blank(rows, (len(rows), outputs)), backward)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -153,7 +153,7 @@ class Op:
         return Work()
 
     def kept_bytes(self) -> float:
-        """What one execution keeps for backward, beside the inputs of linears, which are counted once for all that read them."""
+        """What one execution keeps for backward. Not asked of linears: their inputs are counted once for all that read them."""
         raise NotImplementedError(f"{type(self).__name__} must say what it keeps for backward: add kept_bytes() to it")
 
     @property
@@ -207,9 +207,6 @@ class Linear(Op):
 
     def backward(self) -> Work:
         return self._one_gemm().times(len(self.passes) - 1)
-
-    def kept_bytes(self) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,24 @@
 """The operations that all kinds of layers consist of, with the sizes of one rank: linears, norms, and what a mask allows."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import Elementwise, GroupedLinear, Linear, Norm
+from gemmscope.workload.ops import Elementwise, GroupedLinear, Linear, Norm, Op
 
 
 def linear(
-    role: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
-) -> Linear:
+    role: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (),
+    section: str = "", copies: int = 1,
+) -> Linear:  # fmt: skip
     """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
     parameters = inputs * outputs + (outputs if bias is True else int(bias))
     if rows:
         parameters *= len(rows)
         return GroupedLinear(role=role, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
-    return Linear(role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
+    return Linear(
+        role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section, copies=copies
+    )
 
 
 def on_sequence_shard(op: Linear, run: RunSpec) -> Linear:
@@ -36,6 +40,21 @@ def norm(model: ModelSpec, run: RunSpec, role: str, width: int, section: str = "
         role=role, rows=rows, width=width, copies=copies, section=section,
         parameters=width * (model.norm.weight + model.norm.bias),
     )  # fmt: skip
+
+
+def bottleneck(
+    model: ModelSpec, run: RunSpec, name: str, rank: int, outputs: int, *, beside: int = 0, down_bias: bool = False,
+    up_bias: bool = False,
+) -> Iterator[Op]:  # fmt: skip
+    """Down to `rank` features on every rank (and to some `beside` them), a norm, and up to this rank's share of the outputs."""
+    yield on_sequence_shard(linear(f"{name}-down", run, model.hidden_size, rank + beside, bias=down_bias), run)
+    yield latent_norm(model, run, f"{name}-latent-norm", rank)
+    yield linear(f"{name}-up", run, rank, outputs, bias=up_bias)
+
+
+def latent_norm(model: ModelSpec, run: RunSpec, role: str, width: int) -> Norm:
+    """A norm on the output tokens of a projection that tensor parallelism does not split."""
+    return norm(model, replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears), role, width)
 
 
 def residual(model: ModelSpec, run: RunSpec) -> Elementwise:

@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gemmscope.workload import stand_ins
 from gemmscope.workload.module_parts import why_not_converted
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
@@ -48,9 +47,23 @@ from gemmscope.workload.traffic import (
 ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
 MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+MIXER_CLASS = re.compile(
+    r"(?:Mamba\d?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|Delta(?:Net|Attention)|LightningAttention|TextLinearAttention"
+    r"|ShortConv(?:olution)?|RecurrentBlock)$"
+)
+"""Classes of transformers that are mixers: what runs inside them is a recurrence or its convolution, not attention."""
 
 _Place = tuple[int, int]
 """A tensor's location in memory. A transpose has the same location; Q, K and V cut from one tensor do not."""
+
+
+class _RunningModule(NamedTuple):
+    """A running module: its path, the kind of what it runs itself, and `MIXER` in a mixer and in all that it calls."""
+
+    path: str = ROOT
+    kind: str = "elementwise"
+    section: str = ""
+    convertible: bool = False  # a linear that can run in low precision
 
 
 @dataclass
@@ -86,17 +99,14 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._names = {id(module): _LAYER_INDEX.sub("*", name) or ROOT for name, module in self.module.named_modules()}
-        self._running: list[tuple[str, str, bool]] = []  # path, kind of what it runs, whether it can run in low precision
-        self._sections: list[str] = []  # of the running modules: MIXER in a mixer and in all that it calls
+        self._running = [_RunningModule()]
         self._by_node: dict[int, list[_Forward]] = {}
-        self._groups: dict[int, tuple[str, str]] = {}  # path and kind of the forward operator, by its node's number
+        self._ran: dict[int, _RunningModule] = {}  # where the forward operator ran, by its node's number
         self._batched: list[tuple[_Forward | None, BatchedGemm]] = []
         self._scores: dict[int, tuple[_Forward, ...]] = {}  # batched GEMMs whose results reached a storage
         self._weighted: set[int] = set()  # storages that results of a softmax reached
-        self._convolving: dict[int, tuple[str, str]] = {}
-        storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
-        self._weights = {storage._cdata: storage for storage in storages}
-        self._buffers = {(storage := buffer.untyped_storage())._cdata: storage for buffer in tensors(self.module.buffers())}
+        self._weights = {storage_of(parameter): parameter.untyped_storage() for parameter in self.module.parameters()}
+        self._buffers = {storage_of(buffer): buffer.untyped_storage() for buffer in tensors(self.module.buffers())}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
         floats = Counter(parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point())
         self.operand = Operand(floats.most_common(1)[0][0] if floats else None)
@@ -109,16 +119,16 @@ class Recorder:
     # --- context -----------------------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module) -> None:
-        known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
+        """A module starts to run. One that is registered nowhere belongs to its caller."""
         linear = isinstance(module, torch.nn.Linear) and not why_not_converted(module)
-        self._running.append((known, _kind_of(type(module)), linear))
-        self._sections.append(MIXER if stand_ins.is_mixer(module) else self.section())
+        section = MIXER if MIXER_CLASS.search(type(module).__name__) else self._running[-1].section
+        path = self._names.get(id(module), self.path)
+        self._running.append(_RunningModule(path, _kind_of(type(module)), section, linear))
 
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:
         """What runs inside belongs to the loss."""
-        self._running.append((LOSS, "loss", False))
-        self._sections.append("")
+        self._running.append(_RunningModule(LOSS, "loss"))
         try:
             yield
         finally:
@@ -126,25 +136,27 @@ class Recorder:
 
     def leave(self) -> None:
         """The running module has ended, or raised."""
-        if self._running:
+        if len(self._running) > 1:
             self._running.pop()
-            self._sections.pop()
 
-    def section(self) -> str:
-        return self._sections[-1] if self._sections else ""
-
+    @property
     def path(self) -> str:
         """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
-        return self._running[-1][0] if self._running else ROOT
+        return self._running[-1].path
 
     def is_backward(self) -> bool:
         """Whether the autograd engine runs, and does not run forward again."""
         return not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
+    def _ran_forward(self) -> _RunningModule:
+        """Where the forward operator ran whose gradient the autograd engine computes."""
+        node = torch._C._current_autograd_node()
+        return self._ran.get(node._sequence_nr() if node is not None else -1, _RunningModule(GRADIENTS))
+
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._weights
+        return storage_of(tensor) in self._weights
 
     def derive_weight(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """A tensor computed from weights alone is a weight. So is a weight that a buffer masks, or that a number scales."""
@@ -153,12 +165,10 @@ class Recorder:
             return
         if others:
             shapes = [tensor.shape for tensor in inputs if self.is_weight(tensor)]
-            constant = all(not tensor.dim() or tensor.untyped_storage()._cdata in self._buffers for tensor in others)
+            constant = all(not tensor.dim() or storage_of(tensor) in self._buffers for tensor in others)
             if not constant or any(tensor.shape not in shapes for tensor in outputs):
                 return
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            self._weights[storage._cdata] = storage
+        self._weights |= {storage_of(tensor): tensor.untyped_storage() for tensor in outputs}
 
     def gemm(self, left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> None:
         """One GEMM left @ right, forward or backward."""
@@ -168,9 +178,8 @@ class Recorder:
             self._forward(left, right, output)
 
     def _place(self, tensor: torch.Tensor) -> _Place:
-        storage = tensor.untyped_storage()
-        self._kept[storage._cdata] = storage
-        return storage._cdata, tensor.storage_offset()
+        self.keep([tensor])
+        return storage_of(tensor), tensor.storage_offset()
 
     def _forward(self, left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> None:
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -184,7 +193,7 @@ class Recorder:
             groups = 1 if weight.stride(0) == 0 else batch
             tokens *= batch
         size, places = (tokens, inputs, outputs), (self._place(left), self._place(right))
-        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n), self.section())
+        record = _Forward(self.path, *places, weight_side, size, groups, batch, (m, k, n), self._running[-1].section)
         # Without gradients, this runs inside a custom autograd.Function, whose node was just made.
         if not torch.is_grad_enabled() or left.requires_grad or right.requires_grad:
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
@@ -194,7 +203,7 @@ class Recorder:
                 record.role = "attention-gemm"
             self._scores[storage_of(output)] = (record,)
         else:
-            if self._running and self._running[-1][2]:
+            if self._running[-1].convertible:
                 self.linear_paths.add(record.path)
             self.linear(record.path, "fprop", size, groups)
 
@@ -259,7 +268,7 @@ class Recorder:
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
         calls = self.scans if torch._C._current_graph_task_id() == -1 else self.recomputed
-        calls[replace(op, label=f"{self.path()}: {op.name}")] += 1
+        calls[replace(op, label=f"{self.path}: {op.name}")] += 1
 
     def convolution(
         self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
@@ -270,17 +279,11 @@ class Recorder:
         """
         flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
         moved = sum(map(self.operand.bytes_of, (output, source, weight)))
-        if gradients is None:
-            path, section = self.path(), self.section()
-            self._convolving[torch.autograd._get_sequence_nr() - 1] = path, section
-            self._count_convolution("forward", path, section, flops, moved)
-        else:
-            node = torch._C._current_autograd_node()
-            path, section = self._convolving.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
-            self._count_convolution("backward", path, section, flops * gradients, moved * gradients)
-
-    def _count_convolution(self, direction: Direction, path: str, section: str, flops: int, moved: int) -> None:
-        op = Convolution(role="convolution", label=path, section=section, direction=direction, flops=flops, bytes_moved=moved)
+        runs, times = (self._running[-1], 1) if gradients is None else (self._ran_forward(), gradients)
+        op = Convolution(
+            role="convolution", label=runs.path, section=runs.section, flops=flops * times, bytes_moved=moved * times,
+            direction="forward" if gradients is None else "backward",
+        )  # fmt: skip
         self.convolutions[op] += 1
 
     def other(self, operator: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -299,14 +302,12 @@ class Recorder:
     def _group(self, name: str) -> WorkGroup:
         """Where an operator belongs: backward to the module and kind of its forward operator."""
         if self.is_backward():
-            node = torch._C._current_autograd_node()
-            number = node._sequence_nr() if node is not None else -1
-            path, kind = self._groups.get(number, (GRADIENTS, "elementwise"))
+            path, kind, *_ = self._ran_forward()
             return WorkGroup(path, kinds().get(name, kind), "backward")
-        path, of_module, _ = self._running[-1] if self._running else (ROOT, "elementwise", False)
-        kind = "loss" if of_module == "loss" else kinds().get(name, of_module)
-        self._groups.setdefault(torch.autograd._get_sequence_nr() - 1, (path, kind))
-        return WorkGroup(path, kind, "forward")
+        running = self._running[-1]
+        kind = "loss" if running.kind == "loss" else kinds().get(name, running.kind)
+        self._ran.setdefault(torch.autograd._get_sequence_nr() - 1, running._replace(kind=kind))
+        return WorkGroup(running.path, kind, "forward")
 
     def _follow(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Follow results of batched GEMMs to a softmax, and those of a softmax to batched GEMMs."""
@@ -325,25 +326,22 @@ class Recorder:
 
     def keep(self, outputs: list[torch.Tensor]) -> None:
         """Keep storages alive, so that no other gets the same number."""
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            self._kept[storage._cdata] = storage
+        self._kept |= {storage_of(tensor): tensor.untyped_storage() for tensor in outputs}
 
     def barrier(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """A GEMM, an attention or a convolution read and wrote these."""
         self.keep(outputs)
-        self._groups.setdefault(torch.autograd._get_sequence_nr() - 1, (self.path(), "elementwise"))
+        self._ran.setdefault(torch.autograd._get_sequence_nr() - 1, self._running[-1]._replace(kind="elementwise"))
         self.traffic.barrier(map(storage_of, inputs), map(storage_of, outputs), backward=self.is_backward())
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that backward needs: counted once, with all of its storage; weights and sparse tensors are not counted."""
         if tensor.layout != torch.strided:
             return tensor
-        storage = tensor.untyped_storage()
         if not self.is_weight(tensor) and not self.is_backward():
             scale = self.operand.element_bytes(tensor) / tensor.element_size()
-            self._kept[storage._cdata] = storage
-            self.saved[storage._cdata] = int(storage.nbytes() * scale)
+            self.keep([tensor])
+            self.saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes() * scale)
         return tensor.detach()
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from gemmscope.model.layer_spec import LayerSpec, StreamsSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Direction, Elementwise, Linear, Norm, Op, Work, gemm_size
+from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Direction, Elementwise, Linear, Op, Work, gemm_size
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, shard_rows
 
 
@@ -50,8 +50,7 @@ class StreamMix(Op):
 
 def stream_ops(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:
     """What one layer does with its streams."""
-    ops = _hyper_connections if spec.kind == "hyper-connections" else _alternating_updates
-    yield from ops(model, spec, run)
+    return (_hyper_connections if spec.kind == "hyper-connections" else _alternating_updates)(model, spec, run)
 
 
 def _hyper_connections(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:
@@ -112,12 +111,3 @@ def _elementwise(role: str, run: RunSpec, width: int, *, reads: int, writes: int
         role=role, rows=rows, width=width, copies=copies, forward_tensors=reads + writes, backward_tensors=2 * reads + writes,
         forward_flops=2 * max(reads, writes), backward_flops=4 * max(reads, writes),
     )  # fmt: skip
-
-
-def first_norm(model: ModelSpec, run: RunSpec) -> Norm | None:
-    """The norm over the inputs of all layers."""
-    if model.layer_inputs is None:
-        return None
-    width = model.layer_inputs.width
-    one = norm(model, run, "layer-input-norm", width)
-    return replace(one, rows=one.rows * len(model.layers))

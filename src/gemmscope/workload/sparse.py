@@ -36,10 +36,9 @@ from gemmscope.workload.ops import (
     Linear,
     Norm,
     Op,
-    Pass,
     Work,
 )
-from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, visible_pairs
+from gemmscope.workload.rank_ops import bottleneck, latent_norm, linear, on_sequence_shard, visible_pairs
 
 INDEX_BYTES = 4
 
@@ -81,6 +80,7 @@ class IndexScores(Op):
     chosen: float
     probabilities: float
     trained: bool = True
+    weighted: bool = True  # the unfused indexer weights its heads by a GEMM
 
     def forward(self) -> Work:
         """Reads queries, keys and weights, writes one score for each visible pair."""
@@ -106,7 +106,8 @@ class IndexScores(Op):
         """(direction, m, k, n, batch) of the batched GEMMs of the unfused indexer, which has no backward pass."""
         rows = self.batch * self.queries
         yield "forward", self.heads, self.dim, self.keys, rows
-        yield "forward", 1, self.heads, self.keys, rows
+        if self.weighted:
+            yield "forward", 1, self.heads, self.keys, rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,27 +127,28 @@ class TopK(Op):
 
 
 def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: float, chosen: float) -> Iterator[Op]:
-    """The indexer, the same on every tensor-parallel rank."""
+    """The indexer, the same on every tensor-parallel rank. One of compressed attention has a compressor instead of keys."""
     assert spec.indexer is not None
-    assert spec.latent is not None
-    indexer, latent, queries = spec.indexer, spec.latent, run.sequence_length // run.cp
+    indexer, hidden, keys, heads = spec.indexer, model.hidden_size, run.sequence_length, 2 * spec.heads // run.tp
+    latent = spec.compressed or spec.latent
+    assert latent is not None
+    queries = linear("indexer-q", run, latent.q_rank or hidden, indexer.heads * indexer.dim, copies=run.tp)
+    weights = linear("indexer-weights", run, hidden, indexer.heads, copies=run.tp)
+    if spec.compressed is not None:
+        ops: list[Op] = [*_compressor(model, run, "indexer", spec.compressed, indexer.dim), queries, weights]
+        keys, probabilities = spec.compressed.entries(keys), heads * chosen * spec.head_dim
+    else:
+        own = Norm(role="indexer-norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
+        ops = [queries, linear("indexer-k", run, hidden, indexer.dim, copies=run.tp), weights, own]
+        assert spec.latent is not None
+        probabilities = heads * min(chosen * (spec.latent.kv_rank + spec.latent.rope_dim), pairs * spec.head_dim)
     trained = not run.separate_projections  # transformers' code runs it without gradients
-    passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
-    linears = [
-        ("indexer-q", latent.q_rank or model.hidden_size, indexer.heads * indexer.dim),
-        ("indexer-k", model.hidden_size, indexer.dim),
-        ("indexer-weights", model.hidden_size, indexer.heads),
-    ]
-    for role, inputs, outputs in linears:
-        yield Linear(
-            role=role, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=inputs * outputs, copies=run.tp,
-            passes=passes,
-        )  # fmt: skip
-    yield Norm(role="indexer-norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
+    for op in ops:
+        yield replace(op, passes=("fprop", "wgrad") if trained else PASSES[:1]) if isinstance(op, Linear) else op
     yield IndexScores(
-        role="index-scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=queries,
-        keys=run.sequence_length, pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
-        probabilities=2 * spec.heads // run.tp * min(chosen * (latent.kv_rank + latent.rope_dim), pairs * spec.head_dim),
+        role="index-scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, pairs=pairs, chosen=chosen,
+        queries=run.sequence_length // run.cp, keys=keys, trained=trained, copies=run.tp, weighted=spec.compressed is None,
+        probabilities=probabilities,
     )  # fmt: skip
     yield TopK(role="index-top-k", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 
@@ -161,35 +163,24 @@ def sparse(attention: Attention, spec: AttentionSpec, chosen: float) -> SparseAt
     return SparseAttention(**known, visible=attention.pairs, latent_key=key, latent_value=value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EntryScores(IndexScores):
-    """The indexer's scores of compressed entries, which are its keys."""
-
-    def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
-        """(direction, m, k, n, batch) of the batched GEMM of the unfused indexer, which weights the heads without one."""
-        yield "forward", self.heads, self.dim, self.keys, self.batch * self.queries
-
-
 def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """All operations of one attention on this rank, in the order they run."""
     assert spec.compressed is not None
     part, hidden, heads = spec.compressed, model.hidden_size, spec.heads // run.tp
-    narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
-    yield on_sequence_shard(linear("q-down", run, hidden, part.q_rank), run)
-    yield norm(model, narrow, "q-latent-norm", part.q_rank)
-    yield linear("q-up", run, part.q_rank, heads * spec.head_dim)
+    yield from bottleneck(model, run, "q", part.q_rank, heads * spec.head_dim)
     yield Norm(role="qk-norm", rows=run.tokens * heads, width=spec.head_dim)
     yield on_sequence_shard(linear("kv-proj", run, hidden, spec.head_dim), run)
-    yield norm(model, narrow, "kv-norm", spec.head_dim)
+    yield latent_norm(model, run, "kv-norm", spec.head_dim)
     rotated = part.rope_dim * (2 * heads + 1)  # queries, keys, and the output back
     yield Elementwise(
         role="rotary", rows=run.tokens, width=rotated, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
     )
     if part.rate:
         yield from _compressor(model, run, "compressor", part, spec.head_dim)
-    if spec.indexer is not None:
-        yield from _indexer(model, run, spec)
     sequence = run.sequence_length
+    if spec.indexer is not None:
+        pairs, chosen = (part.entry_pairs(sequence, top_k) / run.cp for top_k in (None, spec.top_k))
+        yield from indexer_ops(model, spec, run, pairs, chosen)
     pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence, spec.top_k)
     seen = min(part.entries(sequence), spec.top_k or sequence)  # entries that the last query sees beside its window
     yield Attention(
@@ -220,25 +211,3 @@ def _compressor(model: ModelSpec, run: RunSpec, owner: str, part: CompressedSpec
     )  # fmt: skip
     entries = run.micro_batch_size * part.entries(run.sequence_length) // run.cp
     yield Norm(role=f"{owner}-norm", rows=entries, width=width, copies=run.tp, parameters=width)
-
-
-def _indexer(model: ModelSpec, run: RunSpec, spec: AttentionSpec) -> Iterator[Op]:
-    """Small heads with a compressor of their own, which learn and are split as those of sparse attention (`sparse.py`)."""
-    assert spec.indexer is not None
-    assert spec.compressed is not None
-    part, indexer, sequence = spec.compressed, spec.indexer, run.sequence_length
-    trained = not run.separate_projections  # transformers' code runs it without gradients
-    passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
-    for op in _compressor(model, run, "indexer", part, indexer.dim):
-        yield replace(op, passes=passes) if isinstance(op, Linear) else op
-    queries = linear("indexer-q", run, part.q_rank, indexer.heads * indexer.dim)
-    yield replace(queries, passes=passes, copies=run.tp)
-    weights = linear("indexer-weights", run, model.hidden_size, indexer.heads)
-    yield replace(weights, passes=passes, copies=run.tp)
-    pairs, chosen = (part.entry_pairs(sequence, top_k) / run.cp for top_k in (None, spec.top_k))
-    yield EntryScores(
-        role="index-scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=sequence // run.cp,
-        keys=part.entries(sequence), pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
-        probabilities=2 * spec.heads // run.tp * chosen * spec.head_dim,
-    )  # fmt: skip
-    yield TopK(role="index-top-k", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)

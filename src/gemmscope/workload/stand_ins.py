@@ -12,57 +12,33 @@ values counts as one whose values are not known.
 """
 
 import contextlib
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemmscope.workload.ops import ALL_VISIBLE
+from gemmscope.workload.recorder import Recorder
 from gemmscope.workload.scans import CausalConv, Scan, scan_role
-
-MIXER_CLASS = re.compile(
-    r"(?:Mamba\d?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|Delta(?:Net|Attention)|LightningAttention|TextLinearAttention"
-    r"|ShortConv(?:olution)?|RecurrentBlock)$"
-)
-"""Classes of transformers that are mixers: what runs inside them is a recurrence or its convolution, not attention."""
 
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels
 
 
-class KernelCalls(NamedTuple):
-    """The callbacks for a call of a kernel."""
-
-    record: Callable[[Scan | CausalConv], None]
-    barrier: Callable[[list[torch.Tensor], list[torch.Tensor]], None]  # inputs and outputs: what no compiler fuses across
-
-
-def is_mixer(module: torch.nn.Module) -> bool:
-    """Whether its class is a mixer's."""
-    return MIXER_CLASS.search(type(module).__name__) is not None
-
-
 @contextlib.contextmanager
-def replaced(module: torch.nn.Module, calls: KernelCalls) -> Iterator[None]:
-    """Replace the kernels in the files of transformers that define the parts of `module`."""
-    files = {type(part).__module__ for part in module.modules()}
+def replaced(recorder: Recorder) -> Iterator[None]:
+    """Replace the kernels in the files of transformers that define the parts of the recorded module."""
+    files = {type(part).__module__ for part in recorder.module.modules()}
     with contextlib.ExitStack() as patches:
         for file in sorted(files):
             for name, stand_in in STAND_INS.items():
                 if file.startswith("transformers.") and hasattr(sys.modules[file], name):
-                    patches.enter_context(mock.patch.object(sys.modules[file], name, _with(stand_in, calls)))
+                    patches.enter_context(mock.patch.object(sys.modules[file], name, partial(stand_in, recorder)))
         yield
-
-
-def _with(stand_in: Callable[..., Any], calls: KernelCalls) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return stand_in(calls, *args, **kwargs)
-
-    return call
 
 
 def blank(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -74,61 +50,77 @@ def blank(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return output
 
 
-class _Shapes(torch.autograd.Function):  # type: ignore[misc]
-    """A function of `tensors` that only produces a tensor of this shape, and gradients of theirs."""
+class _ShapesOnly(torch.autograd.Function):  # type: ignore[misc]
+    """What `shapes_only` returns, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, calls: KernelCalls, shape: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.calls, output = calls, blank(tensors[0], shape)
-        calls.barrier(list(tensors), [output])
-        return output
+    def forward(ctx: Any, recorder: Recorder, make: Any, backward: Any, kept: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.recorder, ctx.count, output = recorder, backward, make()
+        recorder.barrier(list(inputs), [output])
+        return cast(torch.Tensor, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors  # which a recomputed layer provides only once
-        gradients = [torch.empty_like(tensor) for tensor in saved]
-        ctx.calls.barrier([gradient, *saved], gradients)
-        return None, None, *gradients
+        needed, saved = ctx.needs_input_grad[4:], ctx.saved_tensors  # which a recomputed layer provides only once
+        ctx.count(needed)
+        gradients = [torch.empty_like(tensor) if needs else None for tensor, needs in zip(saved, needed, strict=False)]
+        ctx.recorder.barrier([gradient, *saved], [tensor for tensor in gradients if tensor is not None])
+        return None, None, None, None, *gradients
 
 
-def _shapes(calls: KernelCalls, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
+def shapes_only(
+    recorder: Recorder,
+    inputs: Sequence[Any],
+    make: Callable[[], torch.Tensor],
+    backward: Callable[[Sequence[bool]], None] = lambda _: None,
+    kept: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """A function of these tensors (what is none is left out) that only makes its output, and gradients of theirs.
+
+    `backward` is called when it runs backward, with which of the tensors need a gradient; `kept` is what it keeps beside them.
+    """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    return cast(torch.Tensor, _Shapes.apply(calls, shape, *tensors))
+    return cast(torch.Tensor, _ShapesOnly.apply(recorder, make, backward, kept, *tensors))
 
 
-def _causal_conv(calls: KernelCalls, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+def _mixed(recorder: Recorder, *inputs: Any) -> torch.Tensor:
+    """The result of a mixer's kernel, with the shape of the first input."""
+    return shapes_only(recorder, inputs, lambda: blank(inputs[0], tuple(inputs[0].shape)))
+
+
+def _causal_conv(recorder: Recorder, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """x is [batch, channels, sequence], the weight [channels, kernel]."""
     batch, channels, sequence = x.shape
-    calls.record(CausalConv(role="causal-conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
-    return _shapes(calls, tuple(x.shape), x, weight, bias)
+    recorder.scan(CausalConv(role="causal-conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
+    return _mixed(recorder, x, weight, bias)
 
 
-def _ssd(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk_size: int, *_: Any, **others: Any) -> Any:
+def _ssd(recorder: Recorder, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk_size: int, *_: Any, **others: Any) -> Any:
     """x is [batch, sequence, heads, head size], B and C are [batch, sequence, groups, state size]."""
     batch, sequence, heads, value_dim = x.shape
     _, _, groups, key_dim = b.shape
-    calls.record(_scan("ssd", (batch, sequence), (heads, value_dim), (groups, key_dim), chunk_size))
-    output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, others.get("D"), others.get("dt_bias"), others.get("z"))
+    recorder.scan(_scan("ssd", (batch, sequence), (heads, value_dim), (groups, key_dim), chunk_size))
+    output = _mixed(recorder, x, dt, a, b, c, others.get("D"), others.get("dt_bias"), others.get("z"))
     return (output, x.new_empty(batch, heads, value_dim, key_dim)) if others.get("return_final_states") else output
 
 
-def _selective_scan(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, *others: Any, **named: Any) -> Any:
+def _selective_scan(recorder: Recorder, x: Any, dt: Any, a: Any, b: Any, c: Any, *others: Any, **named: Any) -> Any:
     """x is [batch, channels, sequence], A [channels, state size]."""
     batch, channels, sequence = x.shape
-    calls.record(_scan("selective scan", (batch, sequence), (channels, 1), (1, a.shape[-1])))
-    output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, *others, *(named.get(name) for name in ("D", "z", "delta_bias")))
+    recorder.scan(_scan("selective scan", (batch, sequence), (channels, 1), (1, a.shape[-1])))
+    output = _mixed(recorder, x, dt, a, b, c, *others, *(named.get(name) for name in ("D", "z", "delta_bias")))
     return (output, x.new_empty(batch, channels, a.shape[-1])) if named.get("return_last_state") else output
 
 
 def _delta_rule(rule: str) -> Callable[..., Any]:
-    def stand_in(calls: KernelCalls, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
+    def stand_in(recorder: Recorder, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
         """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
         batch, sequence, heads, value_dim = v.shape
         chunk = named.get("chunk_size", DELTA_CHUNK)
-        calls.record(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
+        recorder.scan(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
         state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
-        return _shapes(calls, tuple(v.shape), v, q, k, g, beta), state
+        return _mixed(recorder, v, q, k, g, beta), state
 
     return stand_in
 

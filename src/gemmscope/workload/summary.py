@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
-from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
+from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Linear, Work
 from gemmscope.workload.scans import Scan
 from gemmscope.workload.sparse import IndexScores
 
@@ -59,8 +58,9 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
         else:
             other += op.total()
     total, active = count_parameters(model) if model else (traced_parameters, traced_parameters)
+    layers = {section: flops for section, flops in sections.items() if section not in (EMBEDDING, HEAD, STEP)} if model else {}
     return Totals(
-        layers=tuple(_layers(workload, sections)) if model else (),
+        layers=tuple(LayerTotal(name, workload.layers[name], flops / workload.layers[name]) for name, flops in layers.items()),
         gemm_flops=sum(sections.values()),
         attention_flops=attention.flops,
         batched_gemm_flops=batched.flops,
@@ -74,16 +74,6 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
     )
 
 
-def _layers(workload: Workload, sections: dict[str, float]) -> list[LayerTotal]:
-    """Kinds of layers and how many there are of each."""
-    counts = workload.layers
-    return [
-        LayerTotal(section, counts[section], flops / counts[section])
-        for section, flops in sections.items()
-        if section not in (EMBEDDING, HEAD, STEP)
-    ]
-
-
 def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """(all parameters, those used by one token) of the unsharded model.
 
@@ -91,19 +81,9 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     >>> count_parameters(presets.load("mixtral-8x7b").model)
     (46702792704, 12879925248)
     """
-    whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
-    idle = 0
-    predicting = (
-        [(model.predicting, 1 if model.prediction_shared else model.prediction_layers)] if model.prediction_layers else []
-    )
-    for layer, count in (*model.layer_groups(), *predicting):
-        if isinstance(layer.mlp, MoeSpec):
-            expert = layer.mlp.expert
-            ups = 2 if expert.gated else 1
-            width = layer.mlp.latent or model.hidden_size
-            weights = (ups + 1) * width * expert.intermediate_size
-            biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
-            idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
+    whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))  # what one token runs: as many experts as have a row
+    experts = [op for op in whole.ops if isinstance(op, GroupedLinear)]
+    idle = sum(op.all_parameters // op.groups * op.rows.count(0) for op in experts)
     if model.layer_inputs is not None:  # a token only reads one row of this table: it is not the weight of a GEMM
         idle += (model.layer_inputs.vocab_size - 1) * model.layer_inputs.width * len(model.layers)
     return whole.parameters, whole.parameters - idle

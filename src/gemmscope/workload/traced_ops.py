@@ -111,19 +111,9 @@ class Between(Op):
         return Work(moved.flops / self.count, moved.bytes_moved / self.count)
 
     @property
-    def fused_bytes(self) -> float:
-        """Bytes that all runs in one micro-batch move, if a compiler fuses operators."""
-        return self.moved.forward.fused_bytes + self.moved.backward.fused_bytes
-
-    @property
-    def kernels(self) -> int:
-        """Kernels of all runs in one micro-batch, if a compiler fuses operators."""
-        return self.moved.forward.kernels + self.moved.backward.kernels
-
-    @property
-    def launches(self) -> int:
-        """Kernels of all runs in one micro-batch, if every operator is launched by itself."""
-        return self.moved.forward.launches + self.moved.backward.launches
+    def all_moved(self) -> Moved:
+        """All runs in one micro-batch, forward and backward."""
+        return self.moved.forward + self.moved.backward
 
 
 def between(work: OtherWork, *, head: bool = False) -> Between:

@@ -1,6 +1,6 @@
 """Linears of a live module that compute as a recipe does, on any device: it emulates formats that the device lacks.
 
-    with Emulation(model, "NVFP4", keep=["lm_head"]):
+    with Emulation(model, "NVFP4"):
         loss = model(batch)
         loss.backward()
 
@@ -18,8 +18,8 @@ CPU the same values are multiplied in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,29 +28,49 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import OPERANDS
+from gemmscope.workload.ops import OPERANDS, TensorName
 
-MOST_SHAPES = 512  # of operands and quantizers that are compiled
-
-Keep = Iterable[str] | Callable[[str], bool]
 Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
+
+Factors = tuple[torch.Tensor, torch.Tensor | None]
+"""An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
+
+
+def quantized_factors(
+    quantizer: Quantizer, rows: torch.Tensor, amax: torch.Tensor | None, generator: torch.Generator | None
+) -> Factors:
+    """The operand without its per-tensor scale, which is exact in BF16, and that scale.
+
+    With a Hadamard transform it stays rotated: so does the other operand, and the rotations cancel in the GEMM. There, rows that
+    end within a block are filled up with zeros.
+    """
+    if quantizer.format in HIGH_PRECISION:
+        return rows.to(HIGH_PRECISION[quantizer.format]), None
+    if quantizer.signs and rows.shape[1] % HADAMARD_SIZE:
+        rows = functional.pad(rows, (0, -rows.shape[1] % HADAMARD_SIZE))
+    quantized = quantizer(rows, amax=amax, generator=generator)
+    if quantizer.two_levels:  # E4M3 scales of blocks
+        values = quantized.rounded * quantized.scales.float().repeat_interleave(quantizer.block, 1)[:, : rows.shape[1]]
+    else:
+        values = quantized.rounded if quantizer.per_tensor else quantized.values
+    scale = quantized.tensor_scale if quantizer.per_tensor or quantizer.two_levels else None
+    return (values.to(torch.bfloat16) if values.is_cuda else values), scale
 
 
 class Emulation:
     """A context manager in which the linears of `module` compute as the recipe does. `linears`: the paths of those that are
     emulated; `kept`: why the others are not.
 
-    `backend`: whose variant of the recipe; by default the recipe's first. `keep`: linears that stay as they are, by path
-    (`model.layers.0.mlp.down_proj`), by the end of it (`down_proj`), by the path of a parent (`model.layers.0`), or a function of
-    the path. `seed`: of stochastic rounding. `recipe` may also give the operands of every pass. It can be entered many times;
-    the history of delayed scaling and the random numbers go on. `compiled`: quantizers run through `torch.compile`, several times
-    faster on a GPU; their random numbers then come from PyTorch's default generator, and `seed` is not used. The module itself
-    may be compiled too, except with delayed scaling. `observing`: while it is set, nothing is quantized and the histories of
-    delayed scaling are filled.
+    `backend`: whose variant of the recipe; by default the recipe's first. `why_kept`: why the linear of a path stays as it
+    is; empty if it does not. `seed`: of stochastic rounding; None: random numbers come from PyTorch's default generator.
+    `recipe` may also give the operands of every pass. It can be entered many times; the history of delayed scaling and the
+    random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is several
+    times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it is set,
+    nothing is quantized and the histories of delayed scaling are filled.
     """
 
     def __init__(
@@ -59,30 +79,32 @@ class Emulation:
         recipe: str | Passes,
         *,
         backend: str = "",
-        keep: Keep = (),
-        seed: int = 0,
-        compiled: bool = False,
+        why_kept: Callable[[str], str] = lambda _: "",
+        seed: int | None = 0,
+        quantize: Callable[..., Factors] = quantized_factors,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise UserError(f"Emulation() takes an nn.Module, got {type(module).__name__}", 'Emulation(model, "MXFP8")')
         multiple = 1  # that features must be a multiple of
         if isinstance(recipe, str):
             known = find_recipe(recipe)
             recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
         self.passes: Passes = recipe
-        self.quantize = compiled_factors() if compiled else quantized_factors
-        self.observing = False
-        self._seed, self._generators = None if compiled else seed, dict[torch.device, torch.Generator]()
+        self.delayed = {
+            operand.tensor: FORMATS[operand.quantizer.format]
+            for pair in recipe.values()
+            for operand in pair
+            if operand.quantizer.delayed
+        }
+        """The formats of tensors whose scales come from earlier calls."""
+        self.quantize, self.observing = quantize, False
+        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
         self.kept: dict[str, str] = {}
         self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
         linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
         if not linears:
             name = type(module).__name__
             raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
-        is_kept = _keeper(keep, linears)
         for path, linear in linears.items():
-            reason = "kept" if is_kept(path) else _why_not(linear, multiple)
-            if reason:
+            if reason := (why_kept(path) or _why_not(linear, multiple)):
                 self.kept[path] = reason
             else:
                 self._linears[path] = (linear, EmulatedLinear(self))
@@ -90,11 +112,6 @@ class Emulation:
     @property
     def linears(self) -> tuple[str, ...]:
         return tuple(self._linears)
-
-    @property
-    def delayed(self) -> bool:
-        """Whether scales come from earlier calls."""
-        return any(operand.quantizer.delayed for pair in self.passes.values() for operand in pair)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
@@ -130,28 +147,6 @@ def _why_not(linear: nn.Linear, multiple: int) -> str:
 def _is_emulated(linear: nn.Linear) -> bool:
     forward = vars(linear).get("forward")
     return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
-
-
-def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
-    """A function that tells whether the linear of a path is kept; a `UserError` if a name matches no linear."""
-    if callable(keep):
-        return keep
-    names = [keep] if isinstance(keep, str) else list(keep)
-    for name in names:
-        if not isinstance(name, str) or not any(_matches(path, name) for path in linears):
-            similar = closest(str(name), {end for path in linears for end in (path, path.rpartition(".")[2])})
-            hint = f"did you mean {' or '.join(similar)}?" if similar else f"linears: {', '.join(list(linears)[:8])}"
-            raise UserError(f"keep: no linear is called {shown(name)}", hint)
-    return lambda path: any(_matches(path, name) for name in names)
-
-
-def _matches(path: str, name: str) -> bool:
-    """Whether a name means this linear.
-
-    >>> [_matches("layers.0.mlp.up", name) for name in ("layers.0.mlp.up", "mlp.up", "layers.0", "p", "layers.0.m")]
-    [True, True, True, False, False]
-    """
-    return path == name or path.endswith(f".{name}") or path.startswith(f"{name}.")
 
 
 class EmulatedLinear:
@@ -194,57 +189,19 @@ class EmulatedLinear:
         generator = self._emulation.generator(tensor.device) if operand.quantizer.stochastic else None
         return self._emulation.quantize(operand.quantizer, rows, amax, generator)
 
-    def maximum(self, tensor: str, value: torch.Tensor) -> torch.Tensor | None:
+    def maximum(self, tensor: TensorName, value: torch.Tensor) -> torch.Tensor | None:
         """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
 
         Every call counts as a step: with several micro-batches, the history gets an entry for each.
         """
-        used = [operand for pair in self._emulation.passes.values() for operand in pair if operand.tensor == tensor]
-        formats = {operand.quantizer.format for operand in used if operand.quantizer.delayed}
-        if not formats:
+        if tensor not in self._emulation.delayed:
             return None
         if tensor not in self._histories:
-            self._histories[tensor] = AmaxHistory(FORMATS[formats.pop()], device=value.device)
+            self._histories[tensor] = AmaxHistory(self._emulation.delayed[tensor], device=value.device)
         history = self._histories[tensor]
         amax = history.amax
         history.push(value.detach().abs().amax())
         return amax
-
-
-Factors = tuple[torch.Tensor, torch.Tensor | None]
-"""An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
-
-
-def quantized_factors(
-    quantizer: Quantizer, rows: torch.Tensor, amax: torch.Tensor | None, generator: torch.Generator | None
-) -> Factors:
-    """The operand without its per-tensor scale, which is exact in BF16, and that scale.
-
-    With a Hadamard transform it stays rotated: so does the other operand, and the rotations cancel in the GEMM. There, rows that
-    end within a block are filled up with zeros.
-    """
-    if quantizer.format in HIGH_PRECISION:
-        return rows.to(HIGH_PRECISION[quantizer.format]), None
-    if quantizer.signs and rows.shape[1] % HADAMARD_SIZE:
-        rows = functional.pad(rows, (0, -rows.shape[1] % HADAMARD_SIZE))
-    quantized = quantizer(rows, amax=amax, generator=generator)
-    if quantizer.two_levels:  # E4M3 scales of blocks
-        values = quantized.rounded * quantized.scales.float().repeat_interleave(quantizer.block, 1)[:, : rows.shape[1]]
-    else:
-        values = quantized.rounded if quantizer.per_tensor else quantized.values
-    scale = quantized.tensor_scale if quantizer.per_tensor or quantizer.two_levels else None
-    return (values.to(torch.bfloat16) if values.is_cuda else values), scale
-
-
-@cache
-def compiled_factors() -> Callable[..., Factors]:
-    """Quantizers compiled for every shape that occurs: a model has dozens of them, more than PyTorch compiles by default."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
-    options = {"emulate_precision_casts": True}  # else it leaves out roundings to BF16 inside
-    compiled: Callable[..., Factors] = torch.compile(quantized_factors, dynamic=False, options=options)
-    return compiled
 
 
 def _product(first: Factors, second: Factors, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

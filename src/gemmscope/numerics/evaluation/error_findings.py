@@ -16,7 +16,7 @@ from gemmscope.workload.ops import OPERANDS
 
 def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
     """What there is to know about the errors of linears. `backend`: whose variants of the recipes."""
-    tensors = computed.tensors.facts
+    tensors = computed.tensors.result
     findings = [finding("numerics-recording-note", text=note) for note in computed.tensors.notes]
     if not computed.complete:
         facts = {"done": computed.done, "count": computed.tensors.count}
@@ -32,7 +32,7 @@ def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
         findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
     with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
     findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
-    delayed = any(linear.recipe == "FP8Delayed" and linear.passes for linear in computed.linears)
+    delayed = any(recipe(linear.recipe).delayed and linear.passes for linear in computed.linears)
     if tensors.source == "recording" and delayed:
         earlier = max(len(tensors.steps) - 1, 0)
         if not computed.stale:

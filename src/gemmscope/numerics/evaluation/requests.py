@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter
 from gemmscope.errors import UserError
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
-from gemmscope.results.numerics import DepthError, LinearError, Source, StaleScale
+from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, StaleScale
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
@@ -86,25 +86,10 @@ class ErrorsRequest:
 
 
 @dataclass(frozen=True)
-class TensorsFacts:
-    """What the result says of its tensors, by the names of `NumericsResult`."""
-
-    source: Source
-    origin: str
-    model_name: str
-    steps: tuple[int, ...]
-    tokens: int | None
-    sampled_bytes: int
-    layers: int
-    device: str
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class TensorsOpened:
-    """The tensors are there. `count`: of linears. `probed`: every linear has probes."""
+    """The tensors are there. `result`: without errors yet. `count`: of linears. `probed`: every linear has probes."""
 
-    facts: TensorsFacts
+    result: NumericsResult
     count: int
     notes: tuple[str, ...] = ()
     probed: bool = True
@@ -128,7 +113,6 @@ class DepthReport:
     notes: tuple[str, ...] = ()
     failure: str = ""
     """Why there are no errors."""
-    type: Literal["depth"] = "depth"
 
 
 @dataclass(frozen=True)
@@ -142,12 +126,13 @@ class NotComputed:
 
 @dataclass(frozen=True)
 class AllComputed:
-    """The last message."""
+    """The last message, after all linears."""
 
+    depth: DepthReport = DepthReport()
     type: Literal["done"] = "done"
 
 
-ErrorsMessage = TensorsOpened | LinearComputed | DepthReport | NotComputed | AllComputed
+ErrorsMessage = TensorsOpened | LinearComputed | NotComputed | AllComputed
 Kind = TypeVar("Kind")
 REQUEST: TypeAdapter[ErrorsRequest] = TypeAdapter(ErrorsRequest)
 MESSAGE: TypeAdapter[ErrorsMessage] = TypeAdapter(Annotated[ErrorsMessage, Field(discriminator="type")])
@@ -197,10 +182,8 @@ class ComputedErrors:
             self.linears += message.errors
             self.stale += message.stale
             self.done += 1
-        elif isinstance(message, DepthReport):
-            self.depth = message
         else:
-            self.complete = True
+            self.depth, self.complete = message.depth, True
 
 
 def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None]) -> ComputedErrors:

@@ -26,7 +26,7 @@ from gemmscope.results.base import Origin
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.linears import Linears, too_close
-from gemmscope.results.step import StepResult, StepTimes
+from gemmscope.results.step import StepResult
 
 SpeedResult = BenchResult | StepResult | ForecastResult
 Ratio = Callable[..., Interval | None]
@@ -92,19 +92,12 @@ def nominal_speeds(table: ErrorTable) -> Speeds:
 
 def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     """The speeds of a measured or forecast result, for recipes that are also in the table. `gpu`: which GPU of a forecast."""
-    linears: Linears | None = None
-    step: StepTimes | None = None
-    chosen: BenchResult | StepResult | GpuForecast
-    if isinstance(result, ForecastResult):
-        chosen = next((forecast for forecast in result.gpus if forecast.gpu == gpu), result.gpus[0])
-    else:
-        chosen = result
-    if isinstance(chosen, GpuForecast):
-        linears, step, where = chosen.linears, chosen.step, chosen.title
-    elif isinstance(chosen, StepResult):
-        step, where = chosen.step, chosen.where
-    else:
-        linears, where = chosen.linears, chosen.where
+    chosen: BenchResult | StepResult | GpuForecast = (
+        next((one for one in result.gpus if one.gpu == gpu), result.gpus[0]) if isinstance(result, ForecastResult) else result
+    )
+    linears = None if isinstance(chosen, StepResult) else chosen.linears
+    step = None if isinstance(chosen, BenchResult) else chosen.step
+    where = chosen.title if isinstance(chosen, GpuForecast) else chosen.where
     if step is not None:
         ratio: Ratio = step.speedup
         measured = {time.recipe: time.speedup for time in step.recipes if not time.fell_back}
