@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from gemmscope.recipe.kept import split_name
+from gemmscope.recipe.recipes import recipes
 from gemmscope.roles import key_of
 from gemmscope.toml import load_data
 from gemmscope.units import slug
@@ -50,12 +50,13 @@ def _style(kind: str, name: str) -> Style:
 
 
 def recipe_key(name: str, place: int = 0) -> str:
-    """The style of a recipe; a mix has the style of its place. A recipe that the palette lacks is a missing fact.
+    """The style of a recipe; one that the palette lacks is a missing fact. Other names, such as those of mixes, get the style of their
+    place.
 
     >>> recipe_key("MXFP8"), recipe_key("MXFP8 (in BF16: first 1)", 2)
     ('recipe-mxfp8', 'series-3')
     """
-    return series_key(place) if split_name(name) is not None else _style("recipe", name).key
+    return _style("recipe", name).key if name in recipes() else series_key(place)
 
 
 def part_key(name: str) -> str:
