@@ -50,8 +50,7 @@ def _style(kind: str, name: str) -> Style:
 
 
 def recipe_key(name: str, place: int = 0) -> str:
-    """The style of a recipe, which is a missing fact if the palette lacks it. Other names, such as those of mixes, have the style of
-    their place.
+    """The style of a recipe; a recipe that the palette lacks is a missing fact. What is no recipe has the style of its place.
 
     >>> recipe_key("MXFP8"), recipe_key("MXFP8 (in BF16: first 1)", 2)
     ('recipe-mxfp8', 'series-3')
