@@ -189,7 +189,11 @@ class PanelKind:
 
 
 PANELS: dict[type[Any], PanelKind] = {
-    BarChart: PanelKind(lambda chart: f"time-{slug(chart.unit.split()[-1])}", panels.bars_height, panels.bars),
+    BarChart: PanelKind(
+        lambda chart: f"time-{slug(chart.unit.split()[-1])}",
+        lambda group, width_in: panels.layout(group, width_in).height_in,
+        panels.bars,
+    ),
     WaterfallChart: PanelKind(lambda _: "waterfall", panels.waterfalls_height, panels.waterfalls),
     CurveChart: PanelKind(
         lambda chart: "speedup" if chart.unit == "x" else "error" if chart.unit.startswith("%") else "rate",

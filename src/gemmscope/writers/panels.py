@@ -37,11 +37,6 @@ class Layout:
     height_in: float
 
 
-def bars_height(charts: Sequence[BarChart], width_in: float) -> float:
-    """The height of all panels."""
-    return layout(charts, width_in).height_in
-
-
 def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     """The panels in as many columns as have room for the labels of the bars."""
     most = max((len(chart.bars) for chart in charts), default=1)
