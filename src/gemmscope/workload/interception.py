@@ -47,17 +47,17 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        functions = _Functions(recorder)
+        functions, saving = _Functions(recorder), contextlib.nullcontext()
+        if between_gemms:
+            saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
         with (
             stand_ins.replaced(recorder),
-            stand_ins.recorded_flex(functions.flex_attention),
+            mock.patch.object(stand_ins, "attend", functions.flex_attention),
             _Dispatch(recorder, between_gemms, longest_s),
             functions,
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
-            contextlib.ExitStack() as stack,
+            saving,
         ):
-            if between_gemms:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
             yield recorder
     finally:
         for handle in handles:
@@ -260,11 +260,8 @@ class RememberedShapes:
         if key in self._known:
             return _rebuilt(self._known[key])
         output = operator(*args, **kwargs)
-        try:
-            described = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
-        except _UnknownError:
-            return output
-        self._known[key] = described
+        with contextlib.suppress(_UnknownError):
+            self._known[key] = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
         return output
 
 

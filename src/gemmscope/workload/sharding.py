@@ -411,11 +411,9 @@ def _nearest(run: RunSpec, given: Given, dp: int, above: int | None = None) -> l
     above = dp if above is None else above
     if given.global_batch is not None:
         per_rank, rest = divmod(given.global_batch, run.micro_batch_size * (given.gradient_accumulation or 1))
-        if given.gradient_accumulation is not None:
-            fitting = [per_rank] if per_rank and not rest and per_rank % step == 0 and per_rank <= limit else []
-        else:
-            fitting = [step * part for part in _divisors(per_rank // step)] if not rest and per_rank % step == 0 else []
-        fitting = [size for size in fitting if size <= limit]
+        exact = given.gradient_accumulation is not None
+        candidates = [per_rank] if exact else [step * part for part in _divisors(per_rank // step)]
+        fitting = [size for size in candidates if 0 < size <= limit and not rest and per_rank % step == 0]
         if fitting:
             below, beyond = [size for size in fitting if size <= dp], [size for size in fitting if size >= above]
             return list(dict.fromkeys([*below[-1:], *beyond[:1]]))

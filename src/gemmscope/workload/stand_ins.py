@@ -159,7 +159,7 @@ _ORIGINAL: Any = flex.flex_attention if flex is not None else None
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fraction | None], torch.Tensor]
 """Queries, keys, values and the share of pairs that are visible (None: not known), to the output."""
 
-_attend: list[Attend] = []  # of the recordings that run; the last one counts
+attend: Attend | None = None  # of the recording that runs
 
 
 def install_flex() -> None:
@@ -168,22 +168,12 @@ def install_flex() -> None:
         flex.flex_attention = _flex
 
 
-@contextlib.contextmanager
-def recorded_flex(attend: Attend) -> Iterator[None]:
-    """Inside this context, calls of `flex_attention` go to `attend`."""
-    _attend.append(attend)
-    try:
-        yield
-    finally:
-        _attend.pop()
-
-
 def _flex(query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, *args: Any, **named: Any) -> Any:
-    if not _attend:
+    if attend is None:
         return _ORIGINAL(query, key, value, score_mod, block_mask, *args, **named)
     settings = dict(zip(("scale", "enable_gqa", "return_lse", "kernel_options"), args, strict=False)) | named
     share = ALL_VISIBLE if block_mask is None else visible_share(block_mask, query.shape[-2], key.shape[-2])
-    output = _attend[-1](query, key, value, share)
+    output = attend(query, key, value, share)
     if settings.get("return_aux") is None and not settings.get("return_lse"):
         return output
     sums = query.new_zeros(query.shape[:-1], dtype=torch.float32)

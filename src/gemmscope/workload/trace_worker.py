@@ -35,7 +35,7 @@ from gemmscope.workload.huggingface import (
     windows,
 )
 from gemmscope.workload.interception import record
-from gemmscope.workload.module_parts import find_layers
+from gemmscope.workload.module_parts import find_layers, output_head
 from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
@@ -68,6 +68,7 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
     again = recorder.recomputed
     kernels = with_counts({replace(op, forward_runs=1 + again[op] // ran): ran for op, ran in recorder.scans.items()})
     unreached, unreached_share = _unreached(module)
+    head = output_head(module, {}, ())  # as a Hugging Face model names it
     unique = {id(parameter): parameter for parameter in module.parameters()}
     return ModuleTrace(
         class_name=type(module).__name__,
@@ -82,7 +83,7 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         scans=tuple(op for op in kernels if isinstance(op, Scan)),
         causal_convolutions=tuple(op for op in kernels if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
-        heads=_heads(module),
+        heads=(head,) if head else (),
         layers=len(find_layers(module)),
         recurrent=tuple(sorted({type(part).__name__ for part in module.modules() if isinstance(part, torch.nn.RNNBase)})),
         unreached=unreached,
@@ -136,14 +137,6 @@ def _others(sums: Mapping[WorkGroup, Moved]) -> Iterator[OtherWork]:
         both.setdefault((group.path, group.kind), {})[group.direction] = moved
     for (path, kind), directions in both.items():
         yield OtherWork(path, kind, **directions)
-
-
-def _heads(module: torch.nn.Module) -> tuple[str, ...]:
-    """The path of a Hugging Face model's output head."""
-    with contextlib.suppress(Exception):  # whatever a module of this name does elsewhere
-        head = module.get_output_embeddings()
-        return tuple(name for name, part in module.named_modules() if part is head)
-    return ()
 
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
