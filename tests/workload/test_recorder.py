@@ -12,6 +12,7 @@ from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+factory = pytest.importorskip("gemmscope.workload.factory", reason="tracing needs torch")
 prune = pytest.importorskip("torch.nn.utils.prune", reason="tracing needs torch")
 
 nn = torch.nn
@@ -19,8 +20,8 @@ Key = tuple[str, int, int, int, int]
 
 
 def record(module: Any, *inputs: Any) -> ModuleTrace:
-    trace_worker.move_to_meta(module)
-    return trace_worker.trace(module, tuple(value.to("meta") for value in inputs), {})
+    factory.move_to_meta(module)
+    return trace_worker.trace_built(factory.Built(module, tuple(value.to("meta") for value in inputs), {}))
 
 
 def gemms(result: ModuleTrace) -> Counter[Key]:

@@ -84,7 +84,7 @@ def _kernels(ops: Iterable[Op]) -> Counts:
                 sizes += f", {op.groups} groups, chunks of {op.chunk}"
             yield f"{op.rule} on {op.batch} x {op.sequence}: {sizes}", op.count
         elif isinstance(op, CausalConv):
-            yield f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}", op.channels * op.count
+            yield f"channels of causal convolutions on {op.rows} tokens, kernel {op.kernel}", op.width * op.count
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemmscope.workload.ops import ALL_VISIBLE
 from gemmscope.workload.recorder import Recorder
-from gemmscope.workload.scans import CausalConv, Scan, scan_role
+from gemmscope.workload.scans import Scan, causal_conv, scan_role
 
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels
 
@@ -92,7 +92,7 @@ def _mixed(recorder: Recorder, *inputs: Any) -> torch.Tensor:
 def _causal_conv(recorder: Recorder, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """x is [batch, channels, sequence], the weight [channels, kernel]."""
     batch, channels, sequence = x.shape
-    recorder.scan(CausalConv(role="causal-conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
+    recorder.scan(causal_conv(batch * sequence, channels, weight.shape[-1]))
     return _mixed(recorder, x, weight, bias)
 
 

@@ -23,14 +23,13 @@ from pydantic import TypeAdapter
 
 from gemmscope.workload import stand_ins
 from gemmscope.workload.confine import limited_memory, offline
-from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
+from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
 from gemmscope.workload.huggingface import (
     BUILDING,
     build_huggingface,
     built_huggingface,
     causal,
-    huggingface_model,
     huggingface_with_values,
     windows,
 )
@@ -42,17 +41,11 @@ from gemmscope.workload.trace import ModuleTrace
 from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
 from gemmscope.workload.traffic import WorkGroup
 
-__all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
-
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 RUNNING = "running the model on the meta device"
 LARGEST_WITH_VALUES = 2 * 2**30  # bytes of the parameters of a module that is run on the CPU
 LONGEST_WITH_VALUES_S = 120.0
 LEAST_UNREACHED = 0.01  # share of the parameters of a part that is worth a warning
-
-
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
-    """Run forward and backward of `module` and return what was recorded."""
-    return trace_built(Built(module, args, dict(kwargs)))
 
 
 def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = math.inf) -> ModuleTrace:
@@ -69,11 +62,11 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
     kernels = with_counts({replace(op, forward_runs=1 + again[op] // ran): ran for op, ran in recorder.scans.items()})
     unreached, unreached_share = _unreached(module)
     head = output_head(module, {}, ())  # as a Hugging Face model names it
-    unique = {id(parameter): parameter for parameter in module.parameters()}
+    parameters = list(module.parameters())
     return ModuleTrace(
         class_name=type(module).__name__,
-        parameters=sum(parameter.numel() for parameter in unique.values()),
-        trainable=sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         gemms=with_counts(recorder.gemms),
         batched_gemms=with_counts(recorder.batched_gemms),
         attentions=tuple(_attention(op, ran) for op, ran in recorder.attentions.items()),
@@ -132,11 +125,9 @@ def _attention(op: TracedAttention, ran: Mapping[Direction, int]) -> TracedAtten
 
 def _others(sums: Mapping[WorkGroup, Moved]) -> Iterator[OtherWork]:
     """The recorded work between GEMMs, with both directions of a module in one item."""
-    both: dict[tuple[str, str], dict[str, Moved]] = {}
-    for group, moved in sums.items():
-        both.setdefault((group.path, group.kind), {})[group.direction] = moved
-    for (path, kind), directions in both.items():
-        yield OtherWork(path, kind, **directions)
+    for path, kind in dict.fromkeys((group.path, group.kind) for group in sums):
+        forward, backward = (sums.get(WorkGroup(path, kind, direction), Moved()) for direction in DIRECTIONS)
+        yield OtherWork(path, kind, forward, backward)
 
 
 def answer(request: dict[str, Any]) -> ModuleTrace:

@@ -198,14 +198,12 @@ class Traffic:
         for number, chain in chains.items():
             if self._operators[chain.members[0]].group.direction != "forward":
                 continue
-            for_backward, used_by = {}, set[int]()
-            for key, size in chain.writes.items():
-                outside = readers[key] - {number}
-                if key in self._needed or not outside or not all(map(self._is_backward, outside)):
-                    continue
-                for_backward[key] = size
-                used_by |= outside
-            kept = sum(size + size * len(readers[key] - {number}) for key, size in for_backward.items())
+            outside = {key: readers[key] - {number} for key in chain.writes if key not in self._needed}
+            for_backward = {
+                key: chain.writes[key] for key, others in outside.items() if others and all(map(self._is_backward, others))
+            }
+            used_by = {other for key in for_backward for other in outside[key]}
+            kept = sum(size + size * len(outside[key]) for key, size in for_backward.items())
             sources = self._sources(for_backward, chain)
             again = sum(region.bytes_moved for reader in used_by for region in sources if region not in chains[reader].reads)
             if not for_backward or again >= kept:
