@@ -42,26 +42,20 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
     A `TimeoutError` after `longest_s`: with values, a large module would run for hours.
     """
     recorder, hooks = Recorder(module), torch.nn.modules.module
-    handles = [
+    functions, saving = _Functions(recorder), contextlib.nullcontext()
+    if between_gemms:
+        saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+    with (
         hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
-    ]
-    try:
-        functions, saving = _Functions(recorder), contextlib.nullcontext()
-        if between_gemms:
-            saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
-        with (
-            stand_ins.replaced(recorder),
-            mock.patch.object(stand_ins, "attend", functions.flex_attention),
-            _Dispatch(recorder, between_gemms, longest_s),
-            functions,
-            mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
-            saving,
-        ):
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
+        stand_ins.replaced(recorder),
+        mock.patch.object(stand_ins, "attend", functions.flex_attention),
+        _Dispatch(recorder, between_gemms, longest_s),
+        functions,
+        mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+        saving,
+    ):
+        yield recorder
 
 
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -318,11 +318,10 @@ class Recorder:
             for record in records:
                 record.role = "attention-gemm"
             records, weighted = [], True
-        for tensor in outputs if records or weighted else ():
-            if records:
-                self._scores[storage_of(tensor)] = tuple(records)
-            if weighted:
-                self._weighted.add(storage_of(tensor))
+        if records:
+            self._scores |= {storage_of(tensor): tuple(records) for tensor in outputs}
+        if weighted:
+            self._weighted |= set(map(storage_of, outputs))
 
     def keep(self, outputs: list[torch.Tensor]) -> None:
         """Keep storages alive, so that no other gets the same number."""

@@ -113,16 +113,13 @@ def _selective_scan(recorder: Recorder, x: Any, dt: Any, a: Any, b: Any, c: Any,
     return (output, x.new_empty(batch, channels, a.shape[-1])) if named.get("return_last_state") else output
 
 
-def _delta_rule(rule: str) -> Callable[..., Any]:
-    def stand_in(recorder: Recorder, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
-        """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
-        batch, sequence, heads, value_dim = v.shape
-        chunk = named.get("chunk_size", DELTA_CHUNK)
-        recorder.scan(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
-        state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
-        return _mixed(recorder, v, q, k, g, beta), state
-
-    return stand_in
+def _delta_rule(rule: str, recorder: Recorder, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
+    """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
+    batch, sequence, heads, value_dim = v.shape
+    chunk = named.get("chunk_size", DELTA_CHUNK)
+    recorder.scan(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
+    state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
+    return _mixed(recorder, v, q, k, g, beta), state
 
 
 def _scan(rule: Any, rows: tuple[int, int], values: tuple[int, int], keys: tuple[int, ...], chunk: int = DELTA_CHUNK) -> Scan:
@@ -142,8 +139,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _absent,
     "mamba_selective_scan": _selective_scan,
     "mamba_inner_fn": _absent,
-    "torch_chunk_gated_delta_rule": _delta_rule("gated delta rule"),
-    "chunk_kimi_delta_attention": _delta_rule("kda"),
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, "gated delta rule"),
+    "chunk_kimi_delta_attention": partial(_delta_rule, "kda"),
 }
 """By the name that transformers gives the function."""
 
