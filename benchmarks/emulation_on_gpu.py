@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.numerics.evaluation.emulate import Emulation, compiled_factors, quantized_factors
+from compiled_quantizers import compiled as compiled_quantizers
+from gemmscope.numerics.evaluation.emulate import Emulation, quantized_factors
 from gemmscope.numerics.quantizers import operands
 from gemmscope.recipe.recipes import recipe
 from train_recipes import REAL
@@ -71,7 +72,7 @@ def real(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear) -> Run
 
 def emulated(name: str, x: torch.Tensor, dy: torch.Tensor, linear: nn.Linear, *, compiled: bool) -> Run:
     """Run the emulated linear."""
-    emulation = Emulation(Holder(linear), name, compiled=compiled)
+    emulation = Emulation(Holder(linear), name, **(compiled_quantizers() if compiled else {}))
     return run(linear, x, dy, lambda: emulation, 2)
 
 
@@ -83,7 +84,7 @@ def relative(first: Run, second: Run) -> str:
 
 def changed_by_compiling(name: str, x: torch.Tensor) -> float:
     """The largest share of quantized values, over all operands, that differ when the quantizer is compiled."""
-    compiled, shares = compiled_factors(), []
+    compiled, shares = compiled_quantizers()["quantize"], []
     for pass_name in ("fprop", "dgrad", "wgrad"):
         for operand in operands(name, pass_name):
             if not operand.quantizer.stochastic:
@@ -132,7 +133,7 @@ def main() -> None:
     print("\nms, forward and backward: BF16", round(milliseconds(linear, x, dy, torch.enable_grad), 3), flush=True)
     for name in COMPILED:
         for compiled in (False, True):
-            emulation = Emulation(Holder(linear), name, compiled=compiled)
+            emulation = Emulation(Holder(linear), name, **(compiled_quantizers() if compiled else {}))
             took = milliseconds(linear, x, dy, lambda emulation=emulation: emulation)
             print(f"{name}, {'compiled' if compiled else 'not compiled'}: {took:.3f}", flush=True)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 import leave_out
-from gemmscope.forecast.calibration import shipped
+from gemmscope.forecast.calibration import Calibration, shipped
 from gemmscope.forecast.coefficients import Coefficients
 from gemmscope.forecast.gemm import GemmModel, model
-from gemmscope.forecast.linears import Adjustment, Forecaster, in_common
+from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import speedup
 from gemmscope.gpu.specs import gpu
@@ -149,7 +149,7 @@ def _short(groups: list[leave_out.Group]) -> str:
     return ", ".join(low) or "none"
 
 
-def steps(measured: Adjustment | None) -> Iterator[str]:
+def steps(measured: Calibration | None) -> Iterator[str]:
     """Training steps measured on an H200."""
     lines, off, times_off, inside = [], [], [], 0
     for name, facts in json.loads((ROOT / "tests/data/h200_training_steps.json").read_text())["models"].items():
@@ -178,7 +178,7 @@ def training_steps() -> str:
     """These steps from public measurements alone, and with the calibration of another H200."""
     calibration = shipped("h200")
     assert calibration is not None
-    return "".join([STEPS, *steps(None), CALIBRATED, *steps(calibration.adjustment(other_chip=True))])
+    return "".join([STEPS, *steps(None), CALIBRATED, *steps(calibration)])
 
 
 def text(coefficients: Coefficients) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 
 from gemmscope.gpu.environment import node_name
-from gemmscope.gpu.health import FACTS, Health, health_facts, health_problems
+from gemmscope.gpu.health import Health, health_facts, health_figures, health_problems
 from gemmscope.gpu.nvml import Gpu, open_nvml
 
 LOAD_S = 3.0
@@ -32,10 +32,10 @@ def main() -> int:
         idle, idle_ms = timed(gpu)
         loaded, loaded_ms = under_load(gpu)
         print(f"  reading took {idle_ms:.1f} ms idle" + (f", {loaded_ms:.1f} ms under load" if loaded else ""))
-        for name, meaning in FACTS.items():
+        for name, figure in health_figures().items():
             value = idle.get(name, "-")
             change = f" -> {loaded.get(name, '-')}" if loaded and loaded.get(name, "-") != value else ""
-            print(f"  {name:<28} {value}{change}  ({meaning})")
+            print(f"  {name:<28} {value}{change}  ({figure['meaning']})")
         problems = health_problems(loaded or idle, under_load=bool(loaded))
         print("  problems: " + ("; ".join(f"{problem.text} ({problem.remedy})" for problem in problems) or "none"))
     return 0

@@ -144,7 +144,7 @@ def recorded(whole: Tensors, seed: int) -> RecordedLinear:
     steps = (earlier, facts.model_copy(update={"probes": probes}))
     outputs, inputs = whole[1].shape
     linear = LinearFacts(name="linear", linear="linear", inputs=inputs, outputs=outputs, steps=steps)
-    return RecordedLinear(linear, tuple(LinearStep(step, linear, kept.__getitem__) for step in steps))
+    return RecordedLinear(linear, tuple(LinearStep(step, kept.__getitem__) for step in steps))
 
 
 def checked(name: str, whole: Tensors, draws: int) -> Iterator[tuple[str, str, str, float, float, bool]]:

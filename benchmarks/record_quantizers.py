@@ -27,10 +27,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from gemmscope.numerics.formats import E2M1, E4M3, E5M2, AmaxHistory, NumberFormat, encode, round_nearest, te
-from gemmscope.numerics.quantizers import QUANTIZERS, operands
+from gemmscope.numerics.formats import E2M1, E4M3, E5M2, AmaxHistory, NumberFormat, round_nearest, te
+from gemmscope.numerics.quantizers import operands
 from gemmscope.workload.ops import OPERANDS
-from support.quantizer_cases import cases, comparable, quantized_values, recorded_quantizer, tensor_amax
+from support.quantizer_cases import (
+    QUANTIZERS,
+    cases,
+    codes_of,
+    comparable,
+    encode,
+    quantized_values,
+    recorded_quantizer,
+    tensor_amax,
+)
 
 try:
     import triton
@@ -278,7 +287,7 @@ def difference(check: Check, given: Tensor, output: Output, device: str) -> str:
     x = x.T.contiguous() if check.direction == "columns" else x
     quantizer = recorded_quantizer(check.quantizer)
     quantized = quantizer(x, amax=tensor_amax(x) * check.history if check.history else None)
-    codes = quantized.codes
+    codes = codes_of(quantized, quantizer.format)
     if quantizer.format == "e2m1":
         codes = torch.where(quantized.rounded.isnan(), output[0].to(device), codes)
     if check.zeros_lose_their_sign:

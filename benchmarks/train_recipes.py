@@ -85,11 +85,14 @@ Precision = Callable[[], AbstractContextManager[Any]]
 def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Precision:
     """Convert the model to the recipe. Returns what makes the context of a forward pass."""
     if recipe.startswith(EMULATED):
+        from compiled_quantizers import compiled
         from gemmscope.numerics.evaluation.emulate import Emulation
 
         name, on_gpu = recipe.removeprefix(EMULATED), settings.device != "cpu"
-        how = _without_randomness("NVFP4") if name == PLAIN_NVFP4 else name
-        emulation = Emulation(model, how, keep=["lm_head"], seed=seed, compiled=on_gpu)
+        how, base = compiled() if on_gpu else {"seed": seed}, "NVFP4" if name == PLAIN_NVFP4 else name
+        emulation = Emulation(model, base, why_kept=lambda path: "the head" if path == "lm_head" else "", **how)
+        if name == PLAIN_NVFP4:
+            emulation.passes = _without_randomness(base)
         return lambda: emulation
     if recipe in REAL:
         from gemmscope.recipe.recipes import recipe as find_recipe

@@ -16,7 +16,7 @@ HEAVY = {"torch", "transformers", "transformer_engine", "torchao", "ray"}
 IMPORTS_AT_THE_TOP = ("cli", "commands", "job", "sweep", "document", "results", "compare", "writers")
 BY_NAME = {  # modules that load others when they are used
     *("cli/main.py", "commands/__init__.py", "document/__init__.py", "writers/__init__.py"),
-    *("writers/tables.py", "results/base.py", "results/keep.py"),
+    *("writers/tables.py", "results/base.py", "results/keep.py", "results/read.py"),
 }
 OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 700

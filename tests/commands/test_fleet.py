@@ -13,7 +13,7 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.commands import fleet as fleet_command
-from gemmscope.commands.fleet import TOLERANCE, RunFile, gather_fleet, run_own_gpu, unhealthy
+from gemmscope.commands.fleet import TOLERANCE, gather_fleet, run_own_gpu, unhealthy, write_run_file
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.measured import file_name
@@ -190,12 +190,12 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
     pool = InstantPool(2)
     result = measure(monkeypatch, pool, folder=tmp_path / "runs", repeat=2)
     writers = [unit.content.deliver for unit in pool.assigned]
-    assert all(isinstance(writer, RunFile) for writer in writers)
-    assert len({writer.name for writer in writers}) == 4
+    assert len({writer.args for writer in writers}) == 4
     assert result.has("fleet-files-missing")  # nobody wrote them
     writers[0](recorded_bench("first"))
-    assert (tmp_path / "runs" / writers[0].name).is_file()
-    RunFile(str(tmp_path / "nowhere"), "a.json")(recorded_bench("first"))  # costs no measurement
+    assert Path(*writers[0].args).parent == tmp_path / "runs"
+    assert Path(*writers[0].args).is_file()
+    write_run_file(str(tmp_path / "nowhere" / "a.json"), recorded_bench("first"))  # costs no measurement
 
 
 @pytest.mark.parametrize(

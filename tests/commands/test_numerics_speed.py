@@ -10,9 +10,8 @@ import pytest
 from gemmscope.commands.numerics import speed_result
 from gemmscope.errors import UserError
 from gemmscope.job.load import load_model, model_run
-from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from support.forecast_files import several_gpus, sweep
-from support.numerics_files import linear_errors, numerics_result
+from support.numerics_files import linear_errors, numerics_result, recipes_and_mix
 from support.run_files import recorded_bench, squares
 from support.step_files import recorded_step
 

@@ -14,11 +14,10 @@ from gemmscope.document.model import Document, decisive
 from gemmscope.document.numerics_tables import kept_names
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
-from gemmscope.numerics.evaluation.mixes import recipes_and_mix
 from gemmscope.results.numerics import LinearError, Mix, NumericsResult
 from gemmscope.writers import figure, html, markdown, tables, terminal
 from support.commands import compare
-from support.numerics_files import linear_errors, numerics_result
+from support.numerics_files import linear_errors, numerics_result, recipes_and_mix
 
 
 def told(result: NumericsResult, *, detail: bool = False, width: int = 100) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any, Literal, get_args
 import pytest
 
 import gemmscope as gs
-from gemmscope import document as documents
 from gemmscope import findings, writers
 from gemmscope.document import document
 from gemmscope.document.charts import Chart, Drawing
@@ -58,7 +59,7 @@ class Dial(Drawing):
     value: float
 
     def table(self) -> Table:
-        return table(self.title, [Column[float]("Value", lambda value: value, ".1f")], [self.value])
+        return table(self.title, [self.value], Column("Value", lambda value: value, ".1f"))
 
 
 def with_blocks(*blocks: Any) -> Document:
@@ -99,28 +100,30 @@ def test_a_writer_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         result.save(tmp_path / "out.unknown")
 
 
-class Weather(Result):
+class WeatherResult(Result):
     """A kind of result that is not there yet."""
 
     kind: Literal["weather"] = "weather"
     degrees: float
 
 
-def weather_document(result: Weather, name: str = "") -> Document:
-    columns = [Column[Weather]("Degrees", lambda one: one.degrees, ".1f")]
-    doc = replace(with_blocks(table("Now", columns, [result])), kind="weather", messages=tuple(map(Message.of, result.findings)))
+def weather_document(result: WeatherResult, name: str = "") -> Document:
+    columns = [Column[WeatherResult]("Degrees", lambda one: one.degrees, ".1f")]
+    doc = replace(with_blocks(table("Now", [result], *columns)), kind="weather", messages=tuple(map(Message.of, result.findings)))
     return replace(doc, answer=f"{result.degrees:.1f} degrees.", name=name)
 
 
 @pytest.fixture
-def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
-    monkeypatch.setitem(reading.KINDS, "weather", Weather)
-    monkeypatch.setitem(documents.BUILDERS, "weather", f"{__name__}:weather_document")
+def weather(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeatherResult]:
+    reading.KINDS.append("weather")
+    for folder in ("results", "document"):
+        monkeypatch.setitem(sys.modules, f"gemmscope.{folder}.weather", sys.modules[__name__])
     monkeypatch.setitem(findings.catalog(), "weather-cold", {"level": "warning", "text": "It is cold: {degrees:.1f} degrees."})
-    return Weather(command="weather", degrees=-3.5, findings=(finding("weather-cold", degrees=-3.5),))
+    yield WeatherResult(command="weather", degrees=-3.5, findings=(finding("weather-cold", degrees=-3.5),))
+    reading.KINDS.remove("weather")
 
 
-def test_a_kind_of_result_is_a_type_a_document_and_two_lines(weather: Weather, tmp_path: Path, run: Run) -> None:
+def test_a_kind_of_result_is_a_type_a_document_and_a_name(weather: WeatherResult, tmp_path: Path, run: Run) -> None:
     weather.save(tmp_path / "weather.json")
     assert json.loads((tmp_path / "weather.json").read_text())["degrees"] == -3.5
     assert gs.read(tmp_path / "weather.json").model_dump() == weather.model_dump()
@@ -133,7 +136,7 @@ def test_a_kind_of_result_is_a_type_a_document_and_two_lines(weather: Weather, t
     assert "-3.5 degrees." in (tmp_path / "page.html").read_text()
 
 
-def test_a_finding_is_one_table_and_one_call(weather: Weather) -> None:
+def test_a_finding_is_one_table_and_one_call(weather: WeatherResult) -> None:
     [message] = document(weather).messages
     assert (message.code, message.level) == ("weather-cold", "warning")
     for text in (terminal.text(document(weather)), markdown.markdown([document(weather)]), html.page([document(weather)])):

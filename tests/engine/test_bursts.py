@@ -27,11 +27,11 @@ class Event:
 
 def test_a_burst_tells_how_long_a_cycle_takes() -> None:
     """The length of a cycle includes the time between tasks, and is used to plan the next bursts."""
-    from gemmscope.engine.timer import Prepared, Runnable, _CudaBurst
+    from gemmscope.engine.timer import Prepared, Runnable, cuda_burst
 
     tasks = [Runnable(lambda: None, Prepared(lambda: None, copies, 0.0), 0.0) for copies in (1, 2)]
     learnt: list[float] = []
-    burst = _CudaBurst(tasks, [[Event(0), Event(1), Event(5)], [Event(6), Event(8), Event(12)]], learnt.append)
+    burst = cuda_burst(tasks, [[Event(0), Event(1), Event(5)], [Event(6), Event(8), Event(12)]], learnt.append)
     assert burst.times_ms() == [[1, 2], [2, 2]]
     assert learnt == [6]
 

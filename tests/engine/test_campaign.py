@@ -419,7 +419,7 @@ def test_a_signal_to_every_process_of_a_job_is_left_to_the_parent(
 
     def start(self: LocalWorkers, module: str) -> Any:
         link = started(self, module)
-        os.kill(link._process.pid, number)
+        os.kill(link.pid, number)
         return link
 
     monkeypatch.setattr(LocalWorkers, "start", start)

@@ -27,11 +27,11 @@ def messages_of_three_bursts(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -
     """The messages of a real measuring process whose bursts take no time."""
     pytest.importorskip("torch", reason="the measuring process needs torch")
     from gemmscope.engine import worker
-    from gemmscope.engine.timer import DoneBurst
+    from gemmscope.engine.timer import Burst, done_burst
 
     class Bursts(worker.MeasuringProcess):
-        def launch(self, group: worker.BurstGroup, number: int) -> DoneBurst:
-            return DoneBurst([[1.0]])
+        def launch(self, group: worker.BurstGroup, number: int) -> Burst:
+            return done_burst([[1.0]])
 
     out = io.StringIO()
     request = {"backend": "cpu", "max_rounds": 3, "seed": 0, "least_rounds": 3, "had": {}}

@@ -229,12 +229,12 @@ def test_a_recipe_that_some_gpus_lack() -> None:
 
 
 def test_data_that_is_no_summary_costs_one_gpu() -> None:
-    fleet = fleet_of([*simulated_runs(8), Run({"of": "bench"}, place="node9 GPU 0", node="node9")])
+    fleet = fleet_of([*simulated_runs(8), Run({"of": "bench"}, FleetGpu(place="node9 GPU 0", node="node9"))])
     assert [(gpu.place, bool(gpu.failure)) for gpu in fleet.gpus if gpu.node == "node9"] == [("node9 GPU 0", True)]
 
 
 def test_processes_that_all_call_their_gpu_number_0() -> None:
-    runs = [Run(run.summary, place="node1 GPU 0", node="node1") for run in simulated_runs(3)]
+    runs = [Run(run.summary, FleetGpu(place="node1 GPU 0", node="node1")) for run in simulated_runs(3)]
     places = [gpu.place for gpu in fleet_of(runs).gpus]
     assert len(set(places)) == 3
     assert places[0] == "node1 GPU 0 (GPU-00000000)"

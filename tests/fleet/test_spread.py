@@ -13,6 +13,7 @@ from gemmscope.errors import UserError
 from gemmscope.fleet.gather import Run, fleet_result, summary
 from gemmscope.fleet.quote import quoted_spread
 from gemmscope.fleet.spread import Floats, another_gpu, chip_spread, median_interval
+from gemmscope.results.fleet import FleetGpu
 from support.fleets import simulated_fleet
 from support.run_files import recorded_bench
 
@@ -80,7 +81,9 @@ def test_what_one_gpu_can_quote() -> None:
     [about] = quoted_spread(fleet, result)  # the simulated fleet ran something else
     assert about.code == "fleet-another-gpu-about"
     assert about.text.startswith("Expected range of another GPU of this type, with 90% probability: about FP8Current 1.6")
-    own = fleet_result([Run(summary(result), node=f"node{gpu}", index=0, uuid=f"GPU-{gpu}") for gpu in range(20)])
+    own = fleet_result(
+        [Run(summary(result), FleetGpu(place="", node=f"node{gpu}", index=0, uuid=f"GPU-{gpu}")) for gpu in range(20)]
+    )
     [exact] = quoted_spread(own, result)
     assert exact.code == "fleet-another-gpu"
     assert "FP8Current 1.66x to 1.66x, FP8Delayed 1.71x to 1.71x" in exact.text

@@ -23,7 +23,7 @@ from gemmscope.engine.messages import Health, Hello
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import STACKS, Calibration, gemm_factors, load, place, quantize_factors, save, shipped
 from gemmscope.forecast.linear_results import forecast_linears
-from gemmscope.forecast.linears import Adjustment, Forecaster
+from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
@@ -79,8 +79,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
 
 def forecast(calibration: Calibration | None = None) -> Linears:
-    measured = calibration.adjustment() if calibration else None
-    return forecast_linears(Forecaster(gpu("h200"), "sustained", measured=measured), MODEL, RECIPES, MODES)
+    return forecast_linears(Forecaster(gpu("h200"), "sustained", measured=calibration), MODEL, RECIPES, MODES)
 
 
 def calibration(**how: Any) -> Calibration:
@@ -251,7 +250,7 @@ def test_no_factor_makes_a_gemm_beat_the_chip(run: Run, tmp_path: Path) -> None:
     least = 2 * 8192 * 4096 * 4096 / (989 * 1e9)
     [row] = csv.DictReader(io.StringIO(run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv").out))
     assert float(row["gemm_ms"]) == pytest.approx(least, rel=1e-4)
-    forecaster = Forecaster(gpu("h200"), "sustained", measured=Adjustment({"bf16": {"fprop": 0.3}}, {}))
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=Calibration("h200", "", {"bf16": {"fprop": 0.3}}, {}))
     assert forecaster.linear(Case("a", 8192, 4096, 4096), "BF16").gemms["fprop"].value == pytest.approx(least)
 
 
@@ -268,7 +267,7 @@ def test_no_calibration_makes_sustained_faster_than_a_burst(
         hidden_size=1024, intermediate_size=16 * outputs, num_attention_heads=8, num_hidden_layers=2, vocab_size=512
     )
     run = RunSpec(1, 16 * tokens)
-    workload, measured = derive(model, run), Adjustment(known[0], {}, {}, known[1])
+    workload, measured = derive(model, run), Calibration("h200", "", known[0], {}, known[1])
     slow, fast = (
         StepForecast(Forecaster(gpu("h200"), state, measured=measured), model, run, workload) for state in ("sustained", "burst")
     )
@@ -284,7 +283,7 @@ def test_what_was_not_measured_keeps_its_uncertainty() -> None:
     """Eight dense linears of usual sizes say little about grouped GEMMs or much larger sizes."""
     calibrated = shipped("h200")
     assert calibrated is not None
-    forecaster = Forecaster(gpu("h200"), "sustained", measured=calibrated.adjustment())
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=Calibration(**vars(calibrated)))
     dense, grouped, huge = (
         forecaster.linear(case, "BF16").all_gemms()
         for case in (
@@ -294,7 +293,7 @@ def test_what_was_not_measured_keeps_its_uncertainty() -> None:
         )
     )
     assert dense.shared == pytest.approx(0.03)
-    other = Forecaster(gpu("h200"), "sustained", measured=calibrated.adjustment(other_chip=True))
+    other = Forecaster(gpu("h200"), "sustained", measured=calibrated)
     assert other.linear(Case("a", 8192, 4096, 4096), "BF16").all_gemms().shared > dense.shared
     assert grouped.shared > 0.1
     assert huge.shared > 0.1
@@ -346,7 +345,7 @@ def test_a_calibrated_part_changes_the_step() -> None:
     workload = derive(model, shape)
 
     def attention(parts: dict[StepPart, float]) -> float:
-        forecaster = Forecaster(gpu("h200"), "sustained", measured=Adjustment({}, {}, parts))
+        forecaster = Forecaster(gpu("h200"), "sustained", measured=Calibration("h200", "", {}, {}, parts=parts))
         return StepForecast(forecaster, model, shape, workload).step("BF16").parts["attention"].value
 
     assert attention({"attention": 1.5}) == pytest.approx(1.5 * attention({}))
@@ -359,7 +358,7 @@ def test_a_step_is_run_and_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "STEPS_PRECISION", 0.9)
     monkeypatch.setattr(calibrating, "STEPS_LIMIT_S", 1.0)
     model = from_hyperparameters(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
-    measured, expected = session()._step(Adjustment({}, {}), model, RunSpec(micro_batch_size=1, sequence_length=16))
+    measured, expected = session()._step(Calibration("h200", "", {}, {}), model, RunSpec(micro_batch_size=1, sequence_length=16))
     assert measured == {}
     assert expected["attention"] > 0
 

@@ -298,7 +298,7 @@ def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = [({"micro_batch_size": batch}, model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
     calibrated = shipped("h200")
     assert calibrated is not None
-    forecaster = Forecaster(gpu("h200"), "burst", measured=calibrated.adjustment())
+    forecaster = Forecaster(gpu("h200"), "burst", measured=calibrated)
     alone = forecast_sweep(forecaster, wanted, [], ["FP8Current"])
     assert alone != forecast_sweep(Forecaster(gpu("h200"), "burst"), wanted, [], ["FP8Current"])
     monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)

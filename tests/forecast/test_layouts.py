@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
-from gemmscope.forecast.communication import Exchange, MicroBatch, Network, collective_ms, exposed, network_names, network_of
+from gemmscope.forecast.communication import Exchange, Network, collective_ms, exposed, network_facts, network_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.parts import StepPart
 from gemmscope.workload.derive import derive
 
 NODES = Network(50.0, 8)
@@ -83,7 +84,7 @@ def test_networks_have_names_or_rates() -> None:
     with pytest.raises(UserError, match="not a known network") as unknown:
         network_of(chip, "infiniband-ndrr")
     assert "infiniband-ndr" in unknown.value.hint
-    assert all(name in unknown.value.hint for name in network_names())
+    assert all(name in unknown.value.hint for name in network_facts()["networks"])
     for wrong in ("0", "-5", "nan", "1e9"):
         with pytest.raises(UserError, match="GB/s"):
             network_of(chip, wrong)
@@ -161,8 +162,8 @@ def test_what_is_exposed_is_part_of_what_is_exchanged(
         1, 4096, tp=2, sequence_parallel=True, vp=2, gradient_accumulation=4,
         tp_overlap=overlap, dp_overlap=overlap, ep_overlap=overlap,
     )  # fmt: skip
-    computed = MicroBatch(batch_ms * 0.6, batch_ms * 0.2, batch_ms)
-    (exchange,) = exposed([Exchange(kind, time_ms, crosses=False, per_step=once)], run, computed)
+    computed: dict[StepPart, float] = {"GEMMs": batch_ms * 0.6, "attention": batch_ms * 0.2, "head and loss": batch_ms * 0.2}
+    exchange = exposed(Exchange(kind, time_ms, crosses=False, per_step=once), run, computed)
     assert exchange.time_ms == pytest.approx(time_ms * (1 if once else 4))
     assert 0 < exchange.exposed_ms <= exchange.time_ms * (1 + 1e-9)
     if not overlap and kind in ("tensor", "experts", "gradients", "weights"):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmscope.gpu.health import FACTS, health_facts, health_problems, ranges
-from gemmscope.gpu.nvml import Gpu, PcieLink, open_nvml
+from gemmscope.gpu.health import health_facts, health_figures, health_problems, ranges
+from gemmscope.gpu.nvml import Gpu, open_nvml
 from support.nvml_driver import LINKS, Driver
 
+FACTS = health_figures()
 HEALTHY = {
     "ecc": "on",
     "corrected_errors": 3,
@@ -78,7 +79,6 @@ def test_a_driver_that_supports_nothing_gives_no_figures(monkeypatch: pytest.Mon
     assert health(monkeypatch, broken=["all"]) == {}
     gpu = Gpu(pynvml.c_nvmlDevice_t())
     assert (gpu.index(), gpu.serial(), gpu.pci_bus(), gpu.uuid(), gpu.cpu_cores()) == (None, None, None, None, [])
-    assert gpu.pcie_link() == PcieLink(None, None, None, None)
 
 
 @pytest.mark.parametrize(

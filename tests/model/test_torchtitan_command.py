@@ -69,6 +69,21 @@ def test_messages(command: str, says: str):
     assert caught.value.hint
 
 
+def test_flags_in_quotes_and_in_conditions():
+    script = """
+    if [ -n "$FAST" ]; then EXTRA="--parallelism.pipeline_parallel_degree 2 --training.seq_len=4096"; fi
+    UNUSED="--training.local_batch_size 7"
+    torchrun -m torchtitan.train --model.name llama3 --model.flavor 8B $EXTRA
+    """
+    source = torchtitan_command.read(script, "x.sh")
+    assert (source.run_settings["pp"], source.run_settings["sequence_length"]) == (2, 4096)
+    assert "micro_batch_size" not in source.run_settings
+    assert facts(source, "settings-in-condition")["settings"] == [
+        "--parallelism.pipeline_parallel_degree",
+        "--training.seq_len",
+    ]
+
+
 def test_unknown_values_are_ignored():
     source = torchtitan_command.read("--model.name llama3 --model.flavor 8B --training.local_batch_size $B", "x.sh")
     assert "micro_batch_size" not in source.run_settings

@@ -55,7 +55,7 @@ def recorded(
         facts = facts.model_copy(update={"probes": compute_probes(*whole, random=random_for(seed, "probes"), history=history)})
     outputs, inputs = whole[1].shape
     linear = LinearFacts(name="layers.0.q", linear="q", layer=0, inputs=inputs, outputs=outputs, steps=(*earlier, facts))
-    return RecordedLinear(linear, tuple(LinearStep(step, linear, kept.__getitem__) for step in linear.steps))
+    return RecordedLinear(linear, tuple(LinearStep(step, kept.__getitem__) for step in linear.steps))
 
 
 def full_error(whole: Tensors, recipe: str, pass_name: str) -> float:
@@ -230,7 +230,7 @@ def step_with(maxima: float, step: int) -> StepFacts:
 def test_stale_scales_saturate_what_has_grown() -> None:
     whole = tensors()
     linear = recorded(whole, earlier=(step_with(1.0, 0), step_with(2.0, 1)))
-    stale = {one.tensor: one for one in stale_scales(linear)}
+    stale = {one.tensor: one for one in stale_scales(linear, "FP8Delayed")}
     assert stale["X"].growth == pytest.approx(float(whole[0].abs().max()) / 2)
     assert stale["X"].growth > 1 < stale["dY"].growth
     assert stale["X"].saturated > 0
@@ -239,9 +239,9 @@ def test_stale_scales_saturate_what_has_grown() -> None:
     assert stale["W"].growth < 1
     current, delayed = (error_of(linear, recipe, "fprop").relative.value for recipe in ("FP8Current", "FP8Delayed"))
     assert delayed == pytest.approx(current, rel=0.2)  # two recorded steps are not the history of 1024
-    assert not list(stale_scales(recorded(whole)))  # a first step has no history
+    assert not list(stale_scales(recorded(whole), "FP8Delayed"))  # a first step has no history
     broken = recorded((whole[0], whole[1], with_nan(whole[2])), earlier=(step_with(1.0, 0),))
-    assert [one.tensor for one in stale_scales(broken)] == ["X", "W"]
+    assert [one.tensor for one in stale_scales(broken, "FP8Delayed")] == ["X", "W"]
 
 
 def test_maxima_of_a_history_that_is_too_short() -> None:

@@ -14,6 +14,7 @@ from gemmscope.job.load import load_model, model_run
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
+from gemmscope.recipe.kept import KeptHigher
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.numerics import Mix, MixedPrecision, NumericsResult
 from gemmscope.results.read import read_result
@@ -114,7 +115,7 @@ def test_the_mix_that_numerics_chose(tmp_path: Path) -> None:
     path = numerics(tmp_path, MixedPrecision(bound=0.03, chosen=CHOSEN))
     requested = requested_mix(path, None)
     assert requested is not None
-    assert requested == MixRequest(requested.given, "FP8Current", "BF16", 1, 0, ("mlp.down_proj",))
+    assert requested == MixRequest(requested.given, KeptHigher("BF16", 1, 0, ("mlp.down_proj",)), "FP8Current")
 
 
 def test_files_without_a_mix(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 from gemmscope.numerics.recording import (  # noqa: E402
     LinearFacts,
     LinearStep,
-    PassSample,
     RecordingFacts,
     StepFacts,
     read_recording,
@@ -20,6 +19,7 @@ from gemmscope.numerics.recording import (  # noqa: E402
     write_recording,
 )
 from gemmscope.numerics.sample import draw, random_for, sample_linear  # noqa: E402
+from gemmscope.workload.ops import OPERANDS  # noqa: E402
 
 
 @given(
@@ -61,13 +61,11 @@ def tensors(tokens: int = 300, inputs: int = 400, outputs: int = 500) -> tuple[t
     return x, w, dy * torch.rand(tokens, 1, generator=generator) ** 4 * 1e-20
 
 
-def sampled(budget: int, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int) -> dict[str, PassSample]:
+def sampled(budget: int, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int) -> LinearStep:
     x, w, dy = tensors(**sizes)
     facts, kept = sample_linear(x, w, dy, dtype=dtype, budget=budget, random=random_for(seed))
     assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) <= budget
-    linear = LinearFacts(name="a", linear="a", inputs=x.shape[1], outputs=w.shape[0], steps=(facts,))
-    step = LinearStep(facts, linear, kept.__getitem__)
-    return {name: step.sample(name) for name in ("fprop", "dgrad", "wgrad")}
+    return LinearStep(facts, kept.__getitem__)
 
 
 def test_facts_are_those_of_the_whole_tensors() -> None:
@@ -88,10 +86,10 @@ def test_facts_are_those_of_the_whole_tensors() -> None:
 def test_rows_and_maxima_are_those_of_the_tensors() -> None:
     x, w, dy = tensors()
     whole = {"fprop": (w, x), "dgrad": (w.T, dy), "wgrad": (x.T, dy.T)}
-    for name, sample in sampled(60_000).items():
-        kept = torch.cat([torch.arange(start, min(start + 128, sample.facts.reduced)) for start in sample.facts.blocks])
-        for operand, tensor in zip((sample.first, sample.second), whole[name], strict=True):
-            assert operand is not None
+    step = sampled(60_000)
+    for name, facts in step.facts.passes.items():
+        kept = torch.cat([torch.arange(start, min(start + 128, facts.reduced)) for start in facts.blocks])
+        for operand, tensor in zip([step.sample(name, one) for one in OPERANDS[name]], whole[name], strict=True):
             distances = torch.cdist(operand.rows.double(), tensor[:, kept].double())
             index = distances.argmin(1)
             assert torch.equal(operand.rows, tensor[index][:, kept])
@@ -109,11 +107,12 @@ def test_rows_and_maxima_are_those_of_the_tensors() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from([30_000, 100_000, 10_000_000]), st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
 def test_any_sizes_stay_within_their_bytes(budget: int, tokens: int, inputs: int, outputs: int) -> None:
-    for sample in sampled(budget, dtype=torch.bfloat16, tokens=max(tokens, 12), inputs=max(inputs, 8), outputs=outputs).values():
-        assert sample.first is not None
+    step = sampled(budget, dtype=torch.bfloat16, tokens=max(tokens, 12), inputs=max(inputs, 8), outputs=outputs)
+    for name, facts in step.facts.passes.items():
+        sample = step.sample(name, OPERANDS[name][0])
         if budget == 10_000_000:
-            assert sample.first.weights.tolist() == [1.0] * len(sample.first.rows)
-            assert sample.column_weights.tolist() == [1.0] * sample.facts.reduced
+            assert sample.weights.tolist() == [1.0] * len(sample.rows)
+            assert sample.column_weights.tolist() == [1.0] * facts.reduced
 
 
 def test_weighted_sums_are_unbiased() -> None:
@@ -122,12 +121,11 @@ def test_weighted_sums_are_unbiased() -> None:
     exact = float((x.double().square() @ w.double().square().sum(0)).sum())
     estimates = []
     for seed in range(50):
-        sample = sampled(30_000, seed)["fprop"]
-        assert sample.second is not None
-        assert sample.first is not None
-        assert 0 < len(sample.facts.blocks) < 4
-        energy = sample.first.energy.double() * float(w.abs().max()) ** 2 * sample.column_weights
-        estimates.append(float(sample.second.weights.double() @ (sample.second.rows.double().square() @ energy)))
+        step = sampled(30_000, seed)
+        assert 0 < len(step.facts.passes["fprop"].blocks) < 4
+        first, second = step.sample("fprop", "W"), step.sample("fprop", "X")
+        energy = first.energy.double() * float(w.abs().max()) ** 2 * first.column_weights
+        estimates.append(float(second.weights.double() @ (second.rows.double().square() @ energy)))
     error = np.std(estimates) / np.sqrt(len(estimates))
     assert abs(np.mean(estimates) - exact) < 4 * error
     assert error / exact < 0.08

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -101,7 +102,8 @@ def test_one_measurement_on_several_gpus_is_an_error(monkeypatch: pytest.MonkeyP
 
 def test_places_that_share_a_gpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     near = {0: range(4), 1: range(4), 5: range(4, 8)}
-    monkeypatch.setattr(opened, "near_cores", lambda number: near[number])
+    driver = SimpleNamespace(gpu=lambda number: SimpleNamespace(cpu_cores=lambda: near[number]))
+    monkeypatch.setattr(opened, "open_nvml", lambda: driver)
     monkeypatch.setattr(opened, "allowed_cores", lambda: frozenset(range(8)))
     monkeypatch.setattr("gemmscope.pool.gpus.TOPOLOGY", "/nowhere/{}")
     places = pinned(local_gpus("0,1,5,0", eight()))

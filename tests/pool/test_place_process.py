@@ -141,8 +141,8 @@ def test_a_site_pins_itself_to_its_share_of_the_cores_near_its_gpu(serve: Serve,
     """The driver says that both GPUs are near cores 0-3 and 64-67, of which this process may use six."""
     Driver().install(monkeypatch)
     pinned: list[tuple[int, ...]] = []
-    monkeypatch.setattr(site, "open_nvml", Nvml)
-    monkeypatch.setattr(site, "allowed_cores", lambda: frozenset({0, 1, 2, 3, 64, 65, 100}))
+    monkeypatch.setattr("gemmscope.pool.gpus.open_nvml", Nvml)
+    monkeypatch.setattr("gemmscope.pool.gpus.allowed_cores", lambda: frozenset({0, 1, 2, 3, 64, 65, 100}))
     monkeypatch.setattr("gemmscope.pool.gpus.TOPOLOGY", "/nowhere/{}")
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: pinned.append(tuple(cores)))
     one = free().gpus[0]

@@ -62,11 +62,11 @@ class Scripted:
     def start(self, module: str) -> Scripted:
         return self
 
-    def send(self, content: Any) -> None:
+    def tell(self, content: Any) -> None:
         if isinstance(content, dict):
             self.requests.append(content)
 
-    def tell_to_stop(self) -> None: ...
+    def close_input(self) -> None: ...
 
     def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         for message in self.script(self.requests[-1]):

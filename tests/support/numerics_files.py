@@ -7,7 +7,8 @@ from functools import cache
 from math import hypot
 
 from gemmscope.interval import Interval
-from gemmscope.numerics.evaluation.mixes import recipes_and_mix
+from gemmscope.numerics.evaluation.mixes import with_mix
+from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import (
     DepthError,
@@ -72,6 +73,13 @@ def linear_error(name: str, layer: int, layers: int, recipe_name: str) -> Linear
 def linear_errors(layers: int = 32, recipes: Sequence[str] = RECIPES) -> tuple[LinearError, ...]:
     """Every linear of every layer in every recipe."""
     return tuple(linear_error(name, layer, layers, recipe) for recipe in recipes for layer in range(layers) for name in SIZES)
+
+
+def recipes_and_mix(
+    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> NumericsResult:
+    """The recipes and the mix of these linears, in a result without other facts."""
+    return with_mix(NumericsResult(command="", source="recording", origin="", linears=tuple(linears)), speed, bound, gpu)
 
 
 @cache

@@ -20,7 +20,7 @@ from gemmscope.errors import UserError
 from gemmscope.findings import catalog
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.base import Result
-from gemmscope.results.read import KINDS
+from gemmscope.results.read import result_type
 
 HOSTILE = (
     "<script>window.broken = 1</script>",
@@ -58,7 +58,7 @@ def _field_names(kind: str) -> frozenset[str]:
             for value in schema:
                 collect(value)
 
-    collect(KINDS[kind].model_json_schema(by_alias=True))
+    collect(result_type(kind).model_json_schema(by_alias=True))
     return frozenset(names | {"value", "low", "high"})
 
 

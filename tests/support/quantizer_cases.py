@@ -7,8 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.quantizers import Quantizer, quantizer_named, rotate
+from gemmscope.numerics.formats import FORMATS, NumberFormat
+from gemmscope.numerics.quantizers import HIGH_PRECISION, QuantizedOperand, Quantizer, quantizer_named, rotate
+from gemmscope.toml import load_data
 
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # that store the formats which PyTorch has
+QUANTIZERS = tuple(load_data("gemmscope.recipe", "quantizers.toml")["quantizers"])  # their names
 ROWS, COLUMNS = 144, 160  # multiples of 16 with an incomplete block of 128 each way
 
 
@@ -62,6 +66,25 @@ def cases() -> Iterator[tuple[str, Tensor]]:
     yield "NaN", _put(normal, 9, torch.nan).bfloat16()
     yield "Inf", _put(normal, 10, torch.inf, -torch.inf).bfloat16()
     yield "NaN and Inf", _put(_put(normal * channels, 11, torch.nan), 12, torch.inf, -torch.inf).bfloat16()
+
+
+def encode(rounded: Tensor, target: NumberFormat) -> Tensor:
+    """The bits that libraries store for values of the format: a float8 tensor, or for E2M1 codes 0 to 15, one per byte.
+
+    E2M1 has no NaN; it becomes 0, as in Transformer Engine's reference (its kernels write 6; the reference's scale of that
+    block is NaN).
+    """
+    if target.name in DTYPES:
+        return rounded.to(DTYPES[target.name])
+    magnitude = rounded.abs().nan_to_num(nan=0.0)
+    code = torch.where(magnitude <= 2, 2 * magnitude, torch.where(magnitude <= 4, magnitude + 2, 7)).to(torch.uint8)
+    return code | ((rounded.signbit() & ~rounded.isnan()).to(torch.uint8) << 3)
+
+
+def codes_of(quantized: QuantizedOperand, number_format: str) -> Tensor:
+    """The low-precision values as libraries store them."""
+    dtype = HIGH_PRECISION.get(number_format)
+    return quantized.rounded.to(dtype) if dtype is not None else encode(quantized.rounded, FORMATS[number_format])
 
 
 def comparable(codes: Tensor) -> Tensor:

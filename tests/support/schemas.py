@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gemmscope.results.base import SCHEMA_VERSION, Part, Result
-from gemmscope.results.read import KINDS
+from gemmscope.results.read import KINDS, result_type
 
-FILES: dict[str, type[Result]] = {f"{kind}-{SCHEMA_VERSION}.json": result for kind, result in KINDS.items()}
+FILES: dict[str, type[Result]] = {f"{kind}-{SCHEMA_VERSION}.json": result_type(kind) for kind in KINDS}
 
 
 def schema_text(name: str) -> str:

@@ -9,7 +9,6 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
-from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 CASTS = {  # which cast of Float8LinearConfig an operand of a pass has
     ("fprop", "X"): "cast_config_input",
@@ -46,9 +45,9 @@ def float8(x: Tensor, recipe: str, pass_name: str, tensor: str) -> tuple[Tensor,
     return cast_tensor._data, cast_tensor._scale.reciprocal().reshape(shape)
 
 
-def mx(x: Tensor, mode: ScaleCalculationMode) -> tuple[Tensor, Tensor]:
-    """1x32 with E8M0 scales."""
-    scales, codes = to_mx(x, torch.float8_e4m3fn, 32, mode)
+def mx(x: Tensor) -> tuple[Tensor, Tensor]:
+    """1x32 with E8M0 scales, rounded up."""
+    scales, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
     return codes, scales
 
 
@@ -57,14 +56,4 @@ def mx_values(codes: Tensor, scales: Tensor) -> Tensor:
     return to_dtype(codes, scales, torch.float8_e4m3fn, 32, torch.float32)
 
 
-def nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """1x16 with E4M3 scales and one of the tensor."""
-    scales, packed = nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1), scales
-
-
-BLOCK_CASTS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # by the name of our quantizer
-    "ao_mx": lambda x: mx(x, ScaleCalculationMode.RCEIL),
-    "ao_mx_floor": lambda x: mx(x, ScaleCalculationMode.FLOOR),
-    "ao_nvfp4_tensor": nvfp4,
-}
+BLOCK_CASTS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"ao_mx": mx}  # by the name of our quantizer

@@ -17,7 +17,7 @@ from gemmscope.forecast import calibration as factors
 from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.gemm import State
 from gemmscope.forecast.linear_results import forecast_linears
-from gemmscope.forecast.linears import Adjustment, Forecaster
+from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.environment import environment
 from gemmscope.gpu.specs import GpuSpec
@@ -86,23 +86,20 @@ def calibrate(options: CalibrateOptions = CALIBRATED, context: RunContext = PLAI
         gemms, quantize = factors.gemm_factors(linears, expected, chip), factors.quantize_factors(linears, expected)
         context.reporter.say("measuring their GEMMs on a rested GPU …")
         rested, _ = session.linears(rested=True)
-        burst = factors.gemm_factors(rested, session.forecast(rested, "burst"), chip)
-        parts, findings = session.parts(Adjustment(gemms, quantize, {}, burst)) if choice.backend != "torch" else ({}, [])
         hello = campaign.results.hello
-        calibration, dropped = factors.drop_implausible(
-            Calibration(
-                gpu=chip.name,
-                device=str(hello.device.get("name", "")),
-                gemms=gemms,
-                quantize=quantize,
-                burst=burst,
-                parts=parts,
-                versions=dict(hello.versions),
-                node=str(hello.device.get("node", "")),
-                uuid=str(hello.device.get("uuid", "")),
-                health=dict(hello.device.get("health", {})),
-            )
+        measured = Calibration(
+            gpu=chip.name,
+            device=str(hello.device.get("name", "")),
+            gemms=gemms,
+            quantize=quantize,
+            burst=factors.gemm_factors(rested, session.forecast(rested, "burst"), chip),
+            versions=dict(hello.versions),
+            node=str(hello.device.get("node", "")),
+            uuid=str(hello.device.get("uuid", "")),
+            health=dict(hello.device.get("health", {})),
         )
+        parts, findings = session.parts(measured) if choice.backend != "torch" else ({}, [])
+        calibration, dropped = factors.drop_implausible(replace(measured, parts=parts))
         recording.deliver(lambda: factors.save(calibration), complete=True)
     return Calibrated(calibration, factors.place(calibration.gpu), (*findings, *dropped))
 
@@ -146,16 +143,14 @@ class _CalibrationRun:
         forecaster = Forecaster(self.chip, state, cache_weights=measured.cache_weights)
         return forecast_linears(forecaster, measured.cases, measured.recipes, measured.modes)
 
-    def parts(self, adjustment: Adjustment) -> tuple[dict[StepPart, float], list[Finding]]:
+    def parts(self, measured: Calibration) -> tuple[dict[StepPart, float], list[Finding]]:
         """The factors of everything that is not a GEMM; empty if no step could be run."""
         try:
-            return factors.part_factors([self._step(adjustment, *stack) for stack in factors.STACKS]), []
+            return factors.part_factors([self._step(measured, *stack) for stack in factors.STACKS]), []
         except UserError as error:
             return {}, [finding("parts-not-calibrated", reason=error.message)]
 
-    def _step(
-        self, adjustment: Adjustment, model: ModelSpec, run: RunSpec
-    ) -> tuple[dict[StepPart, float], dict[StepPart, float]]:
+    def _step(self, measured: Calibration, model: ModelSpec, run: RunSpec) -> tuple[dict[StepPart, float], dict[StepPart, float]]:
         """A short step in BF16: milliseconds of its parts, measured and forecast."""
         self.reporter.say(
             f"measuring a step of {len(model.layers)} layers, {run.micro_batch_size} x {run.sequence_length} tokens …"
@@ -169,7 +164,7 @@ class _CalibrationRun:
         self._run(step)
         deepest = step.results.deepest(BASELINE)
         profiled = profiled_step(step.results, deepest) if deepest is not None else None
-        forecast = StepForecast(Forecaster(self.chip, "sustained", measured=adjustment), model, run, derive(model, run))
+        forecast = StepForecast(Forecaster(self.chip, "sustained", measured=measured), model, run, derive(model, run))
         return profiled.parts_ms() if profiled is not None else {}, forecast.step(BASELINE).parts_ms
 
 
@@ -184,5 +179,10 @@ def factor_table(calibration: Calibration) -> Table:
     }
     listed |= {f"quantization, {name}": factor for name, factor in calibration.quantize.items()}
     listed |= {str(part): factor for part, factor in calibration.parts.items()}
-    columns = [Column[str]("Part", str), Column[str]("Factor", lambda name: listed[name], ".3f")]
-    return table(f"Measured over forecast time on {calibration.device}", columns, listed)
+
+    return table(
+        f"Measured over forecast time on {calibration.device}",
+        listed,
+        Column[str]("Part", str),
+        Column("Factor", lambda name: listed[name], ".3f"),
+    )

@@ -1,6 +1,6 @@
 """`gemmscope compare`: runs of the same thing, row by row, for people and for CI."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -44,11 +44,8 @@ def compare(
             "compare results of the same kind",
         )
     with damage_reported(*results):
-        if kind == "fleet":
-            return compare_fleets(cast(list[FleetResult], results), names, limit=fail_if_slower, command=context.command)
-        if kind == "sweep":
-            return compare_sweeps(cast(list[SweepResult], results), names, limit=fail_if_slower, command=context.command)
-        return compare_runs(cast(list[MeasuredResult], results), names, limit=fail_if_slower, command=context.command)
+        of_kind: dict[str, Callable[..., CompareResult]] = {"fleet": compare_fleets, "sweep": compare_sweeps}
+        return of_kind.get(kind, compare_runs)(results, names, limit=fail_if_slower, command=context.command)
 
 
 def _measured(run: str | Path | Result, name: str) -> Comparable:

@@ -10,6 +10,7 @@ from gemmscope.document.table import Column, Table, table
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
 from gemmscope.gpu.health import Health, health_facts, health_problems
 from gemmscope.gpu.nvml import open_nvml
+from gemmscope.grouping import grouped
 from gemmscope.process import run_worker
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
@@ -45,10 +46,8 @@ class Diagnosis:
 
     def answer(self) -> list[str]:
         """What can be measured here, then problems and what to do about them."""
-        measured: dict[str, list[str]] = {}
-        for (name, backend), reason in self._reasons().items():
-            if backend != "cpu" and not reason:
-                measured.setdefault(backend, []).append(name)
+        reasons = self._reasons().items()
+        measured = grouped((backend, name) for (name, backend), reason in reasons if backend != "cpu" and not reason)
         if measured:
             parts = (f"{listed(names)} with {backend}" for backend, names in measured.items())
             can = f"This machine can measure {'; '.join(parts)}."
@@ -83,14 +82,17 @@ class Diagnosis:
 
             return Column(backend, answer)
 
-        columns = [Column[str]("Recipe", str), *map(supports, backends)]
-        return table("What can be measured here", columns, recipes(), "-: the backend does not have this recipe.")
+        return table(
+            "What can be measured here",
+            recipes(),
+            Column[str]("Recipe", str),
+            *map(supports, backends),
+            note="-: the backend does not have this recipe.",
+        )
 
     def why_not(self) -> list[str]:
         """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""
-        names: dict[tuple[str, str], list[str]] = {}
-        for (name, backend), reason in self._reasons().items():
-            names.setdefault((backend, reason), []).append(name)
+        names = grouped(((backend, reason), name) for (name, backend), reason in self._reasons().items())
         reasons_of = Counter(backend for backend, _ in names)
         return [
             f"{backend}{'' if reasons_of[backend] == 1 else f', {listed(without)}'}: {reason}"

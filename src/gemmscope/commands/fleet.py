@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gemmscope.bench.choose import chosen_modes, named_recipes
@@ -69,17 +70,11 @@ def mark_of(job: ModelRun | None, options: FleetOptions, gpus: str) -> str:
     return fingerprint("fleet", model, {**asked, "left_out": sorted(options.left_out)}, gpus)
 
 
-@dataclass(frozen=True)
-class RunFile:
-    """Writes the run file of one GPU into a folder, from wherever it is measured. If the folder does not exist, the measurement
-    is still used, and the missing file is reported."""
-
-    folder: str
-    name: str
-
-    def __call__(self, result: BenchResult | StepResult) -> None:
-        with suppress(UserError):
-            write_text(Path(self.folder) / self.name, result.to_json())
+def write_run_file(path: str, result: BenchResult | StepResult) -> None:
+    """Write the run file of one GPU, from wherever it is measured. If its folder does not exist, the measurement is still used,
+    and the missing file is reported."""
+    with suppress(UserError):
+        write_text(path, result.to_json())
 
 
 def run_fleet(job: ModelRun | None, options: FleetOptions = EVERY_GPU, context: RunContext = PLAIN) -> FleetResult:
@@ -231,7 +226,7 @@ def _units(unit: MeasureUnit, place: Place, repeat: int, folder: Path | None) ->
     units = []
     for number in range(1, repeat + 1):
         measurement = Measurement(place, unit.kind, number)
-        file = RunFile(str(folder), measurement.file) if folder is not None else None
+        file = partial(write_run_file, str(folder / measurement.file)) if folder is not None else None
         units.append(Unit(measurement.key, replace(unit, deliver=file), place.key))
     return units
 

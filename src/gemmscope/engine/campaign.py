@@ -59,22 +59,12 @@ class LocalWorkers:
         return self._early.pop(module, None) or WorkerConnection(module)
 
 
-class WorkerConnection:
+class WorkerConnection(WorkerProcess):
     """One measuring process."""
 
-    def __init__(self, module: str) -> None:
-        self._process = WorkerProcess(module)
-
-    def tell_to_stop(self) -> None:
-        """Ask it to stop."""
-        self._process.close_input()
-
-    def close(self) -> None:
-        self._process.close()
-
-    def send(self, content: Any) -> None:
+    def tell(self, content: Any) -> None:
         """Send the request, or later orders."""
-        self._process.send(json.dumps(content).encode() + b"\n")
+        self.send(json.dumps(content).encode() + b"\n")
 
     def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         """Its messages as they arrive, until a signal arrives, including those sent by then. A `WorkerEndedError` if it ends,
@@ -82,9 +72,9 @@ class WorkerConnection:
         heard = time.monotonic()
         while True:
             stopping = signals.first is not None  # what it has sent so far is still read
-            self._process.wait(silence_s, signals)
+            self.wait(silence_s, signals)
             try:
-                lines = self._process.lines()
+                lines = self.lines()
             except ProcessEndedError as end:
                 ended = "killed by signal 9" if end.ending.killed else end.ending.how  # a killed process leaves no reason
                 detail = f"({ended}){'' if end.ending.killed else end.ending.detail}"
@@ -233,7 +223,7 @@ class Campaign(ABC, Generic[Results]):
         self._at, self._greeted = "", False
         enough, sent = False, list[Group]()
         had = {key: len(self.results.tasks[key].rounds_ms) for key in tasks} if not self.rule.decides else {}
-        worker.send({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
+        worker.tell({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
         for message in worker.messages(self.silence_s, signals):
             if isinstance(message, Fatal):
                 raise WorkerEndedError("error", message.why, hint=message.hint)
@@ -250,9 +240,9 @@ class Campaign(ABC, Generic[Results]):
                     self._note(Done())
                     return True
                 if enough:
-                    worker.tell_to_stop()
+                    worker.close_input()
                 elif (now := self.wanted(self.rule.open, tasks)) != sent:
-                    worker.send(now)
+                    worker.tell(now)
                     sent = now
         return True  # a signal
 

@@ -68,7 +68,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Health:
-    """The health of the GPU under load, by the names of `gpu/health.py`; the latest counts."""
+    """The health of the GPU under load, by the names of `gpu/health.toml`; the latest counts."""
 
     facts: Mapping[str, int | str]
     type: Literal["health"] = "health"

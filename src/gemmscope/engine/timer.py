@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 
@@ -66,33 +66,21 @@ class Amount:
         return math.ceil(self.drop / cycle_ms), max(1, round(self.keep / cycle_ms)) if self.keep else 0
 
 
-class Burst(Protocol):
+@dataclass(frozen=True)
+class Burst:
     """A burst that was launched."""
 
-    @property
-    def over(self) -> bool:
-        """Whether it was complete when the launch returned."""
-
-    def nearly_done(self) -> None:
-        """Wait until the part that counts has begun, or later."""
-
-    def times_ms(self) -> list[list[float]]:
-        """Wait for its end. The milliseconds of each counted run of each task."""
+    times_ms: Callable[[], list[list[float]]]
+    """Waits for its end. Returns the milliseconds of each counted run of each task."""
+    nearly_done: Callable[[], object] = lambda: None
+    """Waits until the part that counts has begun, or later."""
+    over: bool = False
+    """Whether it was complete when the launch returned."""
 
 
-@dataclass(frozen=True)
-class DoneBurst:
+def done_burst(samples: list[list[float]]) -> Burst:
     """A burst that was complete when it was launched, with the milliseconds of each counted run of each task."""
-
-    samples: list[list[float]]
-    over: ClassVar[bool] = True
-
-    def nearly_done(self) -> None:
-        """Return at once: the burst was complete when it was launched."""
-
-    def times_ms(self) -> list[list[float]]:
-        """The samples."""
-        return self.samples
+    return Burst(lambda: samples, over=True)
 
 
 class CpuTimer:
@@ -112,32 +100,26 @@ class CpuTimer:
                 time_ms = elapsed_ms(task.run)
                 if number >= dropped:
                     samples[index].append(time_ms / task.prepared.copies)
-        return DoneBurst(samples)
+        return done_burst(samples)
 
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:  # noqa: ARG002
         """The kernels of one run of each task of each group, in the state into which it brings the GPU; none on the CPU."""
         return [[[] for _ in tasks] for tasks in groups]
 
 
-@dataclass(frozen=True)
-class _CudaBurst:
-    """A burst that may still be running: events before and after each task, cycle by cycle."""
+def cuda_burst(tasks: Sequence[Runnable], marks: list[list[Any]], learn: Callable[[float], None]) -> Burst:
+    """A burst that may still be running: events before and after each task, cycle by cycle. `learn` is told how long a cycle
+    took."""
 
-    tasks: Sequence[Runnable]
-    marks: list[list[Any]]
-    learn: Callable[[float], None]  # how long a cycle took
-    over = False
-
-    def nearly_done(self) -> None:
-        self.marks[len(self.marks) // 2][0].synchronize()
-
-    def times_ms(self) -> list[list[float]]:
-        self.marks[-1][-1].synchronize()
-        self.learn(self.marks[0][0].elapsed_time(self.marks[-1][-1]) / len(self.marks))
+    def times_ms() -> list[list[float]]:
+        marks[-1][-1].synchronize()
+        learn(marks[0][0].elapsed_time(marks[-1][-1]) / len(marks))
         return [
-            [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in self.marks]
-            for index, task in enumerate(self.tasks)
+            [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in marks]
+            for index, task in enumerate(tasks)
         ]
+
+    return Burst(times_ms, marks[len(marks) // 2][0].synchronize)
 
 
 class CudaTimer:
@@ -162,7 +144,7 @@ class CudaTimer:
     def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
         dropped, kept = amount.cycles(self._cycle(tasks))
         if self._by_kernels:
-            return DoneBurst(self._burst_by_kernels(tasks, dropped, kept))
+            return done_burst(self._burst_by_kernels(tasks, dropped, kept))
         _run(tasks, dropped)
         marks: list[list[Any]] = []
         for _ in range(kept):
@@ -172,7 +154,7 @@ class CudaTimer:
                 task.run()
                 after.record()
             marks.append(events)
-        return _CudaBurst(tasks, marks, lambda cycle_ms: self._cycles.update({_ids(tasks): cycle_ms}))
+        return cuda_burst(tasks, marks, lambda cycle_ms: self._cycles.update({_ids(tasks): cycle_ms}))
 
     def _burst_by_kernels(self, tasks: Sequence[Runnable], dropped: int, kept: int) -> list[list[float]]:
         """The time in which any kernel of a run was active: gaps between kernels do not count."""

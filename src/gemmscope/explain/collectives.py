@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.recorded_trace import (
     BUS_FACTORS,
     NCCL_MARK,
@@ -23,6 +22,7 @@ from gemmscope.explain.recorded_trace import (
     message_of_mark,
 )
 from gemmscope.explain.trace_view import TraceView
+from gemmscope.grouping import grouped
 from gemmscope.results.explain import CollectiveTotal
 
 SAME_END_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned

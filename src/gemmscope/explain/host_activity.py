@@ -6,13 +6,10 @@ from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from gemmscope.grouping import grouped
 from gemmscope.toml import load_data
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-
 
 # In the order in which they are tried, the most specific first
 HOST_ACTIVITIES: list[dict[str, str]] = load_data("gemmscope.explain", "host_activity.toml")["activity"]
@@ -68,18 +65,6 @@ class Covered:
         (22.0, 2.0, 0.0, 0.0)
         """
         return self._until(end) - self._until(begin) if end > begin else 0.0
-
-
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key.
-
-    >>> grouped([("norms", 1), ("loss", 2), ("norms", 3)])
-    {'norms': [1, 3], 'loss': [2]}
-    """
-    groups: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def by_key(spans: Iterable[tuple[Hashable, float, float]]) -> dict[Any, Covered]:

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.host_activity import grouped
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
 from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
 from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 

@@ -13,8 +13,9 @@ from itertools import accumulate
 from math import inf
 from typing import Literal
 
-from gemmscope.explain.host_activity import grouped, merged
+from gemmscope.explain.host_activity import merged
 from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
+from gemmscope.grouping import grouped
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key, grouped
+from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key
 from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
+from gemmscope.grouping import grouped
 
 # Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
 HOST_IDLE = (

@@ -10,12 +10,12 @@ from itertools import groupby
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
-from gemmscope.explain.host_activity import Key, grouped
 from gemmscope.explain.recorded_trace import GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope, find_scopes
 from gemmscope.explain.steps import RecordedStep, Steps, find_steps
 from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED, Shares, share_out
 from gemmscope.explain.work_class import CLASSES, ORDER, WorkClass, classify_work
+from gemmscope.grouping import Key, grouped
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 

@@ -6,17 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import exp, inf, nan, pi, sqrt
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from gemmscope.fleet.rule import Sample
-from gemmscope.fleet.spread import NORMAL_95, Floats
+from gemmscope.fleet.spread import NORMAL_95, Floats, chi_squared
 from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
 from gemmscope.interval import Interval
-from gemmscope.results.fleet import GpuCondition
+from gemmscope.results.fleet import FleetGpu, GpuCondition
 
 LEAST_FREEDOM = 5  # degrees of freedom from repeats, below which the intervals of the runs say more
 LEAST_ROBUST = 5  # repeated GPUs, from which one unstable GPU does not spoil the noise of all
@@ -29,15 +30,14 @@ MEDIAN_VARIANCE = {1: 1.0, 2: 0.5, 3: 0.4487, 4: 0.2982, 5: 0.2868, 6: 0.2147, 7
 
 @dataclass
 class Chip:
-    """One GPU, and what was measured on it; several runs are repeats."""
+    """One GPU as far as it is known, and what was measured on it; several runs are repeats."""
 
-    place: str
-    node: str = ""
-    index: int | None = None
-    uuid: str = ""
-    file: str = ""
+    gpu: FleetGpu
     runs: list[RunSummary] = field(default_factory=list)
-    group: str = ""
+
+    def learn(self, **facts: Any) -> None:
+        """Add to what is known of the GPU."""
+        self.gpu = self.gpu.model_copy(update=facts)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -49,11 +49,7 @@ class Chip:
         device = self.runs[-1].device
         return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
 
-    @property
-    def order(self) -> tuple[object, ...]:
-        """Sorts as people count: node9 before node10."""
-        return (*natural(self.node), -1 if self.index is None else self.index, *natural(self.place))
-
+    @cached_property
     def condition(self) -> GpuCondition:
         """Its condition: medians over the repeats, health as it was last."""
         conditions = [run.condition for run in self.runs]
@@ -70,6 +66,11 @@ class Chip:
             },
             health=conditions[-1].health,
         )
+
+
+def gpu_order(gpu: FleetGpu) -> tuple[object, ...]:
+    """Sorts as people count: node9 before node10."""
+    return (*natural(gpu.node), -1 if gpu.index is None else gpu.index, *natural(gpu.place))
 
 
 def natural(text: str) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ def label_groups(chips: Sequence[Chip]) -> None:
     for chip in chips:
         limit = _limit(chip)
         several = f", {limit} W" if limit is not None else ", power limit unknown"
-        chip.group = chip.product + several * (len(limits[chip.product]) > 1)
+        chip.learn(group=chip.product + several * (len(limits[chip.product]) > 1))
 
 
 def _limit(chip: Chip) -> int | None:
@@ -99,22 +100,21 @@ def _limit(chip: Chip) -> int | None:
 
 
 @dataclass(frozen=True)
-class FigureColumn:
-    """One figure over the chips of a group. `errors` are relative standard errors. NaN: not measured, or not known."""
+class FigureColumn(Sample):
+    """One figure over the chips of a group, as a sample for the rule. NaN: not measured, or not known."""
 
     figure: SummaryFigure
     values: Floats
-    errors: Floats
     ends: Sequence[Interval | None]
     """As its single run gave it; None for repeats."""
-    noise_from: Literal["repeats", "runs"] = "runs"
-    freedom: float = inf
+    noise_from: Literal["repeats", "runs"]
+    freedom: float
     """The degrees of freedom of the noise."""
 
     @property
-    def sample(self) -> Sample:
-        """The sample for the rule: logarithms of speeds."""
-        return Sample(self.figure.name, np.log(self.values) * (1 if self.figure.unit == "x" else -1), self.errors)
+    def sign(self) -> int:
+        """Of its logarithms as speeds: a time is slow where it is large."""
+        return 1 if self.figure.unit == "x" else -1
 
     def interval(self, chip: int) -> Interval | None:
         """The figure of one chip, with its interval; None where it has none."""
@@ -146,10 +146,11 @@ def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
 def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:
     values = np.array([median([interval.value for interval in cell]) if cell else np.nan for cell in cells])
     ends = [cell[0] if len(cell) == 1 else None for cell in cells]
+    speeds = np.log(values) * (1 if figure.unit == "x" else -1)
     noise = _repeat_noise(cells)
     if noise is not None:
-        return FigureColumn(figure, values, noise[0], ends, "repeats", noise[1])
-    return FigureColumn(figure, values, np.array([_run_error(cell) for cell in cells]), ends)
+        return FigureColumn(figure.name, speeds, noise[0], figure, values, ends, "repeats", noise[1])
+    return FigureColumn(figure.name, speeds, np.array([_run_error(cell) for cell in cells]), figure, values, ends, "runs", inf)
 
 
 def _run_error(cell: Sequence[Interval]) -> float:
@@ -174,16 +175,10 @@ def _repeat_noise(cells: Sequence[Sequence[Interval]]) -> tuple[Floats, float] |
     if len(variances) < LEAST_ROBUST:
         pooled = sum(variance * own for variance, own in variances.values()) / freedom
     else:
-        pooled = median([variance / _chi_squared(own, 0.0) for variance, own in variances.values()])
+        pooled = median([variance / chi_squared(own, 0.0) for variance, own in variances.values()])
         freedom *= ROBUST_EFFICIENCY
     errors = np.array([np.sqrt(pooled * median_variance(len(cell))) if cell else np.nan for cell in cells])
     for row, (variance, own) in variances.items():
-        if variance > pooled * _chi_squared(own, UNSTABLE):
+        if variance > pooled * chi_squared(own, UNSTABLE):
             errors[row] = np.sqrt(variance * median_variance(own + 1))
     return errors, freedom
-
-
-def _chi_squared(freedom: float, quantile: float) -> float:
-    """A quantile of chi-squared over its degrees of freedom (Wilson and Hilferty), given as one of the normal distribution."""
-    step = 2 / (9 * freedom)
-    return float((1 - step + quantile * np.sqrt(step)) ** 3)

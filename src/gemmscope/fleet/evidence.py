@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,32 +19,22 @@ from gemmscope.fleet.chips import Chip
 from gemmscope.fleet.rule import rule_data
 from gemmscope.fleet.spread import qn_scale
 from gemmscope.results.compare import EnvironmentDifference
-from gemmscope.results.fleet import GpuCondition
 
 READINGS = {"sm_mhz": "fleet-clock", "temperature_c": "fleet-temperature", "power_w": "fleet-power"}
-
-
-class Facts(NamedTuple):
-    """The condition and the versions of one GPU."""
-
-    condition: GpuCondition
-    versions: Mapping[str, str]
 
 
 class Reference:
     """The GPUs of a group that are not outliers. Describes them once, however many outliers there are."""
 
-    def __init__(self, others: Sequence[Facts]) -> None:
+    def __init__(self, others: Sequence[Chip]) -> None:
         self.count = len(others)
-        known = {name: [value for facts in others if (value := getattr(facts.condition, name)) is not None] for name in READINGS}
+        known = {name: [value for chip in others if (value := getattr(chip.condition, name)) is not None] for name in READINGS}
         self.readings = {name: (median(values), qn_scale(np.array(values))) for name, values in known.items() if values}
-        reasons = {reason for facts in others for reason in facts.condition.throttled}
-        self.throttled = {
-            reason: np.array([facts.condition.throttled.get(reason, 0.0) for facts in others]) for reason in reasons
-        }
-        self.health = _counted([facts.condition.health for facts in others])
+        reasons = {reason for chip in others for reason in chip.condition.throttled}
+        self.throttled = {reason: np.array([chip.condition.throttled.get(reason, 0.0) for chip in others]) for reason in reasons}
+        self.health = _counted([chip.condition.health for chip in others])
         self.usual_health = {name: _usual(counts) for name, counts in self.health.items()}
-        self.versions = _counted([facts.versions for facts in others])
+        self.versions = _counted([chip.versions for chip in others])
 
     def is_rare(self, alike: int) -> bool:
         """Whether nearly none of the others is like that."""
@@ -67,18 +57,18 @@ def _usual(counts: Counter[Any]) -> Any:
     return counts.most_common(1)[0][0]
 
 
-def evidence(own: Sequence[Facts], others: Reference) -> tuple[Finding, ...]:
+def evidence(own: Sequence[Chip], others: Reference) -> tuple[Finding, ...]:
     """What differs between a GPU (or the GPUs of a node) and the others of its group."""
     if not own or not others.count:
         return ()
     return (*_readings(own, others), *_throttling(own, others), *_health(own, others), *_versions(own, others))
 
 
-def _readings(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
+def _readings(own: Sequence[Chip], others: Reference) -> Iterator[Finding]:
     """Clock, temperature and power: far from the others' median by their robust spread, and by more than readings vary anyway."""
     for name, code in READINGS.items():
         limits = rule_data()["evidence"][name]
-        here = [value for facts in own if (value := getattr(facts.condition, name)) is not None]
+        here = [value for chip in own if (value := getattr(chip.condition, name)) is not None]
         if not here or name not in others.readings:
             continue
         value, (usual, scale) = median(here), others.readings[name]
@@ -87,13 +77,13 @@ def _readings(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
             yield finding(code, value=value, others=usual)
 
 
-def _throttling(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
+def _throttling(own: Sequence[Chip], others: Reference) -> Iterator[Finding]:
     """Reasons that the driver gave much more, or much less, often than on nearly all others."""
     least = rule_data()["evidence"]["throttled"]["least"]
-    if all(facts.condition.sm_mhz is None for facts in own):  # nothing was read there
+    if all(chip.condition.sm_mhz is None for chip in own):  # nothing was read there
         return
-    for reason in sorted({reason for facts in own for reason in facts.condition.throttled} | set(others.throttled)):
-        share = median([facts.condition.throttled.get(reason, 0.0) for facts in own])
+    for reason in sorted({reason for chip in own for reason in chip.condition.throttled} | set(others.throttled)):
+        share = median([chip.condition.throttled.get(reason, 0.0) for chip in own])
         there = others.throttled.get(reason, np.zeros(1))
         usual = float(np.median(there))
         alike = int((there >= share).sum() if share > usual else (there <= share).sum())
@@ -101,13 +91,13 @@ def _throttling(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
             yield finding("fleet-throttled", reason=reason, share=share, others=usual)
 
 
-def _health(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
+def _health(own: Sequence[Chip], others: Reference) -> Iterator[Finding]:
     """Memory errors, links and settings: values that nearly none of the others has."""
-    for name in sorted({name for facts in own for name in facts.condition.health}):
+    for name in sorted({name for chip in own for name in chip.condition.health}):
         there = others.health.get(name)
         if there is None or name in rule_data()["evidence"]["ignored_health"]:
             continue
-        here = Counter(value for facts in own if (value := facts.condition.health.get(name)) is not None)
+        here = Counter(value for chip in own if (value := chip.condition.health.get(name)) is not None)
         value, usual = _usual(here), others.usual_health[name]
         if isinstance(value, int) and isinstance(usual, int):  # counters, widths: how many are at least as far from the usual one
             numbers = {other: count for other, count in there.items() if isinstance(other, int)}
@@ -118,10 +108,10 @@ def _health(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
             yield finding("fleet-health", what=name.replace("_", " "), value=value, others=usual)
 
 
-def _versions(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
+def _versions(own: Sequence[Chip], others: Reference) -> Iterator[Finding]:
     """Versions that differ from that of more than half of the others."""
     for name in dict.fromkeys((*own[0].versions, *others.versions)):
-        value = Counter(facts.versions.get(name, "") for facts in own).most_common(1)[0][0]
+        value = Counter(chip.versions.get(name, "") for chip in own).most_common(1)[0][0]
         there = others.versions.get(name, Counter())
         usual, count = (there + Counter({"": others.count - there.total()})).most_common(1)[0]
         if value != usual and 2 * count > others.count:
@@ -131,12 +121,12 @@ def _versions(own: Sequence[Facts], others: Reference) -> Iterator[Finding]:
 MOST_VALUES = 8  # of one difference
 MOST_NAMED = 4  # places or nodes of one value
 FIRST = ("GPU", "driver", "CUDA", "torch")
-# Settings of the GPU, by the names of `gpu/health.py`, which are expected to be the same on all GPUs.
+# Settings of the GPU, by the names of `gpu/health.toml`, which are expected to be the same on all GPUs.
 SETTINGS = {"ecc": "ECC", "mig": "MIG", "persistence_mode": "persistence mode"}
 MISSING = "not installed"
 
 
-def common(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def common(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The most common value of every name; a name that most do not have is left out.
 
     >>> common([{"a": "1"}, {"a": "1", "b": "2"}, {"a": "3"}])
@@ -147,7 +137,7 @@ def common(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value != ""}
 
 
-def different(table: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
+def different(table: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
     """What differs from the usual values; empty text for what is missing.
 
     >>> different({"a": "1", "c": "3"}, {"a": "1", "b": "2"})
@@ -162,7 +152,7 @@ def fleet_differences(chips: Sequence[Chip]) -> list[EnvironmentDifference]:
     tables = [_facts(chip) for chip in chips]
     names = dict.fromkeys(name for name in FIRST if any(name in table for table in tables))
     names |= dict.fromkeys(name for table in tables for name in table)
-    sizes = Counter(chip.node for chip in chips)
+    sizes = Counter(chip.gpu.node for chip in chips)
     rows = []
     for name in names:
         holders: dict[str, list[Chip]] = {}
@@ -193,9 +183,9 @@ def _who(chips: Sequence[Chip], sizes: Mapping[str, int], *, first: bool) -> str
     count = f"{len(chips):,} GPU{'s' * (len(chips) != 1)}"
     if first and len(chips) > 1:
         return count
-    nodes = Counter(chip.node for chip in chips)
+    nodes = Counter(chip.gpu.node for chip in chips)
     if len(chips) <= MOST_NAMED and any(own < sizes[node] for node, own in nodes.items()):
-        return ", ".join(chip.place for chip in chips)
+        return ", ".join(chip.gpu.place for chip in chips)
     named = [node or "?" for node in list(nodes)[:MOST_NAMED]]
     more = f" and {len(nodes) - MOST_NAMED} more nodes" if len(nodes) > MOST_NAMED else ""
-    return f"{', '.join(named)}{more} ({count})" if any(nodes) else ", ".join(chip.place for chip in chips[:MOST_NAMED])
+    return f"{', '.join(named)}{more} ({count})" if any(nodes) else ", ".join(chip.gpu.place for chip in chips[:MOST_NAMED])

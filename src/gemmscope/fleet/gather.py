@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding, sentence
-from gemmscope.fleet.chips import Chip, FigureColumn, columns, label_groups
-from gemmscope.fleet.evidence import Facts, Reference, common, different, evidence, fleet_differences
+from gemmscope.fleet.chips import Chip, FigureColumn, columns, gpu_order, label_groups
+from gemmscope.fleet.evidence import Reference, common, different, evidence, fleet_differences
 from gemmscope.fleet.rule import GroupCalls, OutlierCall, RuleOutcome, call_group, rule_data, typical_error
 from gemmscope.fleet.spread import another_gpu, chip_spread, median_interval
 from gemmscope.fleet.summaries import RunSummary, RunView, digest, rounded, summary, summary_of
@@ -38,16 +38,15 @@ MOST_DIFFERENCES_NAMED = 4
 MANY_FAST, SHARE_OF_FAST = 3, 0.1  # fast outliers from which on the others may be slow
 
 
+NOWHERE = FleetGpu(place="", node="")  # where a run was made, if only the run itself may say it
+
+
 @dataclass(frozen=True)
 class Run:
     """One run on one GPU: its summary (or its plain data), and where it ran, as far as that is known beside it."""
 
     summary: RunSummary | Mapping[str, Any]
-    place: str = ""
-    node: str = ""
-    index: int | None = None
-    uuid: str = ""
-    file: str = ""
+    gpu: FleetGpu = NOWHERE
 
 
 def fleet_result(
@@ -68,9 +67,11 @@ def fleet_result(
     tolerance = rule_data()["tolerance"] if tolerance is None else tolerance
     chips, first, unreadable = _chips(runs)
     measured = [chip for chip in chips if any(not run.failure for run in chip.runs)]
-    unmeasured = [_failed(chip) for chip in chips if all(run.failure for run in chip.runs)]
+    unmeasured = [
+        chip.gpu.model_copy(update={"failure": chip.runs[-1].failure}) for chip in chips if all(run.failure for run in chip.runs)
+    ]
     label_groups(measured)
-    versions, health = common([chip.versions for chip in measured]), _usual_health(measured)
+    versions, health = common([chip.versions for chip in measured]), common([chip.runs[-1].condition.health for chip in measured])
     groups = _groups(measured, tolerance)
     about: dict[str, Any] = {"of": of, "origin": origin}
     if first is not None:
@@ -80,7 +81,7 @@ def fleet_result(
     everywhere, gpus = _findings_of_all(gpus)
     places = {gpu.place for gpu in gpus}
     gpus += [*unreadable, *unmeasured, *(gpu for gpu in failed if gpu.place not in places)]
-    gpus.sort(key=lambda gpu: Chip(gpu.place, gpu.node, gpu.index).order)
+    gpus.sort(key=gpu_order)
     outliers = [outlier for group in groups for outlier in group.outliers()]
     tested = dict.fromkeys(name for group in groups for name in group.calls.figures)
     return FleetResult(
@@ -114,19 +115,19 @@ def _chips(runs: Iterable[Run]) -> tuple[list[Chip], RunSummary | None, list[Fle
             own = run.summary if isinstance(run.summary, RunSummary) else RunSummary.model_validate(run.summary)
         except ValidationError as error:
             where = ".".join(str(part) for part in error.errors(include_url=False, include_context=False)[0]["loc"])
-            place = run.place or run.file or "?"
             failure = f"its result cannot be read ({shown(where)})"
-            unreadable.append(FleetGpu(place=place, node=run.node, index=run.index, uuid=run.uuid, failure=failure))
+            place = run.gpu.place or run.gpu.file or "?"
+            unreadable.append(run.gpu.model_copy(update={"place": place, "failure": failure, "file": ""}))
             continue
-        chip = _chip(run, own)
-        name = run.file or chip.place
+        gpu = _gpu(run.gpu, own.device)
+        name = gpu.file or gpu.place
         if first is None:
             first, first_name = own, name
         elif own.measured != first.measured:
             _refuse_mixture(first_name, first.measured, name, own.measured)
-        known = chips.setdefault(chip.uuid or chip.place, chip)
+        known = chips.setdefault(gpu.uuid or gpu.place, Chip(gpu))
         known.runs.append(own)
-        known.file = known.file or run.file
+        known.learn(file=known.gpu.file or gpu.file)
     _tell_apart(list(chips.values()))
     return list(chips.values()), first, unreadable
 
@@ -134,21 +135,20 @@ def _chips(runs: Iterable[Run]) -> tuple[list[Chip], RunSummary | None, list[Fle
 def _tell_apart(chips: Sequence[Chip]) -> None:
     """Give every GPU a place of its own: processes that see only their own GPU all call it number 0."""
     for name in ("pci_bus", "uuid"):
-        counts = Counter(chip.place for chip in chips)
+        counts = Counter(chip.gpu.place for chip in chips)
         for chip in chips:
-            if counts[chip.place] > 1 and (mark := chip.runs[0].device.get(name) or chip.uuid):
-                chip.place += f" ({mark})"
+            if counts[chip.gpu.place] > 1 and (mark := chip.runs[0].device.get(name) or chip.gpu.uuid):
+                chip.learn(place=f"{chip.gpu.place} ({mark})")
 
 
-def _chip(run: Run, own: RunSummary) -> Chip:
+def _gpu(known: FleetGpu, device: Mapping[str, str]) -> FleetGpu:
     """The GPU of a run, by what its driver said and by what is in its data."""
-    device = own.device
-    node, uuid = run.node or device.get("node", ""), run.uuid or device.get("uuid", "")
-    index = run.index if run.index is not None else int(device["index"]) if device.get("index", "").isdecimal() else None
-    place = run.place or (f"{node} GPU {index}" if index is not None else f"{node} CPU" if device.get("name") == "CPU" else "")
-    if not node and not run.place:  # a run file of an older version does not say where it was measured
-        place = run.file or uuid or "this machine"
-    return Chip(place or f"{node} {uuid}", node, index, uuid)
+    node, uuid = known.node or device.get("node", ""), known.uuid or device.get("uuid", "")
+    index = known.index if known.index is not None else int(device["index"]) if device.get("index", "").isdecimal() else None
+    place = known.place or (f"{node} GPU {index}" if index is not None else f"{node} CPU" if device.get("name") == "CPU" else "")
+    if not node and not known.place:  # a run file of an older version does not say where it was measured
+        place = known.file or uuid or "this machine"
+    return known.model_copy(update={"place": place or f"{node} {uuid}", "node": node, "index": index, "uuid": uuid})
 
 
 def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Mapping[str, str]) -> None:
@@ -173,27 +173,14 @@ def _plain(value: str | None) -> str:
     return re.sub(r" \([0-9a-f]{16}\)$|^(\S+) (?=\1\b)", "", value) if value is not None else "not given"
 
 
-def _failed(chip: Chip) -> FleetGpu:
-    failure = chip.runs[-1].failure
-    return FleetGpu(place=chip.place, node=chip.node, index=chip.index, uuid=chip.uuid, failure=failure, file=chip.file)
-
-
-def _usual_health(chips: Sequence[Chip]) -> dict[str, int | str]:
-    tables = [chip.runs[-1].condition.health for chip in chips]
-    usual: dict[str, int | str] = common(tables)  # type: ignore[arg-type, assignment]
-    return usual
-
-
 class _Group:
     """The GPUs of one product at one power limit."""
 
     def __init__(self, name: str, chips: Sequence[Chip]) -> None:
         self.name, self.chips = name, chips
         self.columns = columns(chips)
-        self.conditions = [chip.condition() for chip in chips]
         self.calls = GroupCalls({}, ())
-        self.samples = {column.figure.name: column.sample for column in self.columns}
-        self._on_node = np.array([chip.node for chip in chips])
+        self._on_node = np.array([chip.gpu.node for chip in chips])
 
     def tested_columns(self) -> list[FigureColumn]:
         """The times of every recipe, and the speedups, in the first mode: the same chip is slow in the other mode, too."""
@@ -212,15 +199,15 @@ class _Group:
 
     def call(self, alarms: float, tolerance: float) -> None:
         """Apply the rule."""
-        samples = [self.samples[column.figure.name] for column in self.tested_columns()]
-        nodes, least = [chip.node for chip in self.chips], rule_data()["least_gpus"]
-        self.calls = call_group(samples, self.baseline, nodes, alarms=alarms, tolerance=tolerance, least=least)
+        nodes, least = [chip.gpu.node for chip in self.chips], rule_data()["least_gpus"]
+        self.calls = call_group(self.tested_columns(), self.baseline, nodes, alarms=alarms, tolerance=tolerance, least=least)
 
     def fast(self) -> int:
         """How many chips the rule calls fast, alone or with their node."""
         calls = [call for call in self.calls.calls if call.ratio.value > 1]
         nodes = {call.node for call in calls if call.gpu < 0}
-        return sum(chip.node in nodes for chip in self.chips) + sum(call.gpu >= 0 and call.node not in nodes for call in calls)
+        on_nodes = sum(chip.gpu.node in nodes for chip in self.chips)
+        return on_nodes + sum(call.gpu >= 0 and call.node not in nodes for call in calls)
 
     def outside(self, name: str) -> NDArray[np.bool_]:
         """The chips that the rule calls in this figure, alone or with their node. A chip that is called in one time counts in all
@@ -239,10 +226,9 @@ class _Group:
     def figures(self) -> Iterable[FleetFigure]:
         """Every figure of the group."""
         for column in self.columns:
-            figure, sample = column.figure, self.samples[column.figure.name]
-            known = np.isfinite(sample.speeds)
+            figure, known = column.figure, np.isfinite(column.speeds)
             outside = self.outside(figure.name)[known]
-            speeds, errors = sample.speeds[known], sample.errors[known]
+            speeds, errors = column.speeds[known], column.errors[known]
             healthy = errors[~outside & np.isfinite(errors)]
             noise = float(np.sqrt(np.mean(healthy**2))) if len(healthy) else 0.0
             spread = chip_spread(speeds[~outside], noise, column.freedom)
@@ -268,12 +254,11 @@ class _Group:
 
     def _center(self, column: FigureColumn, speeds: NDArray[np.float64]) -> Interval:
         """The median; with fewer than six GPUs without an interval, and for a single GPU with its own."""
-        sign = 1 if column.figure.unit == "x" else -1
         if len(speeds) == 1 and (own := column.interval(int(np.flatnonzero(np.isfinite(column.values))[0]))) is not None:
             return own
         ends = median_interval(speeds)
-        low, high = sorted(exp(sign * end) for end in ends) if ends is not None else (None, None)
-        return rounded(Interval(exp(sign * float(np.median(speeds))), low, high))
+        low, high = sorted(exp(column.sign * end) for end in ends) if ends is not None else (None, None)
+        return rounded(Interval(exp(column.sign * float(np.median(speeds))), low, high))
 
     def _another(
         self,
@@ -285,46 +270,40 @@ class _Group:
         ends = another_gpu(speeds, outside)
         if ends is None:
             return None
-        sign = 1 if column.figure.unit == "x" else -1
-        low, high = sorted(exp(sign * end) for end in ends)
+        low, high = sorted(exp(column.sign * end) for end in ends)
         return rounded(Interval(center.value, low, high))
 
     def gpus(self, versions: Mapping[str, str], health: Mapping[str, int | str]) -> Iterable[FleetGpu]:
         """Every GPU, with what differs from the most common values."""
-        for row, (chip, condition) in enumerate(zip(self.chips, self.conditions, strict=True)):
-            figures = {column.figure.name: own for column in self.columns if (own := column.interval(row)) is not None}
-            own_health: dict[str, int | str] = different(condition.health, health)  # type: ignore[arg-type, assignment]
+        for row, chip in enumerate(self.chips):
+            figures = {column.name: own for column in self.columns if (own := column.interval(row)) is not None}
             findings = {repr((entry.code, entry.facts)): entry for run in chip.runs for entry in run.findings}
-            yield FleetGpu(
-                place=chip.place,
-                node=chip.node,
-                index=chip.index,
-                uuid=chip.uuid,
-                group=self.name,
-                versions=different(chip.versions, versions),
-                figures=figures,
-                repeats=len(chip.runs),
-                condition=condition.model_copy(update={"health": own_health}),
-                findings=tuple(findings.values()),
-                file=chip.file,
+            own_health = different(chip.condition.health, health)
+            yield chip.gpu.model_copy(
+                update={
+                    "versions": different(chip.versions, versions),
+                    "figures": figures,
+                    "repeats": len(chip.runs),
+                    "condition": chip.condition.model_copy(update={"health": own_health}),
+                    "findings": tuple(findings.values()),
+                }
             )
 
     def outliers(self) -> Iterable[Outlier]:
         """What the rule calls, with what else differs there."""
-        facts = [Facts(condition, chip.versions) for chip, condition in zip(self.chips, self.conditions, strict=True)]
         rows = [[call.gpu] if call.gpu >= 0 else np.flatnonzero(self._on_node == call.node).tolist() for call in self.calls.calls]
         called = {row for own in rows for row in own}
-        others = Reference([own for row, own in enumerate(facts) if row not in called])
+        others = Reference([chip for row, chip in enumerate(self.chips) if row not in called])
         for call, own in zip(self.calls.calls, rows, strict=True):
-            yield self._outlier(call, evidence([facts[row] for row in own], others))
+            yield self._outlier(call, evidence([self.chips[row] for row in own], others))
 
     def _outlier(self, call: OutlierCall, differs: tuple[Finding, ...]) -> Outlier:
         whole = call.gpu < 0
         return Outlier(
-            where=call.node if whole else self.chips[call.gpu].place,
+            where=call.node if whole else self.chips[call.gpu].gpu.place,
             node=call.node,
             whole_node=whole,
-            gpus=tuple(self.chips[row].place for row in call.members),
+            gpus=tuple(self.chips[row].gpu.place for row in call.members),
             group=self.name,
             figure=call.figure,
             side="slow" if call.ratio.value < 1 else "fast",
@@ -339,7 +318,7 @@ def _groups(chips: Sequence[Chip], tolerance: float) -> list[_Group]:
     """The groups, each with its outliers: the allowed false alarms are divided among those that can be tested."""
     members: dict[str, list[Chip]] = {}
     for chip in chips:
-        members.setdefault(chip.group, []).append(chip)
+        members.setdefault(chip.gpu.group, []).append(chip)
     groups = [_Group(name, own) for name, own in members.items()]
     testable = [group for group in groups if group.testable]
     for group in testable:
@@ -371,13 +350,12 @@ def _nodes(gpus: Sequence[FleetGpu], groups: Sequence[_Group], tested: Sequence[
     speeds: dict[str, dict[str, list[float]]] = {}
     names = tested or [column.figure.name for group in groups for column in group.tested_columns()]
     for group in groups:
-        for name in dict.fromkeys(names):
-            if name in group.samples:
-                values = group.samples[name].speeds
-                relative = np.exp(values - np.nanmedian(values))
+        for column in group.columns:
+            if column.name in names:
+                relative = np.exp(column.speeds - np.nanmedian(column.speeds))
                 for chip, speed in zip(group.chips, relative, strict=True):
                     if np.isfinite(speed):
-                        speeds.setdefault(chip.node, {}).setdefault(name, []).append(float(speed))
+                        speeds.setdefault(chip.gpu.node, {}).setdefault(column.name, []).append(float(speed))
     for node, own in members.items():
         if node:
             medians = {name: float(f"{np.median(values):.6g}") for name, values in speeds.get(node, {}).items()}
@@ -393,10 +371,10 @@ def _notes(groups: Sequence[_Group]) -> Iterable[Finding]:
         if (fast := group.fast()) >= max(MANY_FAST, SHARE_OF_FAST * len(group.chips)):
             yield finding("fleet-many-fast", group=group.name, fast=fast, gpus=len(group.chips))
         for column in group.columns:
-            missing = [chip.place for chip, value in zip(group.chips, column.values, strict=True) if not np.isfinite(value)]
+            missing = [chip.gpu.place for chip, value in zip(group.chips, column.values, strict=True) if not np.isfinite(value)]
             if missing:
                 yield finding("fleet-figure-missing", figure=column.figure.name, gpus=len(missing), places=missing)
-        if unknown := sum(not chip.node for chip in group.chips):
+        if unknown := sum(not chip.gpu.node for chip in group.chips):
             yield finding("fleet-place-unknown", runs=unknown)
 
 
@@ -477,6 +455,6 @@ def _run(path: Path, contents: dict[bytes, Path]) -> Run | None:
             where = ".".join(str(part) for part in first["loc"])
             raise UserError(f"{called(path)} is damaged: {where}: {first['msg']}", EXPECTED) from None
         try:
-            return Run(summary_of(view), file=called(path))
+            return Run(summary_of(view), NOWHERE.model_copy(update={"file": called(path)}))
         except (ValueError, ArithmeticError, KeyError) as error:
             raise UserError(f"{called(path)} is damaged: its values are not valid ({type(error).__name__})", EXPECTED) from None

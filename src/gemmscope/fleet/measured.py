@@ -71,7 +71,7 @@ class MeasuredFleet:
         for key, (place, outcome) in self.outcomes.done.items():
             file = self.folder / self.measurements[key].file if self.folder is not None else None
             name = str(file) if file is not None and file.is_file() else ""
-            runs.append(Run(outcome, place=place.name, node=place.node, index=place.gpu, uuid=place.uuid, file=name))
+            runs.append(Run(outcome, _gpu(place, file=name)))
         return runs
 
     def failed(self) -> list[FleetGpu]:
@@ -119,5 +119,5 @@ def reason(failure: UnitFailure | PlaceRefused) -> str:
     return in_shell(f"{failure.why} ({failure.hint})" if failure.hint else failure.why)
 
 
-def _gpu(place: Place, failure: str) -> FleetGpu:
-    return FleetGpu(place=place.name, node=place.node, index=place.gpu, uuid=place.uuid, failure=failure)
+def _gpu(place: Place, failure: str = "", file: str = "") -> FleetGpu:
+    return FleetGpu(place=place.name, node=place.node, index=place.gpu, uuid=place.uuid, failure=failure, file=file)

@@ -39,15 +39,13 @@ def read_fleet(fleet: str | Path | Result, kind: str) -> FleetResult:
 
 def with_spread(result: Measured, fleet: FleetResult | None) -> Measured:
     """The result with the expected range of another GPU of the fleet, or with the reason why the fleet does not give one."""
-    quoted: list[Finding] = _quoted(fleet, result) if fleet is not None else []
-    return result.model_copy(update={"findings": (*result.findings, *quoted)})
-
-
-def _quoted(fleet: FleetResult, result: BenchResult | StepResult) -> list[Finding]:
+    if fleet is None:
+        return result
     try:
-        return quoted_spread(fleet, result)
+        quoted: list[Finding] = quoted_spread(fleet, result)
     except UserError as error:  # the measurement is done and must not be lost
-        return [finding("fleet-not-quoted", reason=error.message)]
+        quoted = [finding("fleet-not-quoted", reason=error.message)]
+    return result.model_copy(update={"findings": (*result.findings, *quoted)})
 
 
 def quoted_spread(fleet: FleetResult, result: BenchResult | StepResult) -> list[Finding]:

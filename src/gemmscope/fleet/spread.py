@@ -70,15 +70,19 @@ def _variance_interval(values: Floats, variance: float) -> tuple[float, float]:
 
 
 def _chi_squared_interval(freedom: float) -> tuple[float, float]:
-    """The 95% interval of a variance over its estimate with so many degrees of freedom, for normal values: Wilson and Hilferty's
-    approximation of the chi-squared distribution.
+    """The 95% interval of a variance over its estimate with so many degrees of freedom, for normal values.
 
     >>> [round(share, 2) for share in _chi_squared_interval(10)], _chi_squared_interval(inf)
     ([0.49, 3.1], (1.0, 1.0))
     """
+    return 1 / chi_squared(freedom, NORMAL_95), 1 / chi_squared(freedom, -NORMAL_95)
+
+
+def chi_squared(freedom: float, quantile: float) -> float:
+    """A quantile of chi-squared over its degrees of freedom, given as one of the normal distribution: Wilson and Hilferty's
+    approximation."""
     step = 2 / (9 * freedom)
-    points = [max(1 - step + sign * NORMAL_95 * sqrt(step), 1e-3) ** 3 for sign in (1, -1)]
-    return 1 / points[0], 1 / points[1]
+    return float(max(1 - step + quantile * sqrt(step), 1e-3) ** 3)
 
 
 def another_gpu(speeds: Floats, outliers: NDArray[np.bool_]) -> tuple[float, float] | None:

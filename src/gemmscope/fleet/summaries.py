@@ -9,18 +9,18 @@ from math import exp, hypot, isfinite
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from gemmscope.findings import Finding, catalog
+from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import ModelSummary, Part
+from gemmscope.results.base import ModelResult, ModelSummary, Part
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.fleet import GpuCondition
-from gemmscope.results.linears import Speedup
-from gemmscope.results.step import StepResult, StepSettings
-from gemmscope.workload.cases import Case
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepResult, StepSettings, StepTimes
 
 UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight", "host")
 LARGEST = 1e30  # of a number in a result
@@ -59,77 +59,30 @@ class RunSummary(Part):
     failure: str = ""
 
 
-class _View(BaseModel):
-    """A part of a run file: other parts are ignored."""
+class _StatesView(Part):
+    """A measured task, without its samples."""
 
-    model_config = ConfigDict(extra="ignore", from_attributes=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", from_attributes=True)
 
-
-class _TotalView(_View):
-    recipe: str
-    mode: str
-    total_ms: Interval
-
-
-class _OpView(_TotalView):
-    op: str
-
-
-class _LinearsView(_View):
-    cases: tuple[Case, ...]
-    ops: tuple[_OpView, ...] = ()
-    as_te_benchmark: bool = False
-    speedups: tuple[Speedup, ...] = ()
-    totals: tuple[_TotalView, ...] = ()
-
-    @property
-    def bare(self) -> bool:
-        return not self.as_te_benchmark and all(len(case.passes) == 1 for case in self.cases)
-
-
-class _StatesView(_View):
-    states: list[dict[str, Any]] = []
+    states: tuple[dict[str, Any], ...] = ()
     failure: str = ""
 
 
-class _StepTimeView(_View):
-    recipe: str
-    step_ms: Interval
-    speedup: Interval | None = None
-    model_tflops: float
+class RunView(ModelResult):
+    """A run file of bench or step, without its samples: quick to read. Other parts of the file are ignored."""
 
+    model_config = ConfigDict(extra="ignore", from_attributes=True)
 
-class _StepView(_View):
-    recipes: tuple[_StepTimeView, ...]
-
-
-class _MachineView(_View):
-    system: str
-    python: str
-    packages: dict[str, str]
-    driver: str | None
-
-
-class RunView(_View):
-    """A run file of bench or step, without its samples: quick to read."""
-
-    schema_version: Literal[2]
     kind: Literal["bench", "step"]
-    gemmscope_version: str
-    origin: str
-    model: ModelSummary | None = None
-    run: RunSpec | None = None
-    stage: int = 0
-    findings: tuple[Finding, ...] = ()
     settings: Any
-    environment: _MachineView
+    environment: Environment
     device: dict[str, Any]
     versions: dict[str, str]
-    linears: _LinearsView | None = None
+    linears: Linears | None = None
     tasks: tuple[_StatesView, ...] = ()
     ran: str = ""
     layers: int = 0
-    step: _StepView | None = None
+    step: StepTimes | None = None
     variants: tuple[_StatesView, ...] = ()
 
 
@@ -185,7 +138,7 @@ def _bench_figures(view: RunView) -> Iterator[SummaryFigure]:
             yield _figure(ratio.recipe, "speedup", ratio.speedup, ratio.mode)
 
 
-def _gemm_figures(linears: _LinearsView, flops: float) -> Iterator[SummaryFigure]:
+def _gemm_figures(linears: Linears, flops: float) -> Iterator[SummaryFigure]:
     """The sum over all shapes, in every recipe and mode that has them all, and its speedup where every shape has one."""
     ops = {case.op for case in linears.cases}
     times: dict[tuple[str, str], dict[str, Interval]] = {}

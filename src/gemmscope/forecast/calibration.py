@@ -8,10 +8,10 @@ differs from shape to shape, and no longer what all shapes share. The factors of
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from math import hypot
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -22,9 +22,10 @@ from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
 from gemmscope.forecast.coefficients import REINSTALL, read_stored
-from gemmscope.forecast.linears import Adjustment
+from gemmscope.forecast.gemm import State
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
+from gemmscope.grouping import Key, grouped
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
 from gemmscope.reading import called, read_text
@@ -37,6 +38,8 @@ from gemmscope.workload.ops import Pass
 
 LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
+UNCERTAINTY = 0.03
+OTHER_STATE_UNCERTAINTY = 0.06  # where the other state of the chip was measured
 XDG_HINT = "set XDG_CONFIG_HOME to a folder that can be written"
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
@@ -45,7 +48,6 @@ CASES = tuple(Case("x".join(map(str, sizes)), *sizes) for sizes in _DESIGN["line
 STACKS = tuple((from_hyperparameters(**stack["model"]), RunSpec(**stack["run"])) for stack in _DESIGN["step"])
 CALIBRATED_PARTS: tuple[StepPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
 Name = TypeVar("Name", bound=str)
-Key = TypeVar("Key", bound=Hashable)
 Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
 GemmFactors = dict[str, dict[Pass, Factor]]
 
@@ -53,9 +55,11 @@ GemmFactors = dict[str, dict[Pass, Factor]]
 @dataclass(frozen=True)
 class Calibration:
     """Factors of one GPU, measured over forecast: `gemms[format][pass]` sustained, `burst` the same for a rested GPU,
-    `quantize[recipe]`, and `parts[part of a step]`. `node`, `uuid` and `health` (under load): of the GPU that was measured."""
+    `quantize[recipe]`, and `parts[part of a step]`. `node`, `uuid` and `health` (under load): of the GPU that was measured.
+    `own_chip`: it is the user's own."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    own_chip: ClassVar[bool] = True
 
     gpu: str
     device: str
@@ -78,9 +82,25 @@ class Calibration:
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(f"there is no {what} {unknown[0][:40]!r}")
 
-    def adjustment(self, *, other_chip: bool = False) -> Adjustment:
-        """The calibration as forecasts use it, with more uncertainty if the measured GPU is not the user's own."""
-        return Adjustment(self.gemms, self.quantize, self.parts, self.burst, own_chip=not other_chip)
+    def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
+        """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
+
+        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
+        (1.1, 0.03)
+        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "burst")[1] > 0.06
+        True
+        """
+        own, other = (self.gemms, self.burst) if state == "sustained" else (self.burst, self.gemms)
+        for factors, further in ((own, 0.0), (other, OTHER_STATE_UNCERTAINTY)):
+            if pass_name in factors.get(fmt, {}):
+                return factors[fmt][pass_name], hypot(UNCERTAINTY, further)
+        return None
+
+
+class OtherChip(Calibration):
+    """The calibration of another GPU of the same kind: it corrects times but does not reduce their uncertainty."""
+
+    own_chip = False
 
 
 def place(gpu: str) -> Path:
@@ -91,7 +111,7 @@ def place(gpu: str) -> Path:
 def shipped(gpu: str) -> Calibration | None:
     """The calibration that ships with the package, where there is one for this GPU."""
     file = files("gemmscope.forecast").joinpath(f"coefficients/calibrated/{gpu}.json")
-    return _read(file.read_text(encoding="utf-8"), f"calibrated/{gpu}.json", gpu, REINSTALL) if file.is_file() else None
+    return _read(OtherChip, file.read_text("utf-8"), f"calibrated/{gpu}.json", gpu, REINSTALL) if file.is_file() else None
 
 
 def load(gpu: str) -> Calibration | None:
@@ -103,21 +123,21 @@ def load(gpu: str) -> Calibration | None:
         return None
     except (OSError, ValueError):
         pass  # reading the file reports why
-    return _read(read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
+    return _read(Calibration, read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
 
 
-def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Adjustment | None, list[Finding]]:
+def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Calibration | None, list[Finding]]:
     """What was measured on this GPU, by this user or (unless `own_only`) for this package, and the finding that says so."""
     if (own := load(gpu)) is not None:
-        return own.adjustment(), [finding("calibrated-here", device=own.device, file=str(place(gpu)))]
+        return own, [finding("calibrated-here", device=own.device, file=str(place(gpu)))]
     if own_only or (ours := shipped(gpu)) is None:
         return None, []
-    return ours.adjustment(other_chip=True), [finding("calibrated-shipped", device=ours.device)]
+    return ours, [finding("calibrated-shipped", device=ours.device)]
 
 
-def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
+def _read(kind: type[Calibration], text: str, origin: str, gpu: str, hint: str) -> Calibration:
     """A calibration from its JSON; a `UserError` that names `origin` if it is not valid."""
-    calibration = read_stored(Calibration, "calibration", text, origin, hint)
+    calibration = read_stored(kind, "calibration", text, origin, hint)
     if calibration.gpu != gpu:
         raise UserError(f"{origin} is a damaged calibration: it is of {calibration.gpu[:40]!r}, not of {gpu!r}", hint)
     return calibration
@@ -147,26 +167,18 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
 def check_place(gpu: str) -> None:
     """Raise a `UserError` if `save` could not write, before minutes of measuring rather than after."""
     path = place(gpu)
-    with _writing(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise OSError("it is a folder" if path.is_dir() else "no permission")
+            raise OSError("it is a folder" if path.is_dir() else "no permission")  # noqa: TRY301
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", XDG_HINT) from None
 
 
 def save(calibration: Calibration) -> None:
     """Write the calibration where forecasts look for it."""
-    path = place(calibration.gpu)
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(asdict(calibration), indent=1) + "\n", XDG_HINT)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", XDG_HINT) from None
+    check_place(calibration.gpu)
+    write_text(place(calibration.gpu), json.dumps(asdict(calibration), indent=1) + "\n", XDG_HINT)
 
 
 def known_gpu(device: str) -> GpuSpec:
@@ -232,7 +244,5 @@ def _factors(times_ms: Iterable[tuple[Key, tuple[float, float]]]) -> dict[Key, f
     >>> _factors([("FP8Block", (3.0, 2.0)), ("FP8Block", (9.0, 10.0))])
     {'FP8Block': 1.0}
     """
-    pairs: dict[Key, list[tuple[float, float]]] = {}
-    for key, pair in times_ms:
-        pairs.setdefault(key, []).append(pair)
-    return {key: round(sum(seen for seen, _ in of_key) / sum(other for _, other in of_key), 4) for key, of_key in pairs.items()}
+    sums = {key: [sum(column) for column in zip(*pairs, strict=True)] for key, pairs in grouped(times_ms).items()}
+    return {key: round(seen / expected, 4) for key, (seen, expected) in sums.items()}

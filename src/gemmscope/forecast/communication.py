@@ -13,17 +13,18 @@ exposed (`cluster.toml`), and so does the part that is longer than the computati
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import hypot, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.parts import StepPart
 from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
@@ -33,6 +34,11 @@ FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
 BOTH = FORWARD + BACKWARD
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+network_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/network.toml"))
+"""The table of networks."""
+_collectives = cache(partial(load_data, "gemmscope.forecast", "coefficients/collectives.toml"))
+cluster = cache(partial(load_data, "gemmscope.forecast", "coefficients/cluster.toml"))
+"""What several GPUs and experts add."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +74,6 @@ class Network:
         return f"{self.gbps * 8:g} Gb/s per GPU between NVLink domains of {self.domain} GPUs{name}"
 
 
-@cache
-def network_facts() -> dict[str, Any]:
-    """The table of networks."""
-    return load_data("gemmscope.forecast", "coefficients/network.toml")
-
-
-def network_names() -> list[str]:
-    """The names of the known networks."""
-    return list(network_facts()["networks"])
-
-
 def network_of(chip: GpuSpec, network: str | float | None = None, domain: int | None = None) -> Network:
     """The network of the GPU's usual system, or the one named: by its name, or by its GB/s per GPU.
 
@@ -98,7 +93,7 @@ def _named(network: str | float) -> tuple[str, float]:
     try:
         gbps = float(network)
     except ValueError:
-        similar = closest(str(network), network_names(), 1)
+        similar = closest(str(network), known, 1)
         hint = f"did you mean {similar[0]}? " if similar else ""
         raise UserError(
             f"{option('network')} {shown(network)} is not a known network",
@@ -110,11 +105,6 @@ def _named(network: str | float) -> tuple[str, float]:
             f"for example {option('network', 50)}: 50 GB/s, which is 400 Gb/s",
         )
     return "", gbps
-
-
-@cache
-def _collectives() -> dict[str, Any]:
-    return load_data("gemmscope.forecast", "coefficients/collectives.toml")
 
 
 @cache
@@ -235,8 +225,6 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     """
     attention, time_ms = next(model.attentions, None), 0.0
     mixer = next((layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None), None)
-    if run.cp < 2:
-        return Exchange("context", 0.0, crosses=False)
     if attention is not None:
         kept = run.micro_batch_size * run.sequence_length * attention.kv_width(run.tp) * ELEMENT_BYTES
         gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
@@ -323,20 +311,6 @@ def offload(network: Network, kept_bytes: float) -> Exchange:
     return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(network_facts()["reached"]) * 1e6), crosses=False)
 
 
-@cache
-def cluster() -> dict[str, Any]:
-    """The table of what several GPUs and experts add."""
-    return load_data("gemmscope.forecast", "coefficients/cluster.toml")
-
-
-class MicroBatch(NamedTuple):
-    """Milliseconds of computation of one micro-batch that exchanges can hide behind."""
-
-    gemms_ms: float
-    attention_ms: float
-    all_ms: float
-
-
 class Exposed(NamedTuple):
     """One exchange in one step: its full time, the time that the step waits, and its uncertainty. `crosses`: as in `Exchange`."""
 
@@ -348,16 +322,12 @@ class Exposed(NamedTuple):
     basis: str
 
 
-def exposed(exchanges: Iterable[Exchange], run: RunSpec, computed: MicroBatch) -> list[Exposed]:
-    """How long one step waits for each exchange."""
-    return [_exposed(exchange, run, computed) for exchange in exchanges]
-
-
-def _exposed(exchange: Exchange, run: RunSpec, computed: MicroBatch) -> Exposed:
+def exposed(exchange: Exchange, run: RunSpec, computed_ms: Mapping[StepPart, float]) -> Exposed:
+    """How long one step waits for an exchange. `computed_ms`: the computation of one micro-batch, by part of the step."""
     table, times = cluster()["exposed"], 1 if exchange.per_step else run.gradient_accumulation
     known = table[exchange.kind]
     if _overlaps(exchange.kind, run):
-        waited = max(known["least"] * exchange.time_ms, exchange.time_ms - known["behind"] * _hides_behind(exchange, computed))
+        waited = max(known["least"] * exchange.time_ms, exchange.time_ms - known["behind"] * _hides_behind(exchange, computed_ms))
         unsure = known["unsure"] * exchange.time_ms
     else:
         waited, unsure = exchange.time_ms, table["not_overlapped"]["unsure"] * exchange.time_ms
@@ -377,13 +347,14 @@ def _overlaps(kind: ExchangeKind, run: RunSpec) -> bool:
     return overlaps.get(kind, True)
 
 
-def _hides_behind(exchange: Exchange, computed: MicroBatch) -> float:
+def _hides_behind(exchange: Exchange, computed_ms: Mapping[StepPart, float]) -> float:
     """Milliseconds of the computation that an exchange overlaps with."""
+    all_ms = sum(computed_ms.values())
     behind: dict[ExchangeKind, float] = {
-        "tensor": computed.gemms_ms,
-        "context": computed.attention_ms,
-        "gradients": BACKWARD * computed.all_ms,
+        "tensor": computed_ms.get("GEMMs", 0.0),
+        "context": computed_ms.get("attention", 0.0),
+        "gradients": BACKWARD * all_ms,
         # Of ZeRO-3 before every forward and every backward pass, else before the first forward pass.
-        "weights": (FORWARD if exchange.per_step else BOTH) * computed.all_ms,
+        "weights": (FORWARD if exchange.per_step else BOTH) * all_ms,
     }
-    return behind.get(exchange.kind, computed.all_ms)
+    return behind.get(exchange.kind, all_ms)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.linears import Winner, find_winner, winner_among
+from gemmscope.results.linears import Winner, winner_among
 
 
 class Estimate(NamedTuple):
@@ -70,13 +70,8 @@ def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> d
     return {(name, over): speedup(name, over).interval() for name in listed for over in listed if BASELINE != name != over}
 
 
-def winner_of(pairs: Mapping[tuple[str, str], Interval]) -> Winner:
-    """The winner, by the rule that all commands share. `pairs`: (recipe, over another one) → speedup."""
-    gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
-    return find_winner(gains, lambda name, over: pairs.get((name, over)))
-
-
-def winner_that_fits(pairs: Mapping[tuple[str, str], Interval], unfit: Collection[str]) -> Winner | None:
-    """`winner_of` without the recipes that do not fit in memory; None if none fits."""
+def winner_of(pairs: Mapping[tuple[str, str], Interval], unfit: Collection[str] = ()) -> Winner | None:
+    """The winner, by the rule that all commands share, among the recipes that fit in memory; None if none fits. `pairs`:
+    (recipe, over another one) → speedup."""
     gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
     return winner_among(gains, lambda name, over: pairs.get((name, over)), unfit)

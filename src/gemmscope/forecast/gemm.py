@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal
 
@@ -36,11 +36,7 @@ LEAST_QUANTIZING = 0.1  # share of the fitted quantization time that stays when 
 Corrections = dict[int, tuple[Array, Array]]  # by series, for the same GEMMs
 MEASURED_SIZES: Sizes = ((512, 32768), (512, 65536), (512, 65536))  # of most series: m, k, n
 NAMED = re.compile(r"(.+?)(?:\s*(?:==|[=@:\s])\s*v?(\d[\w.+-]*))?")
-
-
-def quantize_bytes_ms(elements: Array, bandwidth_tbps: float) -> Array:
-    """One pass over the bytes of a cast at the data sheet's bandwidth."""
-    return elements * (CAST_BYTES / (bandwidth_tbps * 1e9))
+_transfer = cache(partial(load_data, "gemmscope.forecast", "coefficients/transfer.toml"))
 
 
 @dataclass(frozen=True)
@@ -281,7 +277,8 @@ class GemmModel:
         quantize = np.zeros(len(physics))
         if fmt != "bf16":
             launch, passes = series.quantize if series.fmt == fmt else _transfer()["quantize"][fmt]
-            quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
+            once_ms = shapes.m * shapes.k * (CAST_BYTES / (chip.bandwidth_tbps * 1e9))  # one pass over the bytes of a cast
+            quantize = launch + passes * once_ms
         uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes, series.sizes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
         times = Times(gemm, quantize, np.hypot(low, uncertainty), np.hypot(high, uncertainty), uncertainty, gemm)
@@ -319,11 +316,6 @@ def library_and_version(library: str | None) -> tuple[str | None, str]:
 def model() -> GemmModel:
     """The model with the coefficients of the package."""
     return GemmModel(shipped())
-
-
-@cache
-def _transfer() -> dict[str, Any]:
-    return load_data("gemmscope.forecast", "coefficients/transfer.toml")
 
 
 def _uncertainty(kind: str, chip: GpuSpec, fmt: str) -> float:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, library_and_version, model
-from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
@@ -93,7 +93,7 @@ def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
 
 
 def forecast_gemm_list(
-    path: str, chips: Sequence[GpuSpec], measured: Mapping[str, Adjustment | None], state: State, library: str | None
+    path: str, chips: Sequence[GpuSpec], measured: Mapping[str, Calibration | None], state: State, library: str | None
 ) -> GemmForecast:
     """Forecast every row of the file; with several GPUs, once per GPU, with the GPU in its own column.
 
@@ -155,7 +155,7 @@ class _Gemms(NamedTuple):
         return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)
 
     def times(
-        self, chip: GpuSpec, state: State, measured: Adjustment | None, failures: dict[Kind, list[UserError]]
+        self, chip: GpuSpec, state: State, measured: Calibration | None, failures: dict[Kind, list[UserError]]
     ) -> tuple[list[tuple[float, ...]], list[str]]:
         """The four times of every row, and what they are based on.
 

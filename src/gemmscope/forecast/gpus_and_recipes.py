@@ -34,10 +34,9 @@ def one_chip(names: Sequence[str]) -> GpuSpec:
 
 def known_state(state: str) -> State:
     """The state, if there is one of this name."""
-    for known in STATES:
-        if state == known:
-            return known
-    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+    if state not in STATES:
+        raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+    return state
 
 
 def choose_recipes(
@@ -110,7 +109,7 @@ def mixes_on(chip: GpuSpec, asked: MixRequest | None, names: Sequence[str], subj
     """The mixes to forecast for one GPU; what it does not run is left out, with the reason."""
     if asked is None:
         return Mixes()
-    needed = [recipe(name).name for name in (asked.recipe, asked.higher) if name is not None]
+    needed = [recipe(name).name for name in (asked.recipe, asked.kept.recipe) if name is not None]
     missing = [name for name in needed if name not in forecastable(chip.name, needed)]
     if missing:
         return Mixes((), (finding("mix-left-out", recipe=missing[0], gpu=chip.name),))

@@ -5,14 +5,16 @@ Every interval is a 90% error bar. An error that both sides of a speedup share c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from gemmscope.bench.linears import memory
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
+from gemmscope.results.linears import Linears, OpTime, Speedup, Winner, linears_total, quantization_by_pass, same_kernels
 from gemmscope.workload.cases import Case, Mode, op_of
 from gemmscope.workload.ops import PASSES
 
@@ -52,7 +54,7 @@ def forecast_linears(
                 whole[name] = total(part.estimates[name, case.op].times(case.count) for case in cases)
                 totals.append(linears_total(name, mode, whole[name].interval(), tuple(cases), known, counts))
         if not bare:
-            winners[mode] = winner_of(part.add_speedups(whole))
+            winners[mode] = cast(Winner, winner_of(part.add_speedups(whole)))
         ops += part.ops.values()
         speedups += part.speedups
     return Linears(
@@ -124,13 +126,13 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
     `left`: they are left in BF16, as the linears of a module are; else the recipe cannot run the model.
     """
     code = "linears-left-in-baseline" if left else "sizes-misaligned"
-    reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
-    for chosen in map(recipe, recipes):
-        for case in cases:
-            if not chosen.quantizes or not case.quantized or op_of(case.op) in heads:
-                continue
-            if (wrong := chosen.misalignment(case.sizes())) is not None:
-                reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
+    may_be_quantized = [case for case in cases if case.quantized and op_of(case.op) not in heads]
+    reasons = grouped(
+        ((*wrong, chosen.multiple_of), (case.op, chosen.name))
+        for chosen in map(recipe, recipes)
+        for case in may_be_quantized
+        if chosen.quantizes and (wrong := chosen.misalignment(case.sizes())) is not None
+    )
     findings = []
     for (what, size, multiple), pairs in reasons.items():
         ops, names = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))

@@ -1,12 +1,13 @@
 """The linears of a model in every precision: three GEMMs each, and the quantization of X, W and dY."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import hypot, sqrt
+from collections.abc import Iterable, Sequence
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
@@ -27,9 +28,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass, gemm_size
 
-CALIBRATED_UNCERTAINTY = 0.03
 CALIBRATED_PART_UNCERTAINTY = 0.06
-OTHER_STATE_UNCERTAINTY = 0.06  # where the other state of the chip was measured
 Key = tuple[int, int, int, int, Pass]  # tokens, inputs, outputs, groups, pass
 
 
@@ -42,33 +41,6 @@ class LinearTime(NamedTuple):
 
     def all_gemms(self) -> Estimate:
         return total(self.gemms.values())
-
-
-class Adjustment(NamedTuple):
-    """Measured over forecast: factors on GEMMs by format and pass, sustained and in a burst, on quantizing by recipe, on a
-    step's other parts. `own_chip`: the user's own GPU was measured; a calibration of another GPU of the same kind
-    corrects times but does not reduce their uncertainty.
-    """
-
-    gemms: Mapping[str, Mapping[Pass, float]]
-    quantize: Mapping[str, float]
-    parts: Mapping[StepPart, float] = {}
-    burst: Mapping[str, Mapping[Pass, float]] = {}
-    own_chip: bool = True
-
-    def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
-        """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
-
-        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
-        (1.1, 0.03)
-        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "burst")[1] > 0.06
-        True
-        """
-        own, other = (self.gemms, self.burst) if state == "sustained" else (self.burst, self.gemms)
-        for factors, further in ((own, 0.0), (other, OTHER_STATE_UNCERTAINTY)):
-            if pass_name in factors.get(fmt, {}):
-                return factors[fmt][pass_name], hypot(CALIBRATED_UNCERTAINTY, further)
-        return None
 
 
 class RecipeCosts(NamedTuple):
@@ -89,7 +61,7 @@ class Forecaster:
         state: State,
         *,
         cache_weights: bool = False,
-        measured: Adjustment | None = None,
+        measured: Calibration | None = None,
         forward_only: bool = False,
     ) -> None:
         """`forward_only`: a linear that runs forward alone quantizes its weight for that direction."""

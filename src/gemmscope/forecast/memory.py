@@ -8,7 +8,7 @@ BF16 gradients, a fused cross entropy or a fragmented allocator: a layout cannot
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
@@ -24,6 +24,8 @@ from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16
 Blocks = tuple[list[BlockMemory], BlockMemory, BlockMemory, BlockMemory]  # kinds of layers, embedding, head, prediction layer
+memory_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/memory.toml"))
+"""What does not follow from sizes."""
 
 
 def recipe_memory(
@@ -63,12 +65,6 @@ def memory_of(model: ModelSpec) -> "ModelMemory":
         while len(_models) > MODELS_KEPT:
             _models.popitem(last=False)
     return known
-
-
-@cache
-def memory_facts() -> dict[str, Any]:
-    """The table of `coefficients/memory.toml`: what does not follow from sizes."""
-    return load_data("gemmscope.forecast", "coefficients/memory.toml")
 
 
 class ModelMemory:

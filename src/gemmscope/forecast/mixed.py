@@ -9,6 +9,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from gemmscope.forecast.estimate import Estimate, total
+from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -79,12 +80,12 @@ def _kept_layers(
 
 def by_recipe(linears: Sequence[CountedCase], chosen: Iterable[Assigned]) -> dict[str, list[CountedCase]]:
     """The linears of every recipe."""
-    result: dict[str, list[CountedCase]] = {}
-    for (case, _, runs), counts in zip(linears, chosen, strict=True):
-        for name, count in counts.items():
-            if count:
-                result.setdefault(name, []).append((case, count, runs))
-    return result
+    return grouped(
+        (name, (case, count, runs))
+        for (case, _, runs), counts in zip(linears, chosen, strict=True)
+        for name, count in counts.items()
+        if count
+    )
 
 
 def alike(one: Iterable[Assigned], other: Iterable[Assigned]) -> list[Assigned]:

@@ -12,7 +12,6 @@ from math import hypot, inf, log2
 from gemmscope.forecast import traced
 from gemmscope.forecast.communication import (
     Exchange,
-    MicroBatch,
     Network,
     RankShare,
     cluster,
@@ -21,7 +20,7 @@ from gemmscope.forecast.communication import (
     network_of,
     offload,
 )
-from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_that_fits
+from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
@@ -184,10 +183,8 @@ class StepForecast:
         run, fixed, batches = self.run, self.fixed, self.run.gradient_accumulation
         one = self._micro_batch(name)
         computed = total(one.values())
-        hides = MicroBatch(
-            one["GEMMs"].value if "GEMMs" in one else 0.0, one["attention"].value if "attention" in one else 0.0, computed.value
-        )
-        waits = exposed(fixed.exchanged, run, hides)
+        computed_ms = {part: estimate.value for part, estimate in one.items()}
+        waits = [exposed(exchange, run, computed_ms) for exchange in fixed.exchanged]
         waited_ms = sum(wait.exposed_ms for wait in waits)
         once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
@@ -200,8 +197,8 @@ class StepForecast:
         if waited_ms:
             parts[WAITING] = Estimate(waited_ms, hypot(*(wait.unsure_ms for wait in waits)) / waited_ms)
         if run.pp > 1:  # the other stages have no output head
-            head_ms = one["head and loss"].value if "head and loss" in one else 0.0
-            bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms * (1 - 1 / run.pp))
+            head_ms = computed_ms.get("head and loss", 0.0) * (1 - 1 / run.pp)
+            bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms)
             parts[PROPORTIONAL] = Estimate(bubble_ms, computed.own, computed.shared)
         decides = 0.0
         if batch_ms > gpu_ms * 1.0001:
@@ -439,7 +436,7 @@ def forecast_step(
         origin="forecast",
         recipes=tuple(recipes),
         speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
-        winner=winner_that_fits(pairs, unfit),
+        winner=winner_of(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
         may_not_fit=tuple(needs.recipe for needs in memory if needs.fit == "may not fit"),

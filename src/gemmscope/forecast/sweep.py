@@ -1,7 +1,8 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from gemmscope import signals
@@ -12,6 +13,7 @@ from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -107,28 +109,21 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     )
 
 
-def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
+def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> Iterator[Finding]:
     """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
-    failing: dict[tuple[str, ...], list[SweepPoint]] = {}
-    unfit: dict[tuple[str, ...], list[str]] = {}
-    for point in points:
-        if point.not_possible:
-            failing.setdefault(tuple(point.not_possible), []).append(point)
-        if point.unfit:
-            unfit.setdefault(() if point.winner is None else point.unfit, []).append(point.place)
-    findings, memory_gb = [], chip.memory_bytes / 1e9
+    memory_gb = chip.memory_bytes / 1e9
+    unfit = grouped((() if point.winner is None else point.unfit, point.place) for point in points if point.unfit)
     for recipes, places in unfit.items():
         if recipes:
-            findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
+            yield finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb)
         else:
-            findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
+            yield finding("sweep-does-not-fit", places=places, memory_gb=memory_gb)
     if unsure := [point.place for point in points if point.may_not_fit]:
-        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=memory_gb))
-    if bound := [point for point in points if point.host_bound]:
-        names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
-        launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
-        findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))
-    for names, where in failing.items():
-        places, reason = [point.place for point in where], where[0].not_possible[names[0]]
-        findings.append(finding("sweep-recipe-not-possible", recipes=list(names), places=places, reason=reason))
-    return findings
+        yield finding("sweep-may-not-fit", places=unsure, memory_gb=memory_gb)
+    if bound := {point.place: point.host_bound for point in points if point.host_bound}:
+        names = list(dict.fromkeys(chain(*bound.values())))
+        layer_ms = cluster()["host"]["layer_ms"]["other"]
+        yield finding("sweep-host-bound", recipes=names, places=list(bound), layer_ms=layer_ms)
+    for failed, where in grouped((tuple(point.not_possible), point) for point in points if point.not_possible).items():
+        places, reason = [point.place for point in where], where[0].not_possible[failed[0]]
+        yield finding("sweep-recipe-not-possible", recipes=list(failed), places=places, reason=reason)

@@ -6,8 +6,7 @@ wider than those of a closed form, whose parts were measured in training.
 """
 
 from collections.abc import Iterable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 from gemmscope.forecast.memory import memory_facts, recipe_memory, reserve_bytes, shards, state_bytes, storage
 from gemmscope.forecast.training import attention_ms, facts, work_ms
@@ -26,12 +25,8 @@ from gemmscope.workload.traced_ops import Between, TracedAttention
 BACKWARD_KERNELS = 3  # of attention: the row sums, the gradients, their conversion
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 3, 5  # the batched GEMMs and the softmax
 TracedOp = Between | BatchedGemm | Convolution | TracedAttention
-
-
-@cache
-def coefficients() -> dict[str, Any]:
-    """The table of `coefficients/traced.toml`."""
-    return load_data("gemmscope.forecast", "coefficients/traced.toml")
+coefficients = cache(partial(load_data, "gemmscope.forecast", "coefficients/traced.toml"))
+"""Of traced modules."""
 
 
 def part_of(op: TracedOp) -> StepPart:

@@ -7,7 +7,7 @@ real kernels reach, with their source.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from gemmscope.gpu.specs import GpuSpec, gpu
@@ -20,11 +20,8 @@ from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op, Work
 from gemmscope.workload.scans import Scan
 from gemmscope.workload.sparse import IndexScores
 
-
-@cache
-def facts() -> dict[str, Any]:
-    """The table of `coefficients/training.toml`."""
-    return load_data("gemmscope.forecast", "coefficients/training.toml")
+facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/training.toml"))
+"""Of training steps."""
 
 
 @cache

@@ -1,79 +1,51 @@
 """The health of a GPU: memory errors, remapped memory, PCIe and NVLink state, and where it sits in its machine.
 
-`FACTS` names every figure. A figure that the driver does not give is absent.
+`health.toml` names every figure, and the question that the driver answers. A figure that the driver does not give is absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from gemmscope.gpu.nvml import Gpu
+from gemmscope.toml import load_data
 
 Health = dict[str, int | str]
 
-FACTS = {
-    "ecc": "error correction of the memory: on or off",
-    "corrected_errors": "corrected memory errors since the driver was loaded",
-    "uncorrected_errors": "uncorrected memory errors since the driver was loaded",
-    "corrected_errors_lifetime": "corrected memory errors over the lifetime of the GPU",
-    "uncorrected_errors_lifetime": "uncorrected memory errors over the lifetime of the GPU",
-    "remapped_rows_corrected": "memory rows remapped because of corrected errors",
-    "remapped_rows_uncorrected": "memory rows remapped because of uncorrected errors",
-    "remap_pending": "1: a memory row will be remapped at the next reset of the GPU",
-    "remap_failed": "1: a memory row could not be remapped",
-    "retired_pages": "memory pages that are no longer used (GPUs before Ampere)",
-    "retirement_pending": "1: more memory pages will be retired at the next reset of the GPU",
-    "pcie_generation": "PCIe generation of the link now (an idle link drops to 1)",
-    "pcie_generation_max": "PCIe generation that the GPU and the slot support",
-    "pcie_width": "PCIe lanes now",
-    "pcie_width_max": "PCIe lanes that the GPU and the slot support",
-    "pcie_replays": "PCIe packets that were resent",
-    "nvlinks": "NVLinks that the GPU has",
-    "nvlinks_active": "NVLinks that are active",
-    "nvlink_replays": "NVLink packets that were resent, over all links",
-    "nvlink_recoveries": "recoveries of NVLinks, over all links",
-    "nvlink_crc_errors": "NVLink CRC errors, over all links",
-    "persistence_mode": "the driver stays loaded without a client: on or off",
-    "mig": "division of the GPU into instances (MIG): on or off",
-    "numa_node": "NUMA node that the GPU is attached to",
-    "cpu_cores": "CPU cores near the GPU, such as 0-55,112-167",
-}
-"""The names of all figures, and what each one is. Run files, `fleet` and `doctor --json` use these names."""
+
+@cache
+def health_figures() -> Mapping[str, dict[str, Any]]:
+    """The table of `health.toml`."""
+    return load_data("gemmscope.gpu", "health.toml")
 
 
 def health_facts(gpu: Gpu) -> Health:
     """All figures that the driver gives. PCIe generation and width are those of this moment: ask under load."""
-    recent, lifetime = gpu.ecc_errors(lifetime=False), gpu.ecc_errors(lifetime=True)
-    rows, pages, pcie, nvlinks = gpu.remapped_rows(), gpu.retired_pages(), gpu.pcie_link(), gpu.nvlinks()
-    values: dict[str, int | str | None] = {
-        "ecc": _on_off(gpu.ecc_mode()),
-        "corrected_errors": recent.corrected,
-        "uncorrected_errors": recent.uncorrected,
-        "corrected_errors_lifetime": lifetime.corrected,
-        "uncorrected_errors_lifetime": lifetime.uncorrected,
-        "remapped_rows_corrected": rows.corrected if rows else None,
-        "remapped_rows_uncorrected": rows.uncorrected if rows else None,
-        "remap_pending": int(rows.pending) if rows else None,
-        "remap_failed": int(rows.failed) if rows else None,
-        "retired_pages": pages[0] if pages else None,
-        "retirement_pending": int(pages[1]) if pages and pages[1] is not None else None,
-        "pcie_generation": pcie.generation,
-        "pcie_generation_max": pcie.max_generation,
-        "pcie_width": pcie.width,
-        "pcie_width_max": pcie.max_width,
-        "pcie_replays": gpu.pcie_replays(),
-        "nvlinks": nvlinks.total if nvlinks else None,
-        "nvlinks_active": nvlinks.active if nvlinks else None,
-        "nvlink_replays": nvlinks.replays if nvlinks else None,
-        "nvlink_recoveries": nvlinks.recoveries if nvlinks else None,
-        "nvlink_crc_errors": nvlinks.crc_errors if nvlinks else None,
-        "persistence_mode": _on_off(gpu.persistence_mode()),
-        "mig": _on_off(gpu.mig_mode()),
+    links, (pages, pending) = gpu.nvlinks(), gpu.retired_pages()
+    computed = {
+        "retired_pages": pages,
+        "retirement_pending": pending,
+        "nvlinks": links or None,
+        "nvlinks_active": gpu.active_nvlinks(links),
         "numa_node": gpu.numa_node(),
         "cpu_cores": ranges(gpu.cpu_cores()) or None,
     }
+    values = {name: computed[name] if name in computed else _ask(gpu, figure, links) for name, figure in health_figures().items()}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _ask(gpu: Gpu, figure: Mapping[str, Any], links: int) -> int | str | None:
+    """What the driver answers to the question of one figure."""
+    if "counters" in figure:
+        sums = (gpu.over_nvlinks(counter, links) for counter in figure["counters"])
+        return next((total for total in sums if total is not None), None)
+    answer = gpu.query(figure["query"], *figure.get("with", ()))
+    if answer is None:
+        return None
+    value = int(answer[figure["item"]] if "item" in figure else answer)
+    return value if "on_off" not in figure else "on" if value else "off"
 
 
 class HealthProblem(NamedTuple):
@@ -125,7 +97,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _on_off(state: bool | None) -> str | None:
-    return None if state is None else "on" if state else "off"

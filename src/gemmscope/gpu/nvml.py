@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pynvml
 
@@ -39,43 +39,6 @@ class Reading:
     temperature_c: int | None
     throttle: tuple[str, ...]
     energy_j: float | None = None  # used since the driver was loaded
-
-
-class EccErrors(NamedTuple):
-    """Memory errors: of the registers, the caches and the device memory together."""
-
-    corrected: int | None
-    uncorrected: int | None
-
-
-class RemappedRows(NamedTuple):
-    """Rows of the device memory that were replaced by spare ones (Ampere and later)."""
-
-    corrected: int
-    uncorrected: int
-    pending: bool
-    """A row is replaced at the next reset of the GPU."""
-    failed: bool
-    """A row could not be replaced: no spare one is left."""
-
-
-class PcieLink(NamedTuple):
-    """The PCIe link at this moment, and what GPU and slot are capable of. An idle link drops to generation 1."""
-
-    generation: int | None
-    width: int | None
-    max_generation: int | None
-    max_width: int | None
-
-
-class NvLinks(NamedTuple):
-    """How many links the GPU has, how many of them are active, and their error counters, summed."""
-
-    total: int
-    active: int | None
-    replays: int | None
-    recoveries: int | None
-    crc_errors: int | None
 
 
 def _query(function: str, *arguments: Any) -> Any:
@@ -111,6 +74,10 @@ class Gpu:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+
+    def query(self, figure: str, *constants: str) -> Any:
+        """The answer of `nvmlDeviceGet` and so on. `constants`: its arguments, as names without `NVML_`."""
+        return self._query(f"nvmlDeviceGet{figure}", *(getattr(pynvml, f"NVML_{name}") for name in constants))
 
     def _query(self, function: str, *arguments: Any) -> Any:
         return _query(function, self._handle, *arguments)
@@ -182,69 +149,26 @@ class Gpu:
             throttle=tuple(reason for bit, reason in THROTTLE_REASONS.items() if reasons & bit),
         )
 
-    def persistence_mode(self) -> bool | None:
-        return _switch(self._query("nvmlDeviceGetPersistenceMode"))
-
-    def ecc_mode(self) -> bool | None:
-        modes = self._query("nvmlDeviceGetEccMode")  # (now, after the next reset)
-        return _switch(modes[0]) if modes is not None else None
-
-    def mig_mode(self) -> bool | None:
-        """Whether the GPU is divided into instances (MIG)."""
-        modes = self._query("nvmlDeviceGetMigMode")  # (now, after the next reset)
-        return _switch(modes[0]) if modes is not None else None
-
-    def ecc_errors(self, *, lifetime: bool) -> EccErrors:
-        """Memory errors since the driver was loaded, or in the whole life of the GPU."""
-        counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
-        kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
-        return EccErrors(*(self._query("nvmlDeviceGetTotalEccErrors", kind, counter) for kind in kinds))
-
-    def remapped_rows(self) -> RemappedRows | None:
-        rows = self._query("nvmlDeviceGetRemappedRows")
-        return RemappedRows(int(rows[0]), int(rows[1]), bool(rows[2]), bool(rows[3])) if rows is not None else None
-
-    def retired_pages(self) -> tuple[int, bool | None] | None:
+    def retired_pages(self) -> tuple[int, int] | tuple[None, None]:
         """Pages of the device memory that are no longer used (before Ampere), and whether more follow at the next reset."""
-        causes = (
-            pynvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
-            pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
-        )
-        pages = [self._query("nvmlDeviceGetRetiredPages", cause) for cause in causes]
-        if None in pages:
-            return None
-        return sum(map(len, pages)), _switch(self._query("nvmlDeviceGetRetiredPagesPendingStatus"))
+        causes = ("MULTIPLE_SINGLE_BIT_ECC_ERRORS", "DOUBLE_BIT_ECC_ERROR")
+        pages = [self.query("RetiredPages", f"PAGE_RETIREMENT_CAUSE_{cause}") for cause in causes]
+        return (None, None) if None in pages else (sum(map(len, pages)), self.query("RetiredPagesPendingStatus"))
 
-    def pcie_link(self) -> PcieLink:
-        names = ("CurrPcieLinkGeneration", "CurrPcieLinkWidth", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
-        return PcieLink(*(self._query(f"nvmlDeviceGet{name}") for name in names))
-
-    def pcie_replays(self) -> int | None:
-        """How often PCIe packets were resent because they arrived damaged."""
-        replays: int | None = self._query("nvmlDeviceGetPcieReplayCounter")
-        return replays
-
-    def nvlinks(self) -> NvLinks | None:
-        """None for a GPU without NVLink."""
+    def nvlinks(self) -> int:
+        """How many NVLinks the GPU has."""
         (total,) = self._fields([(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
-        if not total or total > pynvml.NVML_NVLINK_MAX_LINKS:
-            return None
-        states = [self._query("nvmlDeviceGetNvLinkState", link) for link in range(total)]
-        known = [state for state in states if state is not None]
-        recoveries = self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY", total)
-        if recoveries is None:  # Blackwell has only this counter
-            recoveries = self._over_links("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", total)
-        return NvLinks(
-            total=total,
-            active=sum(map(bool, known)) if known else None,
-            replays=self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY", total),
-            recoveries=recoveries,
-            crc_errors=self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", total),
-        )
+        return total if total and total <= pynvml.NVML_NVLINK_MAX_LINKS else 0
 
-    def _over_links(self, field: str, links: int) -> int | None:
+    def active_nvlinks(self, links: int) -> int | None:
+        """How many of them are active."""
+        states = [self._query("nvmlDeviceGetNvLinkState", link) for link in range(links)]
+        known = [state for state in states if state is not None]
+        return sum(map(bool, known)) if known else None
+
+    def over_nvlinks(self, field: str, links: int) -> int | None:
         """The sum of a counter over all NVLinks; None if no link has it."""
-        number = getattr(pynvml, field, None)  # an older binding does not have every field
+        number = getattr(pynvml, f"NVML_FI_DEV_{field}", None)  # an older binding does not have every field
         values = self._fields([(number, link) for link in range(links)]) if number is not None else []
         known = [value for value in values if value is not None]
         return sum(known) if known else None
@@ -266,11 +190,6 @@ class Gpu:
         mask_size = -(-(os.cpu_count() or 1) // 64)
         mask = self._query("nvmlDeviceGetCpuAffinity", mask_size)
         return _bits(mask) if mask is not None else []
-
-
-def _switch(state: int | None) -> bool | None:
-    """nvmlEnableState_t as a truth value."""
-    return state == pynvml.NVML_FEATURE_ENABLED if state is not None else None
 
 
 def _value(field: Any) -> int | None:

@@ -34,16 +34,21 @@ def _named_gpu(name: str, machine: Environment) -> GpuFacts | None:
     return machine.gpus[index] if index < len(machine.gpus) else None
 
 
-def usable_gpu(machine: Environment, *, share: bool) -> GpuFacts:
-    """The GPU to measure on; a `UserError` if there is none, or if others use it."""
-    gpu = visible_gpu(machine)
-    if gpu is None:
+def some_gpus(machine: Environment, where: str = "here", instead: str = "") -> list[GpuFacts]:
+    """The visible GPUs; a `UserError` if there is none. `instead`: what else can be done, besides measuring on the CPU."""
+    visible = visible_gpus(machine)
+    if not visible:
         hidden = f" (CUDA_VISIBLE_DEVICES is {machine.visible_devices!r})" if machine.gpus else ""
         raise UserError(
-            f"there is no NVIDIA GPU here to measure on{hidden}",
-            "gemmscope forecast estimates GPUs that you do not have; "
-            f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
+            f"there is no NVIDIA GPU {where} to measure on{hidden}",
+            f"{instead}{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
         )
+    return visible
+
+
+def usable_gpu(machine: Environment, *, share: bool) -> GpuFacts:
+    """The GPU to measure on; a `UserError` if there is none, or if others use it."""
+    gpu = some_gpus(machine, instead="gemmscope forecast estimates GPUs that you do not have; ")[0]
     if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
         plural = "es" if len(gpu.processes) > 1 else ""
         in_use = f"in use by process{plural} {', '.join(map(str, gpu.processes))}"

@@ -21,7 +21,7 @@ from gemmscope.model.megatron_hybrid import HYBRID
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
-from gemmscope.model.shell import ASSIGNMENT, LONG, SHORT, Branches, Shell, Word, in_order, shell_words, with_assignments
+from gemmscope.model.shell import Shell, running_words
 from gemmscope.model.spec import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
@@ -33,7 +33,6 @@ ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "s
 SWITCHES = set(FACTS["switches"])
 VALUED = {*FACTS["same_name"], *OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
-PRINTERS, USAGE = ("echo", "printf"), "usage"
 PROGRAM = re.compile(r"\bpretrain_(\w{1,40})\.py\b")
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
@@ -86,8 +85,7 @@ def read(text: str, origin: str) -> ModelSource:
     printed = _read_printed(text)
     if TELLTALE & printed.values.keys():
         return _source(printed, origin, lambda name: name, "{} ........ {}")
-    arguments = Arguments()
-    _collect(with_assignments(in_order(text)), Shell(), arguments, in_branch=False, depth=0)
+    arguments = _read_script(text)
     if not arguments.values:
         raise UserError(
             "there are no Megatron-LM arguments",
@@ -193,37 +191,11 @@ def _read_printed(text: str) -> Arguments:
     return arguments
 
 
-def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:
-    """Walk through the words: assignments, flags and the value that follows a flag."""
-    has_branches = LONG.search(text) is not None or SHORT.search(text) is not None
-    branches, waiting, switch, printing = Branches(shell), "", "", ""
-    unused = _Unused(text)
-    for word in shell_words(text):
-        if has_branches and (branches.consumes(word) or branches.skipped):
-            continue
-        if not depth and not waiting and unused.has(word):
-            continue
-        inside, piece = in_branch or branches.open, word.text
-        printing = piece if piece in PRINTERS and not word.quoted else "" if word.opens else printing
-        if printing and (printing == USAGE or USAGE in piece.lower()):  # flags of the script itself
-            printing = USAGE
-            continue
+def _read_script(text: str) -> Arguments:
+    """The flags of the script's words, and the value that follows each."""
+    arguments, shell, waiting, switch = Arguments(), Shell(), "", ""
+    for piece, in_branch in running_words(text, shell, PROGRAM):
         arguments.add_scripts(piece)
-        shell.assign_defaults(piece, in_branch=inside)
-        assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
-        if assigned:
-            piece = assigned[3]
-            balanced = piece.count("(") == piece.count(")")
-            # In quotes it is text, such as FREQ="([0]*3+[1]*58)"; else brackets are an array.
-            if not piece.startswith("(") or (balanced and word.quoted and "--" not in piece):
-                before = f"${{{assigned[1]}}}" if assigned[2] == "+=" else ""
-                shell.assign(assigned[1], before + piece, in_branch=inside)
-            if piece.startswith("(") and piece.endswith(")") and balanced:  # an array of one word
-                piece = piece[1:-1]
-        if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < 3:
-            _collect(piece, shell, arguments, in_branch=inside, depth=depth + 1)
-            continue
-        piece = _without_brackets(piece)
         if piece.startswith("--"):
             if waiting:
                 arguments.put(waiting, Unknown("(none)", f"the next word is {piece[:60]}"))
@@ -231,18 +203,18 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             name, equals, value = piece[2:].partition("=")
             name = name.rstrip(":").replace("-", "_")
             if name in FACTS["off_switches"]:
-                arguments.put(FACTS["off_switches"][name], value=False, in_branch=inside)
+                arguments.put(FACTS["off_switches"][name], value=False, in_branch=in_branch)
             elif name in SWITCHES:
-                arguments.put(name, value=value.lower() != "false", in_branch=inside)
+                arguments.put(name, value=value.lower() != "false", in_branch=in_branch)
                 switch = name
             elif name in VALUED and equals:
-                arguments.put(name, shell.resolve(value), in_branch=inside)
+                arguments.put(name, shell.resolve(value), in_branch=in_branch)
             elif name in VALUED:
                 waiting = name
             elif re.fullmatch(r"[a-z]\w{0,80}", name):
                 arguments.unknown[name] = None
         elif waiting:
-            arguments.put(waiting, shell.resolve(piece), in_branch=inside)
+            arguments.put(waiting, shell.resolve(piece), in_branch=in_branch)
             waiting = ""
         elif piece in FACTS["recompute_modules"] and isinstance(arguments.values.get("recompute_modules"), str):
             arguments.values["recompute_modules"] = f"{arguments.values['recompute_modules']} {piece}"
@@ -252,40 +224,4 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             switch = ""
     if waiting:
         arguments.put(waiting, Unknown("(none)", "the text ends after it"))
-
-
-class _Unused:
-    """Finds the words of variables that hold flags but that nothing in the script uses, so that its command does not have them.
-
-    A script without a command of its own only sets variables for others: it has none.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = re.sub(r"(^|\s)#.*", r"\1", text) if PROGRAM.search(text) and "${!" not in text else ""
-        self._brackets = 0  # that the array of such a variable has open
-
-    def has(self, word: Word) -> bool:
-        """Whether the word belongs to such a variable."""
-        opened = 0 if word.quoted else word.text.count("(") - word.text.count(")")
-        if self._brackets > 0:
-            self._brackets += opened
-            return True
-        assigned = ASSIGNMENT.fullmatch(word.text) if self._text else None
-        if assigned is None or not (assigned[3].startswith("(") or "--" in assigned[3]):
-            return False
-        if re.search(rf"\b{assigned[1]}\b(?!\+?=)", self._text) or PROGRAM.search(assigned[3]):
-            return False
-        self._brackets = opened
-        return True
-
-
-def _without_brackets(piece: str) -> str:
-    """A word without the ends of the array or list that it stands in: `(--a`, `32)`, `"--a",`."""
-    for left, right in ("()", "[]"):
-        piece = piece.rstrip(",")
-        surplus = piece.count(left) - piece.count(right)
-        if surplus == 1:
-            piece = piece.removeprefix(left)
-        elif surplus == -1:
-            piece = piece.removesuffix(right)
-    return piece
+    return arguments

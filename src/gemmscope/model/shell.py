@@ -10,7 +10,6 @@ which ends with its command.
 
 import operator
 import re
-from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -116,6 +115,16 @@ class Shell:
             self.assigned.pop(name, None)
         self.assigned.setdefault(name, {})[self.values[name]] = None
 
+    def assign_word(self, assigned: re.Match[str], *, in_branch: bool, quoted: bool) -> str:
+        """Remember the value of an `ASSIGNMENT`, unless it is an array. Returns the value: it may have flags."""
+        value = assigned[3]
+        balanced = value.count("(") == value.count(")")
+        # In quotes it is text, such as FREQ="([0]*3+[1]*58)"; else brackets are an array.
+        if not value.startswith("(") or (balanced and quoted and "--" not in value):
+            before = f"${{{assigned[1]}}}" if assigned[2] == "+=" else ""
+            self.assign(assigned[1], before + value, in_branch=in_branch)
+        return value[1:-1] if value.startswith("(") and value.endswith(")") and balanced else value  # an array of one word
+
     def assign_defaults(self, text: str, *, in_branch: bool) -> None:
         """Remember the defaults that a text assigns in passing: `${NAME:=default}` sets NAME unless it has a value."""
         for name, default in DEFAULT.findall(text[:LONGEST_VALUE]):
@@ -178,118 +187,61 @@ def _without_quotes(text: str) -> str:
 
 
 DEFINITION = re.compile(
-    r"(?P<indent>[ \t]*)(?:function[ \t]+(?P<named>\w+)(?:[ \t]*\(\))?|(?P<name>[A-Za-z_]\w*)[ \t]*\(\))[ \t]*(?P<rest>\{.*)?$"
+    r"""^(?P<indent>[ \t]*)(?:function[ \t]+(?P<named>\w+)(?:[ \t]*\(\))?|(?P<name>[A-Za-z_]\w*)[ \t]*\(\))[ \t]*\n?[ \t]*\{
+        (?P<body>.*(?=\}[^\S\n]*$)                                      # in one line
+               |(?:.*\n){1,500}?(?=(?P=indent)\}(?!\w)))                # or until a brace of the same indentation
+        .*\n?""",
+    re.MULTILINE | re.VERBOSE,
 )
-CLOSING = re.compile(r"([ \t]*)\}(?!\w)")
-SHOWN = re.compile(r"(?:^|(?<=[\s);&{]))cat[ \t]*(?:1?>&2[ \t]*)?<<-?[ \t]*(['\"]?)(\w+)\1[ \t]*(?:1?>&2)?[ \t]*$")
+SHOWN = re.compile(  # a here-document of `cat` that goes to the screen
+    r"""(?:^|(?<=[\s);&{]))cat[ \t]*(?:1?>&2[ \t]*)?<<-?[ \t]*(['\"]?)(\w+)\1[ \t]*(?:1?>&2)?[ \t]*\n
+        (?:.*\n){0,500}?[ \t]*\2[ \t]*$""",
+    re.MULTILINE | re.VERBOSE,
+)
 ALL_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
 ARGUMENT = re.compile(r"\$([1-9])|\$\{([1-9])(?::?[-=][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}")
 LONGEST = 200_000  # characters of a script, and of what its calls add; a longer one is read as it stands
 DEEPEST = 4  # functions that call functions
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function: its body, and the numbers of the lines that define it."""
-
-    name: str
-    body: str
-    lines: range
-
-
 def in_order(text: str) -> str:
     """The script without text that it only shows, and with the functions that it calls in the place of their calls.
+
+    A function that hands all its arguments on is left as it is: the flags of its calls count there.
 
     >>> in_order("go() {\\n  run --tp ${1:-1}\\n}\\nTP=2\\ngo $TP")
     'TP=2\\n  run --tp $TP'
     """
-    lines = list(_without_shown(text.split("\n")))
-    functions = _functions(lines) if len(text) <= LONGEST else {}
+    if len(text) > LONGEST:
+        return text
+    text = SHOWN.sub("", text)
+    definitions = [one for one in DEFINITION.finditer(text) if not ALL_ARGUMENTS.search(one["body"])]
+    functions = {one["named"] or one["name"]: one for one in definitions}
     if not functions:
-        return "\n".join(lines)
-    calls = _Calls(functions)
-    defined = {number for function in functions.values() for number in function.lines}
-    in_place = [part for number, line in enumerate(lines) if number not in defined for part in calls.lines_for(line)]
-    # Functions without a call stay: another script may call them.
-    uncalled = [number for name, function in functions.items() if name not in calls.seen for number in function.lines]
-    return "\n".join([*(lines[number] for number in uncalled), *in_place])
+        return text
+    names, called, left = "|".join(functions), set[str](), LONGEST
+    command = re.compile(rf"[ \t]*({names})((?:[ \t]+[^;&|\\]*)?)(?:[;&|].*)?$")
+    substitution = re.compile(rf"\$\(({names})((?:[ \t][^()]*)?)\)")
 
-
-def _without_shown(lines: list[str]) -> Iterator[str]:
-    """Without the here-documents of `cat` that go to the screen."""
-    last = {line.strip(): number for number, line in enumerate(lines)}
-    end = ""
-    for number, line in enumerate(lines):
-        if end:
-            end = "" if line.strip() == end else end
-        elif (shown := SHOWN.search(line)) and last.get(shown[2], 0) > number:
-            end = shown[2]
-            yield line[: shown.start()]
-        else:
-            yield line
-
-
-def _functions(lines: list[str]) -> dict[str, Function]:
-    """The functions by name. One that hands all its arguments on is left as it is: the flags of its calls count there."""
-    closing: dict[str, list[int]] = {}  # lines that begin with a closing brace, by their indentation
-    for number, line in enumerate(lines):
-        if match := CLOSING.match(line):
-            closing.setdefault(match[1], []).append(number)
-    functions: dict[str, Function] = {}
-    number = 0
-    while number < len(lines):
-        function = _function(lines, number, closing)
-        if function is not None and not ALL_ARGUMENTS.search(function.body):
-            functions[function.name] = function
-        number = number + 1 if function is None else function.lines.stop
-    return functions
-
-
-def _function(lines: list[str], first: int, closing: dict[str, list[int]]) -> Function | None:
-    """The function whose definition begins in this line. It ends with a brace of the same indentation, or in the same line."""
-    defined = DEFINITION.match(lines[first])
-    if defined is None:
-        return None
-    name, rest = defined["named"] or defined["name"], (defined["rest"] or "").strip()
-    if len(rest) > 1 and rest.endswith("}"):
-        return Function(name, rest[1:-1].strip().rstrip(";"), range(first, first + 1))
-    start = first + 1
-    if not rest:  # the brace is alone in the next line
-        if start >= len(lines) or lines[start].strip() != "{":
-            return None
-        start += 1
-    ends = closing.get(defined["indent"], [])
-    last = bisect(ends, start - 1)
-    if last == len(ends):
-        return None
-    return Function(name, "\n".join([rest[1:], *lines[start : ends[last]]]).strip("\n"), range(first, ends[last] + 1))
-
-
-class _Calls:
-    """Finds calls of functions, and puts the bodies in their place."""
-
-    def __init__(self, functions: dict[str, Function]) -> None:
-        names = "|".join(functions)
-        self._functions = functions
-        self._command = re.compile(rf"[ \t]*({names})((?:[ \t]+[^;&|\\]*)?)(?:[;&|].*)?$")
-        self._substitution = re.compile(rf"\$\(({names})((?:[ \t][^()]*)?)\)")
-        self._left = LONGEST
-        self.seen: set[str] = set()
-
-    def lines_for(self, line: str, depth: int = 0) -> Iterator[str]:
+    def lines_for(line: str, depth: int = 0) -> Iterator[str]:
         """The line, after the bodies of the functions whose output it uses; or the body of the function that it calls."""
-        command = self._command.match(line)
-        calls = [command] if command else list(self._substitution.finditer(line))
-        for call in calls:
-            if self._left < 0 or depth == DEEPEST:
-                continue
-            self.seen.add(call[1])
-            body = _with_arguments(self._functions[call[1]].body, [word.text for word in shell_words(call[2])])
-            self._left -= len(body) + len(line)
-            for inner in body.split("\n"):
-                yield from self.lines_for(inner, depth + 1)
-        if not command:
+        nonlocal left
+        whole = command.match(line)
+        for call in [whole] if whole else substitution.finditer(line):
+            if left >= 0 and depth < DEEPEST:
+                called.add(call[1])
+                body = _with_arguments(functions[call[1]]["body"].strip("\n"), [word.text for word in shell_words(call[2])])
+                left -= len(body) + len(line)
+                for inner in body.split("\n"):
+                    yield from lines_for(inner, depth + 1)
+        if not whole:
             yield line
+
+    defined = {one.start() for one in functions.values()}
+    outside = DEFINITION.sub(lambda one: "" if one.start() in defined else one[0], text)
+    in_place = [part for line in outside.split("\n") for part in lines_for(line)]
+    # Functions without a call stay: another script may call them.
+    return "\n".join([*(one[0] for name, one in functions.items() if name not in called), *in_place])
 
 
 def _with_arguments(body: str, arguments: list[str]) -> str:
@@ -443,3 +395,63 @@ class Branches:
         if not isinstance(first, int) or not isinstance(second, int):
             return None
         return COMPARISONS[comparison](first, second)
+
+
+PRINTERS, USAGE = ("echo", "printf"), "usage"
+MOST_QUOTES = 3  # commands in quotes inside of others
+
+
+def running_words(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
+    """The words of a script that may run, without the ends of arrays, and whether a condition decides that.
+
+    Functions are in the place of their calls, text in quotes that has flags counts as words, and `shell` follows the variables.
+    Variables that hold flags but that nothing uses are left out, if the script runs the `program` itself: without a command of
+    its own it only sets variables for others.
+    """
+    text = with_assignments(in_order(text))
+    uses = re.sub(r"(^|\s)#.*", r"\1", text) if program.search(text) and "${!" not in text else ""
+
+    def unused(word: Word) -> bool:
+        assigned = ASSIGNMENT.fullmatch(word.text) if uses else None
+        if assigned is None or not (assigned[3].startswith("(") or "--" in assigned[3]):
+            return False
+        return not re.search(rf"\b{assigned[1]}\b(?!\+?=)", uses) and not program.search(assigned[3])
+
+    yield from _words(text, shell, unused, in_branch=False, depth=0)
+
+
+def _words(text: str, shell: Shell, unused: Callable[[Word], bool], *, in_branch: bool, depth: int) -> Iterator[tuple[str, bool]]:
+    has_branches = LONG.search(text) is not None or SHORT.search(text) is not None
+    branches, printing, after_flag, brackets = Branches(shell), "", False, 0
+    for word in shell_words(text):
+        after_flag = after_flag and not word.opens
+        if has_branches and (branches.consumes(word) or branches.skipped):
+            continue
+        if brackets > 0 or (not depth and not after_flag and unused(word)):  # the array of an unused variable may go on
+            brackets += 0 if word.quoted else word.text.count("(") - word.text.count(")")
+            continue
+        inside, piece = in_branch or branches.open, word.text
+        printing = piece if piece in PRINTERS and not word.quoted else "" if word.opens else printing
+        if printing and (printing == USAGE or USAGE in piece.lower()):  # flags of the script itself
+            printing = USAGE
+            continue
+        shell.assign_defaults(piece, in_branch=inside)
+        if not after_flag and (assigned := ASSIGNMENT.fullmatch(piece)):
+            piece = shell.assign_word(assigned, in_branch=inside, quoted=word.quoted)
+        if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < MOST_QUOTES:
+            yield "--", inside  # a flag before the quotes has no value, nor has the last one inside
+            yield from _words(piece, shell, unused, in_branch=inside, depth=depth + 1)
+            yield "--", inside
+            continue
+        piece = _without_brackets(piece)
+        after_flag = piece.startswith("--") and "=" not in piece
+        yield piece, inside
+
+
+def _without_brackets(piece: str) -> str:
+    """A word without the ends of the array or list that it stands in: `(--a`, `32)`, `"--a",`."""
+    for left, right in ("()", "[]"):
+        piece = piece.rstrip(",")
+        surplus = piece.count(left) - piece.count(right)
+        piece = piece.removeprefix(left) if surplus == 1 else piece.removesuffix(right) if surplus == -1 else piece
+    return piece

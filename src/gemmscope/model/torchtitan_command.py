@@ -12,13 +12,14 @@ from gemmscope.errors import UserError, did_you_mean
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
 from gemmscope.model.megatron_settings import Unknown
-from gemmscope.model.shell import ASSIGNMENT, Branches, Shell, shell_words
+from gemmscope.model.shell import Shell, running_words
 from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import families, family_names
 
 SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")
 FLAG = re.compile(rf"--(?:({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config))(?:=(.*))?", re.DOTALL)
 VARIABLES = {"MODULE": "module", "CONFIG": "config"}  # of torchtitan's run_train.sh
+PROGRAM = re.compile(r"run_train\.sh|torchtitan\.train|\btrain\.py")
 CONSTANTS = {"true": True, "false": False}
 
 
@@ -50,8 +51,8 @@ def read(text: str, origin: str) -> ModelSource:
 
 def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
     """The settings by section, and what was not known. Module and config are in the section without a name."""
-    shell = Shell()
-    branches, tables, findings, waiting = Branches(shell), dict[str, dict[str, object]](), list[Finding](), ("", "")
+    shell, tables, findings, waiting = Shell(), dict[str, dict[str, object]](), list[Finding](), ("", "")
+    conditional: dict[str, None] = {}  # an ordered set
 
     def put(section: str, name: str, value: object) -> None:
         if isinstance(value, Unknown):
@@ -61,26 +62,23 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
         else:
             tables.setdefault(section, {})[name] = value
 
-    for word in shell_words(text):
-        if branches.consumes(word) or branches.skipped:
-            continue
-        shell.assign_defaults(word.text, in_branch=branches.open)
-        flag, assigned = FLAG.fullmatch(word.text.strip("(),")), ASSIGNMENT.fullmatch(word.text)
+    for piece, in_branch in running_words(text, shell, PROGRAM):
+        flag = FLAG.fullmatch(piece)
         if waiting[1]:  # a flag without a value is a switch
-            put(*waiting, value=True if word.text.startswith("--") else _value(shell.resolve(word.text.strip("(),"))))
-        waiting = ("", "")
-        if flag:
-            section, name = flag[1] or "", (flag[2] or flag[3]).replace("-", "_")
-            if flag[4] is None:
-                waiting = (section, name)
-            else:
-                put(section, name, _value(shell.resolve(flag[4])))
-        elif assigned and assigned[2] == "=":
-            shell.assign(assigned[1], assigned[3], in_branch=branches.open)
-            if assigned[1] in VARIABLES and shell.value(assigned[1]):
-                put("", VARIABLES[assigned[1]], shell.resolve(f"${assigned[1]}"))
+            put(*waiting, value=True if piece.startswith("--") else _value(shell.resolve(piece)))
+        if flag and in_branch:
+            conditional[piece.partition("=")[0]] = None
+        waiting = (flag[1] or "", (flag[2] or flag[3]).replace("-", "_")) if flag else ("", "")
+        if flag and flag[4] is not None:
+            put(*waiting, value=_value(shell.resolve(flag[4])))
+            waiting = ("", "")
     if waiting[1]:
         put(*waiting, value=True)
+    for variable, name in VARIABLES.items():
+        if shell.value(variable) and name not in tables.get("", {}):
+            put("", name, shell.resolve(f"${variable}"))
+    if conditional:
+        findings.append(finding("settings-in-condition", settings=[*conditional]))
     return tables, findings
 
 

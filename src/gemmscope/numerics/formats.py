@@ -1,4 +1,4 @@
-"""Number formats of low precision: rounding, saturation, the bits that libraries store; and scales, as libraries compute them.
+"""Number formats of low precision: rounding and saturation; and scales, as libraries compute them.
 
 Rounding works on float32 tensors and gives float32 values that the format can hold, so no float8 dtype is needed to compute with.
 Nothing here depends on the data: no branch on a value, no transfer to the host.
@@ -10,6 +10,7 @@ order, so that results are equal bit by bit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import frexp
 
 import torch
@@ -29,24 +30,16 @@ class NumberFormat:
     mantissa: int
     min_exponent: int
     max: float
-    dtype: torch.dtype | None
-    """The dtype that stores it, where PyTorch has one; E2M1 is stored as a code of four bits."""
-
-    @property
-    def max_exponent(self) -> int:
-        """The exponent of the largest power of two."""
-        return frexp(self.max)[1] - 1
 
     @property
     def overflow(self) -> float:
         """Where values are too large by more than half a step, so that saturation and not rounding makes the error."""
-        return self.max + float(2.0 ** (self.max_exponent - self.mantissa - 1))
+        return self.max + float(2.0 ** (frexp(self.max)[1] - 2 - self.mantissa))
 
 
 def _format(name: str) -> NumberFormat:
     facts = number_format(name)
-    dtype = getattr(torch, facts["torch"]) if "torch" in facts else None
-    return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]), dtype)
+    return NumberFormat(name, facts["mantissa"], facts["least_exponent"], float(facts["largest"]))
 
 
 FORMATS: Mapping[str, NumberFormat] = FactTable(
@@ -86,35 +79,20 @@ def round_stochastic(values: Tensor, target: NumberFormat, generator: torch.Gene
     return torch.copysign(rounded, torch.where(values.isnan(), 1.0, values))
 
 
-def encode(rounded: Tensor, target: NumberFormat) -> Tensor:
-    """The bits that libraries store for values of the format: a float8 tensor, or for E2M1 codes 0 to 15, one per byte.
-
-    E2M1 has no NaN; it becomes 0, as in Transformer Engine's reference (its kernels write 6; the reference's scale of that
-    block is NaN).
-    """
-    if target.dtype is not None:
-        return rounded.to(target.dtype)
-    magnitude = rounded.abs().nan_to_num(nan=0.0)
-    code = torch.where(magnitude <= 2, 2 * magnitude, torch.where(magnitude <= 4, magnitude + 2, 7)).to(torch.uint8)
-    return code | ((rounded.signbit() & ~rounded.isnan()).to(torch.uint8) << 3)
-
-
 def floor_to_power_of_two(values: Tensor) -> Tensor:
     """The largest power of two that is not above a positive float32; 0, Inf and NaN stay, subnormals become 0."""
     return torch.where(values.isnan(), values, (values.view(torch.int32) & EXPONENT_BITS).view(torch.float32))
 
 
-def e8m0_exponents(values: Tensor, *, up: bool) -> Tensor:
-    """The biased exponents (int32, 0 to 255) of positive float32 values rounded down or up to powers of two.
+def e8m0_exponents(values: Tensor) -> Tensor:
+    """The biased exponents (int32, 0 to 255) of positive float32 values rounded up to powers of two.
 
-    Up is the instruction `cvt.rp.satfinite.ue8m0x2.f32`: Inf becomes 254, NaN becomes 255, zero 0 (2^-127).
+    As the instruction `cvt.rp.satfinite.ue8m0x2.f32`: Inf becomes 254, NaN becomes 255, zero 0 (2^-127).
     """
     bits = values.view(torch.int32)
-    exponents = bits >> 23
-    if up:
-        mantissa = bits & 0x7FFFFF
-        exponents = (exponents + ((mantissa > 0) & ((exponents > 0) | (mantissa > 0x400000)))).clamp(max=254)
-    return torch.where(values.isnan(), 255, exponents)
+    exponents, mantissa = bits >> 23, bits & 0x7FFFFF
+    rounded = exponents + ((mantissa > 0) & ((exponents > 0) | (mantissa > 0x400000)))
+    return torch.where(values.isnan(), 255, rounded.clamp(max=254))
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:
@@ -124,7 +102,6 @@ def e8m0_values(exponents: Tensor) -> Tensor:
 
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
 E4M3_TINY = 2.0**-6  # its smallest normal number
 TORCHAO_EPS = 1e-12  # the smallest maximum, in torchao's float8
 
@@ -146,56 +123,30 @@ class Scales:
 Rule = Callable[[Tensor, NumberFormat, Tensor], Scales]
 
 
-def _scales(encode_scales: Tensor) -> Scales:
+def _scales(encode_scales: Tensor, *, power_of_two: bool) -> Scales:
+    encode_scales = floor_to_power_of_two(encode_scales) if power_of_two else encode_scales
     inverse = encode_scales.reciprocal()
     one = torch.ones((), device=inverse.device)
     return Scales(encode_scales, one, inverse, inverse) if inverse.dim() == 0 else Scales(encode_scales, inverse, inverse, one)
 
 
-def _te_scale(amax: Tensor, target: NumberFormat) -> Tensor:
-    """Transformer Engine 2.20.2, recipe_common.cuh, compute_scale_from_amax."""
+def te(amax: Tensor, target: NumberFormat, _: Tensor, *, power_of_two: bool = False) -> Scales:
+    """Transformer Engine 2.20.2, recipe_common.cuh, compute_scale_from_amax: the format's maximum / amax; 1 where amax is 0, Inf
+    or NaN. With `power_of_two`, rounded down to one."""
     scale = (torch.full_like(amax, target.max) / amax).clamp(max=FLOAT32_MAX)
-    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    return _scales(torch.where((amax > 0) & (amax < torch.inf), scale, 1.0), power_of_two=power_of_two)
 
 
-def te(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """Format's maximum / amax; 1 where amax is 0, Inf or NaN."""
-    return _scales(_te_scale(amax, target))
-
-
-def te_power_of_two(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """The same, rounded down to a power of two."""
-    return _scales(floor_to_power_of_two(_te_scale(amax, target)))
-
-
-def _torchao_scale(amax: Tensor, target: NumberFormat) -> Tensor:
-    """torchao 0.18, float8/float8_utils.py, amax_to_scale: divided in float64; an amax of Inf gives 0, of NaN gives NaN."""
-    return (target.max / amax.double().clamp(min=TORCHAO_EPS)).float()
-
-
-def torchao(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """Format's maximum / amax, the maximum being at least 1e-12."""
-    return _scales(_torchao_scale(amax, target))
-
-
-def torchao_power_of_two(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """The same, rounded down to a power of two."""
-    return _scales(floor_to_power_of_two(_torchao_scale(amax, target)))
+def torchao(amax: Tensor, target: NumberFormat, _: Tensor, *, power_of_two: bool = False) -> Scales:
+    """torchao 0.18, float8/float8_utils.py, amax_to_scale: the format's maximum / amax, which is at least 1e-12, in float64; an
+    amax of Inf gives 0, of NaN gives NaN. With `power_of_two`, rounded down to one."""
+    scale = target.max / amax.double().clamp(min=TORCHAO_EPS)
+    return _scales(scale.float(), power_of_two=power_of_two)
 
 
 def _mx(exponents: Tensor, encode_scales: Tensor) -> Scales:
     stored = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
     return Scales(encode_scales, e8m0_values(exponents), stored, torch.ones((), device=exponents.device))
-
-
-def mx_floor(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
-    """torchao 0.18, to_mx with FLOOR: the amax's power of two over the format's, so that the largest values may saturate.
-
-    Where the exponent is 0, torchao divides by 2^-126 and not by the 2^-127 that it stores; a block with NaN becomes NaN.
-    """
-    exponents = torch.where(amax.isnan(), 255, (e8m0_exponents(amax, up=False) - target.max_exponent).clamp(min=0))
-    divisors = (exponents << 23).view(torch.float32).clamp(min=FLOAT32_TINY)
-    return _mx(exponents, divisors.reciprocal())
 
 
 def mx_rceil(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
@@ -205,14 +156,14 @@ def mx_rceil(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
     Its code for CPUs takes a logarithm in float32, which misses maxima up to 1e-6 above a power of two; the instruction that its
     kernels use does not. No bfloat16 tensor has such a maximum.
     """
-    exponents = e8m0_exponents(amax / target.max, up=True)
+    exponents = e8m0_exponents(amax / target.max)
     scale = torch.where(exponents == 0, 1.0, e8m0_values(254 - exponents.clamp(max=254)))
     return _mx(exponents, torch.where(exponents == 255, torch.nan, scale))
 
 
 def mx_te(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
     """Transformer Engine 2.20.2, quantize_mxfp8.cuh: amax * (1 / maximum), rounded up to a power of two (read, not run)."""
-    exponents = e8m0_exponents(amax * (1 / target.max), up=True)
+    exponents = e8m0_exponents(amax * (1 / target.max))
     return _mx(exponents, torch.where(exponents == 255, torch.nan, e8m0_values(254 - exponents.clamp(max=254))))
 
 
@@ -223,7 +174,7 @@ def _tensor_encode(tensor_amax: Tensor) -> Tensor:
 
 
 def _nvfp4(block: Tensor, encode_scales: Tensor, tensor_amax: Tensor) -> Scales:
-    return Scales(encode_scales, block, encode(block, E4M3), tensor_amax / (E4M3.max * E2M1.max))
+    return Scales(encode_scales, block, block.to(torch.float8_e4m3fn), tensor_amax / (E4M3.max * E2M1.max))
 
 
 def nvfp4_te(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -> Scales:
@@ -245,27 +196,15 @@ def nvfp4_torchao_training(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -
     return _nvfp4(block, (1.0 / (block * (1.0 / tensor_encode))).clamp(max=FLOAT32_MAX), tensor_amax)
 
 
-def nvfp4_torchao(amax: Tensor, _: NumberFormat, tensor_amax: Tensor) -> Scales:
-    """torchao 0.18, mx_formats/nvfp4_tensor.py, nvfp4_quantize with a scale of the tensor: what its NVFP4Tensor holds."""
-    tensor_scale = tensor_amax / (E4M3.max * E2M1.max)
-    block = round_nearest((amax / E2M1.max / tensor_scale).clamp(min=E4M3_TINY, max=E4M3.max), E4M3)
-    return _nvfp4(block, (1.0 / tensor_scale) / block, tensor_amax)
-
-
 RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        te,
-        te_power_of_two,
-        torchao,
-        torchao_power_of_two,
-        mx_floor,
-        mx_rceil,
-        mx_te,
-        nvfp4_te,
-        nvfp4_torchao_training,
-        nvfp4_torchao,
-    )
+    "te": te,
+    "te_power_of_two": partial(te, power_of_two=True),
+    "torchao": torchao,
+    "torchao_power_of_two": partial(torchao, power_of_two=True),
+    "mx_rceil": mx_rceil,
+    "mx_te": mx_te,
+    "nvfp4_te": nvfp4_te,
+    "nvfp4_torchao_training": nvfp4_torchao_training,
 }
 IGNORES_NAN = {"te", "te_power_of_two", "mx_te"}  # maxima as CUDA's fmaxf takes them; the others' maxima are NaN with any NaN
 

@@ -119,12 +119,12 @@ def compute_probes(
     Tensors with NaN or Inf count as missing. `random` draws rows; PyTorch's own generators are not used. `history`: maxima of
     earlier steps, that delayed scaling takes; a tensor without one takes its own. `passes`: the GEMMs that run.
     """
-    names: tuple[TensorName, ...] = ("X", "W", "dY")
+    given: dict[TensorName, Tensor | None] = {"X": x, "W": w, "dY": dy}
     measured: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
         whole = {
             name: tensor
-            for name, tensor in zip(names, (x, w, dy), strict=True)
+            for name, tensor in given.items()
             if tensor is not None and tensor.numel() and torch.isfinite(tensor).all()
         }
         for pass_name in passes:
@@ -139,15 +139,10 @@ def compute_probes(
     return {key: values for key, values in measured.items() if all(map(isfinite, values))}
 
 
-@dataclass(frozen=True)
-class Directions:
-    """The part of the outputs in a few directions of the other operand: of the drawn rows [3, s], and the sums over all rows [3].
+Directions = tuple[Tensor, Tensor]
+"""The part of the outputs in a few directions of the other operand: of the drawn rows [3, s], and the sums over all rows [3].
 
-    The three are squared norms of errors, errors times exact outputs, and squared norms of exact outputs.
-    """
-
-    drawn: Tensor
-    total: Tensor
+The three are squared norms of errors, errors times exact outputs, and squared norms of exact outputs."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +238,7 @@ def _in_directions(
         errors.append(error @ basis)
     one, other = torch.cat(errors), torch.cat(exact)
     parts = torch.stack([(one @ gram * one).sum(1), (one @ gram * other).sum(1), (other @ gram * other).sum(1)])
-    return Directions(parts[:, index], parts.sum(1))
+    return parts[:, index], parts.sum(1)
 
 
 def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -307,8 +302,9 @@ def _probes_of_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> d
         for key, (squares, across) in side.outputs.items():
             drawn, known = (squares, across, side.exact), (0.0, 0.0, 0.0)
             if key in side.directions:
-                drawn = tuple(one - part for one, part in zip(drawn, side.directions[key].drawn, strict=True))
-                known = tuple(side.directions[key].total.tolist())
+                inside, total = side.directions[key]
+                drawn = tuple(one - part for one, part in zip(drawn, inside, strict=True))
+                known = tuple(total.tolist())
             parallel, parallel_sd = weighted_ratio(drawn[1], drawn[2], side.weights, (known[1], known[2]))
             rest, known_rest = (one[0] - 2 * parallel * one[1] + parallel**2 * one[2] for one in (drawn, known))
             ratio = weighted_ratio(rest, drawn[2], side.weights, (known_rest, known[2]))

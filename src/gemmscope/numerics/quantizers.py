@@ -5,7 +5,7 @@ a value, so that torch.compile sees one graph. `operands` says which quantizers 
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gemmscope.errors import UserError, shown
-from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, encode, round_nearest, round_stochastic
+from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, round_nearest, round_stochastic
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.toml import load_data
@@ -37,14 +37,6 @@ class QuantizedOperand:
     bfloat16."""
     rounded: Tensor
     """float32: the values in the low-precision format, before decode scales (and before rotating back)."""
-    format: str
-
-    @cached_property
-    def codes(self) -> Tensor:
-        """The low-precision values as libraries store them: float8 dtypes; E2M1 as codes 0 to 15, one per byte."""
-        if self.format in HIGH_PRECISION:
-            return self.rounded.to(HIGH_PRECISION[self.format])
-        return encode(self.rounded, FORMATS[self.format])
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ class Quantizer:
         decoded, saturated, rounded = (part.reshape(rows, -1)[:, :columns] for part in (decoded, saturated, rounded))
         if self.signs:
             decoded = rotate_back(decoded, self.signs)
-        return QuantizedOperand(decoded, saturated, scales.stored, scales.tensor, rounded, self.format)
+        return QuantizedOperand(decoded, saturated, scales.stored, scales.tensor, rounded)
 
     def _maxima(self, blocks: Tensor, amax: Tensor | None, block_amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """The maxima that share a scale, and the maximum of the whole tensor where the rule needs it."""
@@ -126,10 +118,7 @@ class Quantizer:
         magnitudes = blocks.abs()
         if self.rule in IGNORES_NAN:
             magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=torch.inf)
-        if self.per_tensor:
-            own = magnitudes.amax()
-            return own, own
-        maxima = magnitudes.amax(-1)
+        maxima = magnitudes.amax() if self.per_tensor else magnitudes.amax(-1)
         tensor_amax = maxima.amax() if amax is None else amax.float().reshape(())
         if self.signs:
             tensor_amax = torch.maximum(tensor_amax, maxima.amax())
@@ -143,7 +132,7 @@ class Quantizer:
 
     def _cast(self, x: Tensor) -> QuantizedOperand:
         rounded, one = x.to(HIGH_PRECISION.get(self.format, x.dtype)).float(), torch.ones((), device=x.device)
-        return QuantizedOperand(rounded, rounded.isinf() & x.isfinite(), one, one, rounded, self.format)
+        return QuantizedOperand(rounded, rounded.isinf() & x.isfinite(), one, one, rounded)
 
 
 HADAMARD_SIZE = 16
@@ -190,9 +179,6 @@ class GemmOperand:
 @cache
 def _table() -> dict[str, Any]:
     return load_data("gemmscope.recipe", "quantizers.toml")
-
-
-QUANTIZERS = tuple(_table()["quantizers"])  # their names
 
 
 @cache

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,20 +152,12 @@ class OperandSample:
     value: only their ratios count, and they never leave the range of float32."""
     amax: float
     """Of the whole tensor."""
-    block_amax: Mapping[int, Tensor] = field(default_factory=dict)
-    """Of W: size of square blocks (128, 16) → [s, R / size], the maximum of the block that each value lies in."""
-
-
-@dataclass(frozen=True)
-class PassSample:
-    """Samples of both operands of one pass, in the order of `OPERANDS`. From a checkpoint only W is known."""
-
-    pass_name: Pass
-    facts: PassFacts
-    first: OperandSample | None
-    second: OperandSample | None
+    exponents: Tensor
+    """[256] float32: how many values of the whole tensor have each biased exponent (floor(log2 |x|) + 127)."""
     column_weights: Tensor
     """[R] float32: weight of every kept index of the reduced dimension, that of its block."""
+    block_amax: Mapping[int, Tensor]
+    """Of W: size of square blocks (128, 16) → [s, R / size], the maximum of the block that each value lies in."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,6 @@ class LinearStep:
     """A linear in one step. `load` gives a tensor by its name."""
 
     facts: StepFacts
-    linear: LinearFacts
     load: Callable[[str], Tensor]
 
     @property
@@ -193,28 +184,19 @@ class LinearStep:
             return "the exact output is too large for float32"
         return "" if facts.norm and facts.product else ZERO_OUTPUT
 
-    def sample(self, pass_name: Pass) -> PassSample:
-        """The operands of one pass."""
-        facts = self.facts.passes[pass_name]
-        first, second = (
-            self._operand(tensor, pass_name) if tensor in self.facts.tensors else None for tensor in OPERANDS[pass_name]
-        )
-        weights = self.load(f"{pass_name}.first.energy" if first else f"{pass_name}.second.energy").new_tensor(facts.weights)
-        return PassSample(pass_name, facts, first, second, weights.repeat_interleave(weights.new_tensor(facts.widths).long()))
-
-    def exponents(self, tensor: TensorName) -> Tensor:
-        """[256] float32: how many values of the whole tensor have each biased exponent (floor(log2 |x|) + 127)."""
-        return self.load(f"{tensor}.exponents")
-
-    def _operand(self, tensor: TensorName, pass_name: Pass) -> OperandSample:
-        prefix = f"{pass_name}.{PLACES[OPERANDS[pass_name].index(tensor)]}"
+    def sample(self, pass_name: Pass, tensor: TensorName) -> OperandSample:
+        """One operand of a pass; from a checkpoint only W is known."""
+        facts, prefix = self.facts.passes[pass_name], f"{pass_name}.{PLACES[OPERANDS[pass_name].index(tensor)]}"
+        weights = self.load(f"{prefix}.weights")
         return OperandSample(
             tensor=tensor,
             rows=self.load(f"{prefix}.rows"),
-            weights=self.load(f"{prefix}.weights"),
+            weights=weights,
             row_amax=self.load(f"{prefix}.row_amax"),
             energy=self.load(f"{prefix}.energy"),
             amax=self.facts.tensors[tensor].amax,
+            exponents=self.load(f"{tensor}.exponents"),
+            column_weights=weights.new_tensor(facts.weights).repeat_interleave(weights.new_tensor(facts.widths).long()),
             block_amax={size: self.load(f"{prefix}.amax{size}") for size in WEIGHT_BLOCKS} if tensor == "W" else {},
         )
 
@@ -245,11 +227,6 @@ class TensorRecording:
     """The file, or what the tensors were made for."""
     sampled_bytes: int
 
-    @property
-    def layers(self) -> int:
-        """How many layers have recorded linears."""
-        return len({linear.facts.layer for linear in self.linears if linear.facts.layer is not None})
-
 
 def nonfinite_values(tensor: TensorName) -> str:
     """Why a tensor cannot be quantized."""
@@ -258,13 +235,9 @@ def nonfinite_values(tensor: TensorName) -> str:
 
 def earlier_maxima(steps: Iterable[StepFacts], step: int) -> dict[TensorName, float]:
     """The largest maximum of every tensor in the recorded steps before this one. Empty if there are none."""
-    history: dict[TensorName, float] = {}
-    for one in steps:
-        if step - HISTORY <= one.step < step:
-            for tensor, facts in one.tensors.items():
-                if isfinite(facts.amax) and facts.amax > 0:
-                    history[tensor] = max(history.get(tensor, 0.0), facts.amax)
-    return history
+    history = [one.tensors.items() for one in steps if step - HISTORY <= one.step < step]
+    maxima = [(facts.amax, tensor) for tensors in history for tensor, facts in tensors if isfinite(facts.amax) and facts.amax > 0]
+    return {tensor: amax for amax, tensor in sorted(maxima)}  # the last one of a tensor is the largest
 
 
 def scale_maxima(steps: Sequence[StepFacts], own: StepFacts) -> dict[TensorName, float]:
@@ -287,8 +260,7 @@ def assembled(facts: RecordingFacts, origin: str, sampled_bytes: int, load: Call
         return lambda name: load(tensor_key(linear.name, step.step, name))
 
     linears = tuple(
-        RecordedLinear(linear, tuple(LinearStep(step, linear, loader(linear, step)) for step in linear.steps))
-        for linear in facts.linears
+        RecordedLinear(linear, tuple(LinearStep(step, loader(linear, step)) for step in linear.steps)) for linear in facts.linears
     )
     return TensorRecording(facts, linears, origin, sampled_bytes)
 

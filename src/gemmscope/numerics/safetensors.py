@@ -88,9 +88,7 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
     size = _file_size(path, name)
     if len(text) < length:
         raise UserError(f"{name} is truncated: its header is not complete", "copy it again")
-    header = parse_json(text, path, hint)
-    if not isinstance(header, dict):
-        raise UserError(f"{name} is not a safetensors file", hint)
+    header: dict[str, Any] = parse_json(text, path, hint)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UserError(f"{name} is damaged: its metadata are not texts", hint)

@@ -34,20 +34,14 @@ Random = np.random.Generator
 class TensorSummary:
     """A whole tensor in numbers. Energies are in units of `scale`²."""
 
-    amax: float
+    facts: TensorFacts
     scale: float
     """The largest finite magnitude, 1 if that is 0."""
-    zeros: int
-    nonfinite: int
     exponents: Tensor
     row_energy: Tensor
     column_energy: Tensor
     blocks: Mapping[int, Tensor]
     """Of W: size → maxima of its square blocks."""
-
-    @property
-    def norm(self) -> float:
-        return self.scale * sqrt(float(self.row_energy.sum(dtype=torch.float64)))
 
 
 def random_for(seed: int, *parts: str | int) -> Random:
@@ -122,8 +116,14 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
     if blocks:
         small = torch.cat(maxima)
         block_maxima = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
-    counts, zeros = exponents.float(), tensor.numel() - int(nonzero)
-    return TensorSummary(amax, scale, zeros, int(exponents[-1]), counts, torch.cat(rows), columns, block_maxima)
+    row_energy = torch.cat(rows)
+    facts = TensorFacts(
+        amax=amax,
+        norm=scale * sqrt(float(row_energy.sum(dtype=torch.float64))),
+        zeros=(tensor.numel() - int(nonzero)) / tensor.numel(),
+        nonfinite=int(exponents[-1]),
+    )
+    return TensorSummary(facts, scale, exponents.float(), row_energy, columns, block_maxima)
 
 
 def _maxima(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float]:
@@ -227,10 +227,7 @@ def sample_linear(
                 pass_name, whole, summaries, dtype, (budget - 4 * EXPONENTS * len(whole)) // len(passes), random
             )  # fmt: skip
             kept |= {f"{pass_name}.{name}": tensor.cpu() for name, tensor in tensors.items()}
-    described = {
-        name: TensorFacts(amax=one.amax, norm=one.norm, zeros=one.zeros / whole[name].numel(), nonfinite=one.nonfinite)
-        for name, one in summaries.items()
-    }
+    described = {name: one.facts for name, one in summaries.items()}
     tokens = next((len(tensor) for name, tensor in whole.items() if name != "W"), None)
     return StepFacts(step=step, tokens=tokens, tensors=described, passes=facts), kept
 

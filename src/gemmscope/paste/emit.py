@@ -5,7 +5,7 @@ What stays in BF16 is named as its models name the modules (`modules.toml`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,6 +15,9 @@ from gemmscope.recipe.recipes import BASELINE, Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.plan import PlanLayout
 from gemmscope.toml import load_data
+
+modules = cache(partial(load_data, "gemmscope.paste", "modules.toml"))
+"""What frameworks call the linears of a layer."""
 
 
 def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
@@ -107,9 +110,3 @@ def templates() -> Environment:
     return Environment(
         loader=PackageLoader("gemmscope.paste", "texts"), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
-
-
-@cache
-def modules() -> dict[str, Any]:
-    """What frameworks call the linears of a layer."""
-    return load_data("gemmscope.paste", "modules.toml")

@@ -9,50 +9,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.gpu.environment import Environment, GpuFacts, environment
 from gemmscope.gpu.nvml import open_nvml
-from gemmscope.gpu.visible import visible_gpu, visible_gpus
+from gemmscope.gpu.visible import some_gpus
 from gemmscope.pool.local import LocalPlace, LocalPool
 from gemmscope.pool.pool import Pool
 from gemmscope.pool.ray import RayPool
+from gemmscope.toml import load_data
 from gemmscope.units import counted
-
-
-class _Launcher(NamedTuple):
-    """The variables that a launcher sets. Without those in `needed`, the process was not started by it."""
-
-    name: str
-    rank: str
-    world: tuple[str, ...]
-    local_rank: str = ""
-    local_world: str = ""
-    needed: tuple[str, ...] = ()
-
-
-LAUNCHERS = (
-    _Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", needed=("LOCAL_RANK",)),
-    _Launcher(
-        "srun",
-        "SLURM_PROCID",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        "SLURM_LOCALID",
-        needed=("SLURM_STEP_ID",),  # the batch script itself has a rank, too, but is not a step
-    ),
-    _Launcher(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("mpiexec", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("RANK and WORLD_SIZE", "RANK", ("WORLD_SIZE",), needed=("WORLD_SIZE",)),  # PyTorchJob of Kubeflow
-    _Launcher("an indexed Kubernetes Job", "JOB_COMPLETION_INDEX", ("WORLD_SIZE",)),
-)
-"""The innermost first: torchrun may be started by srun, and sets its own variables."""
 
 
 @dataclass(frozen=True)
@@ -72,38 +38,21 @@ class Launched:
 def launched(variables: Mapping[str, str] | None = None) -> Launched | None:
     """How this process was started; None if it was not started by a launcher, or as the only process."""
     given = os.environ if variables is None else variables
-    process = next(filter(None, (_launched_by(launcher, given) for launcher in LAUNCHERS)), None)
-    if process is None or process.world == 1:
+    numbers = {name: int(text) for name, text in given.items() if text.isascii() and text.isdigit()}
+    launchers = load_data("gemmscope.pool", "launchers.toml")["launcher"]
+    by = next((by for by in launchers if all(name in numbers for name in (by["rank"], *by["needed"]))), None)
+    world = next((numbers[name] for name in by["world"] if numbers.get(name)), None) if by is not None else None
+    if by is None or world == 1:
         return None
-    if process.world is not None and process.rank >= process.world:
-        raise UserError(f"{process.by} gives this process rank {process.rank} of {process.world}", "ranks count from 0")
-    return process
-
-
-def _launched_by(launcher: _Launcher, variables: Mapping[str, str]) -> Launched | None:
-    numbers = {name: int(text) for name, text in variables.items() if text.isascii() and text.isdigit()}
-    rank = numbers.get(launcher.rank)
-    if rank is None or not all(name in numbers for name in launcher.needed):
-        return None
-    return Launched(
-        by=launcher.name,
-        rank=rank,
-        world=next((numbers[name] for name in launcher.world if numbers.get(name)), None),
-        local_rank=numbers.get(launcher.local_rank),
-        local_world=numbers.get(launcher.local_world),
-    )
+    if world is not None and numbers[by["rank"]] >= world:
+        raise UserError(f"{by['name']} gives this process rank {numbers[by['rank']]} of {world}", "ranks count from 0")
+    return Launched(by["name"], numbers[by["rank"]], world, numbers.get(by["local_rank"]), numbers.get(by["local_world"]))
 
 
 def own_gpu(process: Launched, machine: Environment) -> GpuFacts:
     """The GPU that this process measures: the only one that CUDA_VISIBLE_DEVICES shows it, else the one whose place in the list
     of GPUs is its local rank."""
-    visible = visible_gpus(machine)
-    if not visible:
-        hidden = f" (CUDA_VISIBLE_DEVICES is {machine.visible_devices!r})" if machine.gpus else ""
-        raise UserError(
-            f"there is no NVIDIA GPU on {machine.node} to measure on{hidden}",
-            f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
-        )
+    visible = some_gpus(machine, f"on {machine.node}")
     if len(visible) == 1 and machine.visible_devices is not None:
         return visible[0]
     local = process.local_rank
@@ -195,23 +144,21 @@ def open_pool(
         if gpus is not None:
             raise _no_gpus(gpus)
         return LocalPool([LocalPlace()])
-    machine = environment()
-    chosen = local_gpus(gpus, machine)
-    return LocalPool(pinned(chosen), share_gpu=share_gpu)
+    return LocalPool(pinned(local_gpus(gpus, environment())), share_gpu=share_gpu)
 
 
 def pinned(gpus: Sequence[GpuFacts]) -> list[LocalPlace]:
     """The GPUs as places, each with the CPU cores near it."""
-    numbers = list(dict.fromkeys(gpu.index for gpu in gpus))
-    cores = dict(zip(numbers, divide_cores([near_cores(number) for number in numbers], allowed_cores()), strict=True))
+    cores = shares_of_cores(list(dict.fromkeys(gpu.index for gpu in gpus)))
     return [LocalPlace(gpu.index, gpu.uuid or "", cores[gpu.index]) for gpu in gpus]
 
 
-def near_cores(number: int) -> list[int]:
-    """The CPU cores near a GPU of this machine; none where the driver does not say."""
+def shares_of_cores(gpus: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The CPU cores of every GPU of this machine that is used, by its number: those near it, divided among them."""
     nvml = open_nvml()
-    gpu = nvml.gpu(number) if nvml is not None else None
-    return gpu.cpu_cores() if gpu is not None else []
+    handles = [nvml.gpu(number) if nvml is not None else None for number in gpus]
+    near = [handle.cpu_cores() if handle is not None else [] for handle in handles]
+    return dict(zip(gpus, divide_cores(near, allowed_cores()), strict=True))
 
 
 def local_gpus(text: str | None, machine: Environment) -> list[GpuFacts]:
@@ -220,16 +167,9 @@ def local_gpus(text: str | None, machine: Environment) -> list[GpuFacts]:
     that it shows."""
     every = text is not None and text.strip().lower() == "all"
     numbers = _numbers(text) if text is not None and not every else []
-    visible = visible_gpus(machine)
-    if not visible:
-        hidden = f" ({VISIBLE} is {machine.visible_devices!r})" if machine.gpus else ""
-        raise UserError(
-            f"there is no NVIDIA GPU here to measure on{hidden}",
-            f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
-        )
+    visible = some_gpus(machine)
     if text is None:
-        gpu = visible_gpu(machine)
-        return [gpu] if gpu is not None else visible[:1]
+        return visible[:1]
     if every:
         return visible
     by_number = {gpu.index: gpu for gpu in visible}

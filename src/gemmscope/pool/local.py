@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gemmscope.folders import temporary_folder
@@ -95,7 +94,9 @@ class LocalPool:
         )
 
     def events(self, wait_s: float) -> Iterable[Event]:
-        self._restart()
+        for slot in self._slots.values():
+            if slot.restart_at is not None and slot.restart_at <= time.monotonic():
+                self._start(slot)
         if self._waiting:
             wait_s = 0.0
         due = [slot.restart_at - time.monotonic() for slot in self._slots.values() if slot.restart_at is not None]
@@ -126,8 +127,9 @@ class LocalPool:
     def _start(self, slot: _Slot) -> None:
         slot.starts += 1
         folder = self._folder / f"{list(self._slots).index(slot.place.key)}-{slot.starts}"
-        setup = self._setup(slot, folder)
-        visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if slot.local.gpu is not None else {}
+        cpu = slot.local.gpu is None
+        setup = PlaceSetup(cpu, self._share_gpu, slot.local.cores, folder=str(folder), alive_s=self._alive_s)
+        visible = {"CUDA_VISIBLE_DEVICES": slot.local.uuid or str(slot.local.gpu)} if not cpu else {}
         slot.begun, slot.restart_at, slot.ready = time.monotonic(), None, False
         try:
             slot.process = WorkerProcess(PLACE_WORKER, environment={**worker_environment(), **visible})
@@ -137,9 +139,6 @@ class LocalPool:
         slot.process.send(setup.line())
         self._selector.register(slot.process.reading, selectors.EVENT_READ, slot)
         self._listen(slot)
-
-    def _setup(self, slot: _Slot, folder: Path) -> PlaceSetup:
-        return PlaceSetup(slot.local.gpu is None, self._share_gpu, slot.local.cores, folder=str(folder), alive_s=self._alive_s)
 
     def _listen(self, slot: _Slot) -> None:
         """Wait until its input takes more, as long as something is left to send."""
@@ -205,11 +204,6 @@ class LocalPool:
                     node=slot.place.node,
                 )
             )
-
-    def _restart(self) -> None:
-        for slot in self._slots.values():
-            if slot.restart_at is not None and slot.restart_at <= time.monotonic():
-                self._start(slot)
 
     def _close(self, slot: _Slot) -> None:
         process, slot.process = slot.process, None

@@ -23,10 +23,9 @@ from gemmscope import __version__
 from gemmscope.engine.campaign import NotStartedError
 from gemmscope.errors import DoesNotFitError, UserError, in_a_line
 from gemmscope.folders import temporary_folder
-from gemmscope.gpu.environment import Environment, GpuFacts, environment, node_name
-from gemmscope.gpu.nvml import open_nvml
+from gemmscope.gpu.environment import Environment, environment, node_name
 from gemmscope.gpu.visible import usable_gpu
-from gemmscope.pool.gpus import allowed_cores, divide_cores
+from gemmscope.pool.gpus import allowed_cores, shares_of_cores
 from gemmscope.pool.place_messages import PlaceSetup, content_of
 from gemmscope.process import messages_to_parent
 from gemmscope.progress import ProgressLine, Reporter
@@ -64,19 +63,11 @@ def available_cores() -> int:
     >>> available_cores() >= 1
     True
     """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(allowed_cores()) or os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
-
-
-def _near_cores(machine: Environment, own: GpuFacts) -> Sequence[int]:
-    """The share of a GPU in the CPU cores of its machine, if all its GPUs are used."""
-    nvml = open_nvml()
-    handles = [nvml.gpu(gpu.index) if nvml is not None else None for gpu in machine.gpus]
-    shares = divide_cores([handle.cpu_cores() if handle is not None else () for handle in handles], allowed_cores())
-    return next((share for gpu, share in zip(machine.gpus, shares, strict=True) if gpu == own), ())
 
 
 def _run_on(cores: Sequence[int]) -> None:
@@ -111,7 +102,10 @@ class _PlaceWorker(Reporter):
         except UserError as error:
             self._refuse(error)
             return
-        _run_on(self._setup.cores or (_near_cores(machine, gpu) if self._setup.near and gpu is not None else ()))
+        _run_on(
+            self._setup.cores
+            or (shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ())
+        )
         self._send(
             type="hello",
             node=machine.node,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -46,7 +46,7 @@ from gemmscope.signals import defer_signals
 
 CORES_PER_GPU = 2  # a measuring process launches kernels from one thread, and its parent needs some time beside it
 
-State = Literal["free", "busy", "ending", "lost"]
+State = Literal["free", "busy", "ending", "lost", "refused"]
 
 
 @dataclass
@@ -68,101 +68,74 @@ class PlaceState:
     until: float = math.inf
     """How long its return is waited for, while it is ending or lost."""
 
+    @property
+    def usable(self) -> bool:
+        return self.state in ("free", "busy")
+
     def seconds(self, now: float) -> float:
         """How long it has been measuring, as far as the schedule could have noticed its end."""
         return now - self.since - self.paused_s
 
 
-class PlaceStates:
-    """All places of a schedule, with what limits them: a GPU measures one unit at a time, and a node `at_once` at most."""
+class PlaceStates(dict[str, PlaceState]):
+    """All places of a schedule by their keys, the one whose state changed the longest ago first; with what limits them: a GPU
+    measures one unit at a time, and a node `at_once` at most."""
 
     def __init__(self, at_once: int | None = None) -> None:
+        super().__init__()
         self._at_once = at_once
-        self._states: dict[str, PlaceState] = {}
-        self._free: dict[str, None] = {}  # the one that has been free the longest first
-        self._busy: dict[str, None] = {}
-        self._nodes: Counter[str] = Counter()  # busy or ending
-        self._gpus: Counter[str] = Counter()
-        self._gpus_of: dict[str, set[str]] = {}  # of each node
-        self._cores: dict[str, int] = {}
-        self._limits: dict[str, int] = {}
+        self._cores: dict[str, dict[str, int]] = {}  # of each node, as its GPUs report them
         self.most_at_once: dict[str, int] = {}
         self.few_cores: dict[str, tuple[int, int, int]] = {}
         """Nodes that are limited because of their CPU cores: cores, GPUs, at once."""
 
-    def get(self, key: str) -> PlaceState | None:
-        return self._states.get(key)
-
     def add(self, place: Place) -> PlaceState:
         """Add a new place, or update a known one."""
-        place_state = self._states.get(place.key)
-        if place_state is None:
-            place_state = self._states[place.key] = PlaceState(place)
-        self._see(place)
+        place_state = self.setdefault(place.key, PlaceState(place))
         place_state.place = place
+        self._see(place)
         self.move(place_state, "free")
         return place_state
 
     def move(self, place_state: PlaceState, state: State) -> None:
         """Give a place another state."""
-        key, place = place_state.place.key, place_state.place
-        if (occupied := state in ("busy", "ending")) != (place_state.state in ("busy", "ending")):
-            change = 1 if occupied else -1
-            self._nodes[place.node] += change
-            self._gpus[place.uuid] += change
-            self.most_at_once[place.node] = max(self.most_at_once.get(place.node, 0), self._nodes[place.node])
         place_state.state = state
-        for states, keys in (("free", self._free), ("busy", self._busy)):
-            keys.pop(key, None)
-            if state == states:
-                keys[key] = None
         if state != "busy":
             place_state.unit = ""
+        self[place_state.place.key] = self.pop(place_state.place.key)  # as the last
 
-    def busy(self) -> list[PlaceState]:
-        return [self._states[key] for key in self._busy]
-
-    def usable(self) -> int:
-        """Places that are free or busy."""
-        return len(self._free) + len(self._busy)
-
-    def gpus(self) -> int:
-        """GPUs of the usable places: several places may share one."""
-        return len({self._states[key].place.uuid or key for keys in (self._free, self._busy) for key in keys})
-
-    def is_usable(self, key: str) -> bool:
-        return key in self._free or key in self._busy
-
-    def nodes(self) -> int:
-        """Nodes with usable places."""
-        return len({self._states[key].place.node for keys in (self._free, self._busy) for key in keys})
-
-    def every(self) -> Iterator[PlaceState]:
-        yield from self._states.values()
+    def having(self, *states: State) -> list[PlaceState]:
+        """The places in one of these states."""
+        return [place_state for place_state in self.values() if place_state.state in states]
 
     def ready(self) -> Iterator[PlaceState]:
         """Free places that may begin something now. Each is judged when it is asked for: those before it may have begun."""
-        for key in list(self._free):
-            place = self._states[key].place
-            if self._nodes[place.node] < self.limit(place.node) and not (place.uuid and self._gpus[place.uuid]):
-                yield self._states[key]
+        occupied = [place_state.place for place_state in self.having("busy", "ending")]
+        on_node, on_gpu = Counter(place.node for place in occupied), Counter(place.uuid for place in occupied)
+        for place_state in self.having("free"):
+            place = place_state.place
+            if on_node[place.node] < self.limit(place.node) and not (place.uuid and on_gpu[place.uuid]):
+                yield place_state
+                if place_state.state == "busy":
+                    on_node[place.node] += 1
+                    on_gpu[place.uuid] += 1
+                    self.most_at_once[place.node] = max(self.most_at_once.get(place.node, 0), on_node[place.node])
 
     def limit(self, node: str) -> float:
         """How many places of a node may measure at the same time: as requested, else one for every two CPU cores."""
-        return self._at_once if self._at_once is not None else self._limits.get(node, math.inf)
+        if self._at_once is not None:
+            return self._at_once
+        return self.few_cores[node][2] if node in self.few_cores else math.inf
 
     def _see(self, place: Place) -> None:
         """Record what a place reports about its node."""
-        cores, gpus = int(place.facts.get("cores", 0)), self._gpus_of.setdefault(place.node, set())
-        if not place.uuid:
+        if not place.uuid or self._at_once is not None:
             return
-        gpus.add(place.uuid)
-        if cores:
-            self._cores[place.node] = min(cores, self._cores.get(place.node, cores))
-        cores = self._cores.get(place.node, 0)
-        if self._at_once is None and len(gpus) > 1 and 0 < cores < CORES_PER_GPU * len(gpus):
-            at_once = self._limits[place.node] = max(1, cores // CORES_PER_GPU)
-            self.few_cores[place.node] = (cores, len(gpus), at_once)
+        reported = self._cores.setdefault(place.node, {})
+        reported[place.uuid] = int(place.facts.get("cores", 0))
+        cores, gpus = min(filter(None, reported.values()), default=0), len(reported)
+        if gpus > 1 and 0 < cores < CORES_PER_GPU * gpus:
+            self.few_cores[place.node] = (cores, gpus, max(1, cores // CORES_PER_GPU))
 
 
 @dataclass(frozen=True)
@@ -238,10 +211,7 @@ class Schedule:
         self._places = PlaceStates(at_once)
         self._outcomes = Outcomes()
         self._tasks: dict[str, _Task] = {}
-        self._open = 0  # units without an outcome or a failure
-        self._queue: deque[str] = deque()
-        self._bound: dict[str, deque[str]] = {}
-        self._out: set[str] = set()  # places that refused
+        self._queues: defaultdict[str, deque[str]] = defaultdict(deque)  # by the place that must measure the units; "": any
         self._took_s: list[float] = []
         self._slow: list[PlaceState] = []  # the slowest first
         self._last, self._ended = "", False
@@ -297,12 +267,12 @@ class Schedule:
         if unit.key in self._tasks or unit.key in self._outcomes.done:
             return
         self._tasks[unit.key] = _Task(unit)
-        self._open += 1
-        self._line(unit).append(unit.key)
+        self._queues[unit.place].append(unit.key)
 
-    def _line(self, unit: Unit) -> deque[str]:
-        """The queue that this unit waits in."""
-        return self._bound.setdefault(unit.place, deque()) if unit.place else self._queue
+    @property
+    def _open(self) -> int:
+        """How many units have neither an outcome nor a failure."""
+        return len(self._tasks) + self._outcomes.resumed - len(self._outcomes.done) - len(self._outcomes.failed)
 
     def _over(self) -> bool:
         if self._open:
@@ -332,15 +302,16 @@ class Schedule:
                 self._failed(event)
             case PoolEnded(why, hint):
                 self._last, self._ended = why, True
-                for place_state in list(self._places.every()):
+                for place_state in list(self._places.values()):
                     self._leave(place_state, "lost", 0.0)
-                for task in self._unfinished():
+                self._queues.clear()
+                for task in [task for key, task in self._tasks.items() if not self._finished(key)]:
                     self._fail(task, "", why, hint)
 
     def _found(self, place: Place) -> None:
-        if place.key in self._out:
-            return
         known = self._places.get(place.key)
+        if known is not None and known.state == "refused":
+            return
         if known is not None and known.unit:  # it was lost and is back, all in one
             self._lose(known.unit, place.key, f"{place.name} was started again")
         place_state = self._places.add(place)
@@ -373,13 +344,10 @@ class Schedule:
         self._last = f"{event.name} not used: {event.why}"
         if event.place and (place_state := self._places.get(event.place)) is not None:
             unit = place_state.unit
-            self._leave(place_state, "lost", 0.0)
-            self._out.add(event.place)
+            self._leave(place_state, "refused", 0.0)
             if unit:
                 self._lose(unit, event.place, event.why, counts=False)
-            for key in self._bound.get(event.place, ()):
-                if not self._finished(key):
-                    self._fail(self._tasks[key], event.name, event.why, event.hint)
+            self._fail_all(self._queues[event.place], event.name, event.why, event.hint)
 
     def _done(self, key: str, unit: str, outcome: Any) -> None:
         place_state, task = self._places.get(key), self._tasks.get(unit)
@@ -390,9 +358,10 @@ class Schedule:
             return
         if place_state.unit == unit:
             self._took_s.append(self._clock() - place_state.since)
+        elif unit in self._queues[task.unit.place]:  # it counted as lost
+            self._queues[task.unit.place].remove(unit)
         place = place_state.place
         self._outcomes.done[unit] = UnitOutcome(place, outcome)
-        self._open -= 1
         if self._recording is not None and (
             problem := self._recording.write_outcome(unit, {"place": asdict(place), "outcome": outcome})
         ):
@@ -415,9 +384,6 @@ class Schedule:
     def _finished(self, unit: str) -> bool:
         return unit in self._outcomes.done or unit in self._outcomes.failed
 
-    def _unfinished(self) -> list[_Task]:
-        return [task for key, task in self._tasks.items() if not self._finished(key)]
-
     def _release(self, place_state: PlaceState, unit: str) -> None:
         """The place has finished this unit."""
         self._tasks[unit].running.discard(place_state.place.key)
@@ -435,16 +401,19 @@ class Schedule:
         task.losses += counts
         if task.losses < MOST_TRIES:
             self._outcomes.repeated += counts
-            self._line(task.unit).appendleft(unit)
+            self._queues[task.unit.place].appendleft(unit)
         else:
             self._fail(task, self._outcomes.place_name(key), f"lost {task.losses} times; the last reason: {why}")
 
     def _fail(self, task: _Task, place: str, why: str, hint: str = "", *, lost: bool = True, unfit: bool = False) -> None:
         self._outcomes.failed[task.unit.key] = UnitFailure(place, why, hint, lost, unfit)
-        self._open -= 1
         self._last = f"{place if place and task.unit.place else task.unit.key} failed: {why}"
 
-    def _leave(self, place_state: PlaceState, state: Any, wait_s: float) -> None:
+    def _fail_all(self, queue: deque[str], place: str, why: str, hint: str = "") -> None:
+        while queue:
+            self._fail(self._tasks[queue.popleft()], place, why, hint)
+
+    def _leave(self, place_state: PlaceState, state: State, wait_s: float) -> None:
         """The place is not usable from now on."""
         place_state.until = self._clock() + wait_s
         self._places.move(place_state, state)
@@ -473,7 +442,7 @@ class Schedule:
         self._checked = now
         typical = median(self._took_s) if self._took_s else None
         half = 2 * len(self._outcomes.done) >= len(self._outcomes.done) + self._open
-        for place_state in self._places.busy():
+        for place_state in self._places.having("busy"):
             task, key, seconds = self._tasks[place_state.unit], place_state.place.key, place_state.seconds(now)
             if now - max(place_state.heard, place_state.since) > self._limits.silence_s:
                 why = f"no sign of life for {self._limits.silence_s:g} s"
@@ -487,16 +456,12 @@ class Schedule:
                 why = f"not finished after {seconds:.0f} s"
                 self._end(key, why)
                 self._lose(task.unit.key, key, why)
-        self._slow = [
-            place_state
-            for place_state in self._places.busy()
-            if too_slow(place_state.seconds(now), typical, self._limits.copy_after)
-        ]
-        self._slow.sort(key=lambda place_state: place_state.since)
-        for place_state in self._places.every():
-            if place_state.state == "ending" and place_state.until <= now:
+        busy = self._places.having("busy")
+        self._slow = [place_state for place_state in busy if too_slow(place_state.seconds(now), typical, self._limits.copy_after)]
+        for place_state in self._places.having("ending"):
+            if place_state.until <= now:
                 self._leave(place_state, "lost", 0.0)
-        if self._open and not self._places.busy() and not self._coming():
+        if self._open and not busy and not self._coming():
             self._give_up(now)
         return True
 
@@ -504,29 +469,21 @@ class Schedule:
         """Do not count time in which this process itself did not run (stopped, or waiting for a disk): messages may still be in
         its pipes."""
         self._news += paused_s
-        for place_state in self._places.every():
+        for place_state in self._places.values():
             place_state.heard = min(place_state.heard + paused_s, now)
             place_state.paused_s += paused_s
             place_state.until += paused_s
 
     def _give_up(self, now: float) -> None:
         """Nothing is being measured: units that no place can measure any more have failed."""
-        returning = {
-            place_state.place.key
-            for place_state in self._places.every()
-            if place_state.until > now and place_state.state != "free"
-        }
-        if not self._places.usable() and not returning:
-            for key in self._queue:
-                if not self._finished(key):
-                    self._fail(self._tasks[key], "", "no GPU is left that can measure it")
-        for place, line in self._bound.items():
-            if not self._places.is_usable(place) and place not in returning:
-                for key in line:
-                    if not self._finished(key):
-                        name, known = self._outcomes.place_name(place), place in self._outcomes.places
-                        why = f"{name} was lost and did not come back" if known else f"{name} was not found"
-                        self._fail(self._tasks[key], name if known else "", why)
+        hoped = {key for key, place_state in self._places.items() if place_state.usable or place_state.until > now}
+        for place, queue in self._queues.items():
+            name, known = self._outcomes.place_name(place), place in self._outcomes.places
+            if not place and not hoped:
+                self._fail_all(queue, "", "no GPU is left that can measure it")
+            elif place and place not in hoped:
+                why = f"{name} was lost and did not come back" if known else f"{name} was not found"
+                self._fail_all(queue, name if known else "", why)
 
     # --- handing out
 
@@ -538,24 +495,19 @@ class Schedule:
 
     def _next(self, key: str) -> str | None:
         """What this place should measure now."""
-        line = self._bound.get(key, deque())
-        while line:
-            if not self._finished(unit := line.popleft()):
+        if self._queues[key]:
+            return self._queues[key].popleft()
+        queue = self._queues[""]
+        for index, unit in enumerate(queue):
+            if not self._better_elsewhere(unit, key):
+                del queue[index]
                 return unit
-        while self._queue and self._finished(self._queue[0]):
-            self._queue.popleft()
-        for index, unit in enumerate(self._queue):
-            if not self._finished(unit) and not self._better_elsewhere(unit, key):
-                del self._queue[index]
-                return unit
-        return self._to_copy(key) if not self._queue else None
+        return self._to_copy(key) if not queue else None
 
     def _better_elsewhere(self, unit: str, key: str) -> bool:
         """Whether this place lost the unit before, and others have not."""
         lost_at = self._tasks[unit].lost_at
-        return key in lost_at and any(
-            self._places.is_usable(other.place.key) and other.place.key not in lost_at for other in self._places.every()
-        )
+        return key in lost_at and any(other.usable and place not in lost_at for place, other in self._places.items())
 
     def _to_copy(self, key: str) -> str | None:
         """The unit that takes the longest, if that is much longer than the others took."""
@@ -580,12 +532,13 @@ class Schedule:
 
     def _progress(self) -> PoolProgress:
         done, failed = len(self._outcomes.done), len(self._outcomes.failed)
-        working, usable = self._places.busy(), self._places.usable()
+        working, usable = self._places.having("busy"), [state.place for state in self._places.having("free", "busy")]
         left = None
         if self._took_s and usable:
             running_s = sum(self._clock() - place_state.since for place_state in working)
             left = max(0.0, self._open * sum(self._took_s) / len(self._took_s) - running_s) / max(len(working), 1)
         doing = working[0].text if len(working) == 1 else ""
         kind = "GPU" if any(place.gpu is not None for place in self._outcomes.places.values()) else "machine"
-        total, nodes = done + failed + self._open, self._places.nodes()
-        return PoolProgress(done, failed, total, self._places.gpus(), len(working), nodes, left, self._last, doing, kind)
+        total, nodes = done + failed + self._open, len({place.node for place in usable})
+        gpus = len({place.uuid or place.key for place in usable})  # several places may share one
+        return PoolProgress(done, failed, total, gpus, len(working), nodes, left, self._last, doing, kind)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -11,6 +11,7 @@ from gemmscope.errors import MissingFactError
 from gemmscope.toml import FactTable, complete, load_data
 
 FILE = "recipe/precisions.toml"
+precision_facts = cache(partial(load_data, "gemmscope.recipe", "precisions.toml"))
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,6 @@ class Precision:
         """Whether tensor cores with these rates multiply it."""
         major, minor = self.first_capability.split(".")
         return self.rate in rates and capability >= (int(major), int(minor))
-
-
-@cache
-def precision_facts() -> FactTable:
-    """The tables of `precisions.toml`."""
-    return load_data("gemmscope.recipe", "precisions.toml")
 
 
 @cache

@@ -1,11 +1,12 @@
 """Which GPU runs which recipe, from a table. This needs no framework; where one is installed, its own answer counts."""
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
+
+_table = cache(partial(load_data, "gemmscope.recipe", "support.toml"))
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,6 @@ class Support:
         """
         own = f"{capability[0]}.{capability[1]}"
         return "" if self.runs else self.note if self.complete else f"{self.note}, and {who} has {own}"
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return load_data("gemmscope.recipe", "support.toml")
 
 
 def support(name: str, capability: tuple[int, int]) -> Support:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,29 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from gemmscope.errors import UserError, shown
 from gemmscope.reading import called, enough_memory, parse_json, read_bytes
 from gemmscope.results.base import SCHEMA_VERSION, Result, command_of
-from gemmscope.results.bench import BenchResult
-from gemmscope.results.compare import CompareResult
-from gemmscope.results.explain import ExplainResult
-from gemmscope.results.fleet import FleetGpu, FleetResult
-from gemmscope.results.forecast import ForecastResult
-from gemmscope.results.numerics import NumericsResult
-from gemmscope.results.plan import PlanResult
-from gemmscope.results.shapes import ShapesResult
-from gemmscope.results.step import StepResult
-from gemmscope.results.sweep import SweepResult
+from gemmscope.results.fleet import FleetGpu
 
-KINDS: dict[str, type[Result]] = {
-    "shapes": ShapesResult,
-    "bench": BenchResult,
-    "step": StepResult,
-    "sweep": SweepResult,
-    "forecast": ForecastResult,
-    "plan": PlanResult,
-    "numerics": NumericsResult,
-    "explain": ExplainResult,
-    "compare": CompareResult,
-    "fleet": FleetResult,
-}
+KINDS = ["shapes", "bench", "step", "sweep", "forecast", "plan", "numerics", "explain", "compare", "fleet"]
 LARGEST = 64 << 20  # bytes: far more than any run file has
 MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each invalid one needs a kilobyte for its error
 # A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first invalid one.
@@ -42,6 +23,12 @@ LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
 DEEPEST = 50  # levels of lists and objects
 EXPECTED = "give a run file written by --json"
 Validated = TypeVar("Validated")
+
+
+def result_type(kind: str) -> type[Result]:
+    """The type of the results of a kind. Its module is loaded when it is needed."""
+    named: type[Result] = getattr(import_module(f"gemmscope.results.{kind}"), f"{kind.capitalize()}Result")
+    return named
 
 
 def read_result(path: str | Path, kinds: Collection[str] = KINDS) -> Result:
@@ -78,7 +65,7 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
         data["gpus"] = _gpus(data.get("gpus"), path)
     elif values > MOST_VALUES:
         raise UserError(f"{path} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
-    result = _validated(TypeAdapter(KINDS[kind]), data, path, kind)
+    result = _validated(TypeAdapter(result_type(kind)), data, path, kind)
     result.note_file(path)
     return result
 

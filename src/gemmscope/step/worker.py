@@ -7,9 +7,7 @@ A *variant* is a recipe, with the parts that are left in BF16, at a depth. All v
 from __future__ import annotations
 
 import gc
-import importlib
 import os
-from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from typing import IO, Any
@@ -19,8 +17,8 @@ from pydantic import TypeAdapter
 from torch._dynamo.exc import TorchDynamoException
 
 from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
-from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel_run, segments
-from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
+from gemmscope.engine.timer import Burst, busy_ms, done_burst, elapsed_ms, kernel_run, segments
+from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind, versions_of
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.kits import KITS
@@ -60,12 +58,9 @@ class StepWorker(MeasuringProcess):
         self.kit = self.load(KITS)
         if self.kit is None:
             return
-        versions = {"torch": torch.__version__}
-        if self.on_gpu:
-            versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
         if isinstance(self.plan, ModulePlan) and not self._tried(self.plan):
             return
-        self.say(Hello(versions, self.device_facts()))
+        self.say(Hello(versions_of(self.request["backend"]), self.device_facts()))
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
@@ -264,7 +259,14 @@ class StepWorker(MeasuringProcess):
             run()
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
-        return _StepBurst(run, kept) if self.on_gpu else DoneBurst([[elapsed_ms(run) for _ in range(kept)]])
+        if not self.on_gpu:
+            return done_burst([[elapsed_ms(run) for _ in range(kept)]])
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]  # steps are timed from start to start
+        for mark in marks[:-1]:
+            mark.record()
+            run()
+        marks[-1].record()
+        return Burst(lambda: [[before.elapsed_time(after) for before, after in pairwise(marks)]], marks[-1].synchronize)
 
     def failed(self, task: str, error: Exception) -> None:
         """As for every process; a module that cannot be compiled can still be run."""
@@ -284,26 +286,6 @@ class StepWorker(MeasuringProcess):
         """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
             self.begin(name, what)
-
-
-class _StepBurst:
-    """Steps on the GPU, timed from the start of each to the start of the next."""
-
-    over = False
-
-    def __init__(self, run: Callable[[], None], kept: int) -> None:
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]
-        for mark in self._marks[:-1]:
-            mark.record()
-            run()
-        self._marks[-1].record()
-
-    def nearly_done(self) -> None:
-        """Wait for its end."""
-        self._marks[-1].synchronize()
-
-    def times_ms(self) -> list[list[float]]:
-        return [[before.elapsed_time(after) for before, after in pairwise(self._marks)]]
 
 
 if __name__ == "__main__":

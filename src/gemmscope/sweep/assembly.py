@@ -2,10 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from gemmscope.errors import in_python
 from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
@@ -147,11 +149,8 @@ def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> Measu
 
 def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
     """The GPUs that measured points, in the order of their names; told apart by their UUID."""
-    by_gpu: dict[str, list[UnitOutcome]] = {}
-    for outcome in done:
-        by_gpu.setdefault(outcome.place.uuid or outcome.place.key, []).append(outcome)
     gpus = []
-    for measured in by_gpu.values():
+    for measured in grouped((outcome.place.uuid or outcome.place.key, outcome) for outcome in done).values():
         first = measured[0]
         versions = {name: str(version) for name, version in first.outcome["versions"].items()}
         name = str(first.outcome["device"].get("name", ""))
@@ -176,29 +175,21 @@ def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
 
 def _point_findings(sweep: MeasuredSweep, done: Mapping[str, UnitOutcome]) -> Iterable[Finding]:
     """Findings about recipes (fallbacks, out of memory, not measured, host-bound), each with its points."""
-    fallbacks: dict[str, list[str]] = {}
-    for point in sweep.points:
-        if (measured := done.get(point_key(point.values))) is not None:
-            for name in measured.outcome["modes"].get(sweep.mode, {}).get("fallbacks", ()):
-                fallbacks.setdefault(point.place, []).append(name)
-    if fallbacks:
-        yield finding("sweep-fallback", places=list(fallbacks), recipes=_all(fallbacks.values()))
-    if unfit := [point for point in sweep.points if point.unfit and not point.failure]:
-        places = [point.place for point in unfit]
-        yield finding("sweep-out-of-memory", places=places, recipes=_all(point.unfit for point in unfit))
-    reasons: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for point in sweep.points:
-        if (names := tuple(point.not_possible)) and not point.failure:
-            reasons.setdefault((names, point.not_possible[names[0]]), []).append(point.place)
+    modes = {point.place: done[key].outcome["modes"] for point in sweep.points if (key := point_key(point.values)) in done}
+    fallbacks = {place: of_point.get(sweep.mode, {}).get("fallbacks", ()) for place, of_point in modes.items()}
+    yield from _with_recipes("sweep-fallback", fallbacks)
+    yield from _with_recipes("sweep-out-of-memory", {point.place: point.unfit for point in sweep.points if not point.failure})
+    failed = [point for point in sweep.points if point.not_possible and not point.failure]
+    reasons = grouped(((tuple(point.not_possible), next(iter(point.not_possible.values()))), point.place) for point in failed)
     for (names, reason), places in reasons.items():
         yield finding("sweep-recipe-not-measured", places=places, recipes=list(names), reason=reason)
-    if bound := [point for point in sweep.points if point.host_bound]:
-        places = [point.place for point in bound]
-        yield finding("sweep-launch-bound", places=places, recipes=_all(point.host_bound for point in bound))
+    yield from _with_recipes("sweep-launch-bound", {point.place: point.host_bound for point in sweep.points})
 
 
-def _all(names: Iterable[Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(name for some in names for name in some))
+def _with_recipes(code: str, recipes_at: Mapping[str, Sequence[str]]) -> Iterable[Finding]:
+    """A finding with the points that have any of these recipes."""
+    if places := [place for place, names in recipes_at.items() if names]:
+        yield finding(code, places=places, recipes=list(dict.fromkeys(chain(*recipes_at.values()))))
 
 
 def _common(by_point: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:

@@ -7,8 +7,9 @@ numbers (dropout). Its parameters, gradients, buffers and random state are left 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -117,18 +118,14 @@ def compare_depth(built: Built, recipes: Sequence[str], backend: str = "", about
 
 
 def _emulation(module: nn.Module, recipe: str, backend: str, layers: Sequence[str]) -> Emulation:
-    def high(path: str) -> bool:
-        linear = module.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        outside = not any(path == layer or path.startswith(f"{layer}.") for layer in layers)
-        return outside or bool(why_high_precision(path, linear.in_features, linear.out_features))
+    def why_high(path: str) -> str:
+        linear: Any = module.get_submodule(path)
+        inside = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+        return why_high_precision(path, linear.in_features, linear.out_features) or ("" if inside else "outside of the layers")
 
-    emulation = Emulation(module, recipe, backend=backend, keep=high)
+    emulation = Emulation(module, recipe, backend=backend, why_kept=why_high)
     if not emulation.linears:
         path, reason = next(iter(emulation.kept.items()))
-        linear = module.get_submodule(path)
-        if reason == "kept" and isinstance(linear, nn.Linear):
-            reason = why_high_precision(path, linear.in_features, linear.out_features) or "outside of the layers"
         raise UserError(f"{type(module).__name__} has no linear to emulate in {recipe}: {path} stays in BF16 ({reason})")
     return emulation
 
@@ -150,7 +147,9 @@ def _run(built: Built, layers: Sequence[str]) -> _Run:
     outputs: list[torch.Tensor] = []
     forward = True
 
-    def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(
+        path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         values = [*args, *kwargs.values()]
         index = next((i for i, value in enumerate(values) if _is_float(value)), None)
         if index is None or not forward:  # during backward, a layer that is recomputed
@@ -161,33 +160,26 @@ def _run(built: Built, layers: Sequence[str]) -> _Run:
         values[index] = tensor.clone()  # the layer may write to its input
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
-    def after(output: Any) -> None:
+    def after(_: nn.Module, __: Any, output: Any) -> None:
         tensor = next((value for value in (output if isinstance(output, (tuple, list)) else [output]) if _is_float(value)), None)
         if tensor is not None and forward:
             outputs.append(_kept(tensor))
 
-    handles = []
-    for path in layers:
-        layer = built.module.get_submodule(path)
-        handles += [
-            layer.register_forward_pre_hook(lambda _, args, kwargs, path=path: before(path, args, kwargs), with_kwargs=True),
-            layer.register_forward_hook(lambda _, __, output: after(output)),
-        ]
     device = next((parameter.device for parameter in built.module.parameters()), torch.device("cpu"))
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(_devices(device)):
-            output = built.module(*built.args, **built.kwargs)
-            loss = loss_of(built, output)
-            forward = False
-            if not inputs or len(outputs) != len(inputs):
-                name = type(built.module).__name__
-                raise UserError(f"the layers of {name} do not pass on a tensor, so their errors cannot be compared")
-            targets = [loss] if loss is not None else outputs_of(output)
-            starts = None if loss is not None else [_start(target) for target in targets]
-            gradients = torch.autograd.grad(targets, inputs, starts, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(_devices(device)):
+        for path in layers:
+            layer = built.module.get_submodule(path)
+            hooks.callback(layer.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(after).remove)
+        output = built.module(*built.args, **built.kwargs)
+        loss = loss_of(built, output)
+        forward = False
+        if not inputs or len(outputs) != len(inputs):
+            name = type(built.module).__name__
+            raise UserError(f"the layers of {name} do not pass on a tensor, so their errors cannot be compared")
+        targets = [loss] if loss is not None else outputs_of(output)
+        starts = None if loss is not None else [_start(target) for target in targets]
+        gradients = torch.autograd.grad(targets, inputs, starts, allow_unused=True)
     pairs = zip(gradients, inputs, strict=True)
     kept = [_kept(torch.zeros_like(tensor) if gradient is None else gradient) for gradient, tensor in pairs]
     return _Run(tuple(paths), outputs, kept, None if loss is None else float(loss.detach()))

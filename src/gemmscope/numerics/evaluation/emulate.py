@@ -1,6 +1,6 @@
 """Linears of a live module that compute as a recipe does, on any device: it emulates formats that the device lacks.
 
-    with Emulation(model, "NVFP4", keep=["lm_head"]):
+    with Emulation(model, "NVFP4"):
         loss = model(batch)
         loss.backward()
 
@@ -18,8 +18,8 @@ CPU the same values are multiplied in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,188 +28,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import OPERANDS
-
-MOST_SHAPES = 512  # of operands and quantizers that are compiled
-
-Keep = Iterable[str] | Callable[[str], bool]
-Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
-
-
-class Emulation:
-    """A context manager in which the linears of `module` compute as the recipe does. `linears`: the paths of those that are
-    emulated; `kept`: why the others are not.
-
-    `backend`: whose variant of the recipe; by default the recipe's first. `keep`: linears that stay as they are, by path
-    (`model.layers.0.mlp.down_proj`), by the end of it (`down_proj`), by the path of a parent (`model.layers.0`), or a function of
-    the path. `seed`: of stochastic rounding. `recipe` may also give the operands of every pass. It can be entered many times;
-    the history of delayed scaling and the random numbers go on. `compiled`: quantizers run through `torch.compile`, several times
-    faster on a GPU; their random numbers then come from PyTorch's default generator, and `seed` is not used. The module itself
-    may be compiled too, except with delayed scaling. `observing`: while it is set, nothing is quantized and the histories of
-    delayed scaling are filled.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        recipe: str | Passes,
-        *,
-        backend: str = "",
-        keep: Keep = (),
-        seed: int = 0,
-        compiled: bool = False,
-    ) -> None:
-        if not isinstance(module, nn.Module):
-            raise UserError(f"Emulation() takes an nn.Module, got {type(module).__name__}", 'Emulation(model, "MXFP8")')
-        multiple = 1  # that features must be a multiple of
-        if isinstance(recipe, str):
-            known = find_recipe(recipe)
-            recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
-        self.passes: Passes = recipe
-        self.quantize = compiled_factors() if compiled else quantized_factors
-        self.observing = False
-        self._seed, self._generators = None if compiled else seed, dict[torch.device, torch.Generator]()
-        self.kept: dict[str, str] = {}
-        self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
-        linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
-        if not linears:
-            name = type(module).__name__
-            raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
-        is_kept = _keeper(keep, linears)
-        for path, linear in linears.items():
-            reason = "kept" if is_kept(path) else _why_not(linear, multiple)
-            if reason:
-                self.kept[path] = reason
-            else:
-                self._linears[path] = (linear, EmulatedLinear(self))
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        return tuple(self._linears)
-
-    @property
-    def delayed(self) -> bool:
-        """Whether scales come from earlier calls."""
-        return any(operand.quantizer.delayed for pair in self.passes.values() for operand in pair)
-
-    def generator(self, device: torch.device) -> torch.Generator | None:
-        """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
-        if self._seed is None or torch.compiler.is_compiling():
-            return None  # the compiler knows the default generator only
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
-    def __enter__(self) -> Emulation:
-        taken = [path for path, (linear, _) in self._linears.items() if _is_emulated(linear)]
-        if taken:
-            raise UserError(f"{taken[0]} is emulated already", "leave the first emulation before you enter another")
-        for linear, emulated in self._linears.values():
-            linear.forward = partial(emulated.forward, linear)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        for linear, _ in self._linears.values():
-            vars(linear).pop("forward", None)
-
-
-def _why_not(linear: nn.Linear, multiple: int) -> str:
-    """Why a linear cannot be emulated; empty if it can."""
-    if type(linear).forward is not nn.Linear.forward or ("forward" in vars(linear) and not _is_emulated(linear)):
-        return "a forward pass of its own"
-    for name, size in (("input features", linear.in_features), ("output features", linear.out_features)):
-        if size % multiple:
-            return f"{name} = {size} is not a multiple of {multiple}"
-    return ""
-
-
-def _is_emulated(linear: nn.Linear) -> bool:
-    forward = vars(linear).get("forward")
-    return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
-
-
-def _keeper(keep: Keep, linears: Mapping[str, nn.Linear]) -> Callable[[str], bool]:
-    """A function that tells whether the linear of a path is kept; a `UserError` if a name matches no linear."""
-    if callable(keep):
-        return keep
-    names = [keep] if isinstance(keep, str) else list(keep)
-    for name in names:
-        if not isinstance(name, str) or not any(_matches(path, name) for path in linears):
-            similar = closest(str(name), {end for path in linears for end in (path, path.rpartition(".")[2])})
-            hint = f"did you mean {' or '.join(similar)}?" if similar else f"linears: {', '.join(list(linears)[:8])}"
-            raise UserError(f"keep: no linear is called {shown(name)}", hint)
-    return lambda path: any(_matches(path, name) for name in names)
-
-
-def _matches(path: str, name: str) -> bool:
-    """Whether a name means this linear.
-
-    >>> [_matches("layers.0.mlp.up", name) for name in ("layers.0.mlp.up", "mlp.up", "layers.0", "p", "layers.0.m")]
-    [True, True, True, False, False]
-    """
-    return path == name or path.endswith(f".{name}") or path.startswith(f"{name}.")
-
-
-class EmulatedLinear:
-    """The operands of one linear in one recipe, and the maxima that delayed scaling remembers of its tensors."""
-
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation = emulation
-        self._histories: dict[str, AmaxHistory] = {}
-
-    def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """`nn.Linear.forward` with quantized operands."""
-        weight, bias, device = linear.weight, linear.bias, x.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        elif x.dtype != weight.dtype:
-            return functional.linear(x, weight, bias)  # raises PyTorch's own error
-        output: torch.Tensor = _EmulatedGemms.apply(x, weight, bias, self)
-        return output
-
-    def gemm(
-        self,
-        pass_name: str,
-        tensors: Mapping[str, torch.Tensor],
-        maxima: Mapping[str, torch.Tensor | None],
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The GEMM of a pass: its second operand times its first one transposed, both as [rows, reduced dimension]."""
-        first, second = (
-            self._factors(one, tensors[one.tensor], maxima.get(one.tensor)) for one in self._emulation.passes[pass_name]
-        )
-        with torch.autocast(first[0].device.type, enabled=False):
-            return _product(first, second, dtype, bias)
-
-    def _factors(self, operand: GemmOperand, tensor: torch.Tensor, amax: torch.Tensor | None) -> Factors:
-        rows = tensor.t() if operand.columnwise else tensor
-        if self._emulation.observing:
-            return rows, None
-        generator = self._emulation.generator(tensor.device) if operand.quantizer.stochastic else None
-        return self._emulation.quantize(operand.quantizer, rows, amax, generator)
-
-    def maximum(self, tensor: str, value: torch.Tensor) -> torch.Tensor | None:
-        """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
-
-        Every call counts as a step: with several micro-batches, the history gets an entry for each.
-        """
-        used = [operand for pair in self._emulation.passes.values() for operand in pair if operand.tensor == tensor]
-        formats = {operand.quantizer.format for operand in used if operand.quantizer.delayed}
-        if not formats:
-            return None
-        if tensor not in self._histories:
-            self._histories[tensor] = AmaxHistory(FORMATS[formats.pop()], device=value.device)
-        history = self._histories[tensor]
-        amax = history.amax
-        history.push(value.detach().abs().amax())
-        return amax
-
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Factors = tuple[torch.Tensor, torch.Tensor | None]
 """An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
@@ -236,15 +59,140 @@ def quantized_factors(
     return (values.to(torch.bfloat16) if values.is_cuda else values), scale
 
 
-@cache
-def compiled_factors() -> Callable[..., Factors]:
-    """Quantizers compiled for every shape that occurs: a model has dozens of them, more than PyTorch compiles by default."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MOST_SHAPES)
-    options = {"emulate_precision_casts": True}  # else it leaves out roundings to BF16 inside
-    compiled: Callable[..., Factors] = torch.compile(quantized_factors, dynamic=False, options=options)
-    return compiled
+class Emulation:
+    """A context manager in which the linears of `module` compute as the recipe does. `linears`: the paths of those that are
+    emulated; `kept`: why the others are not.
+
+    `backend`: whose variant of the recipe; by default the recipe's first. `why_kept`: why the linear of a path stays as it
+    is; empty if it does not. `seed`: of stochastic rounding; None: random numbers come from PyTorch's default generator.
+    `passes` are the operands of every pass, and may be replaced. It can be entered many times; the history of delayed scaling
+    and the random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is
+    several times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it
+    is set, nothing is quantized and the histories of delayed scaling are filled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recipe: str,
+        *,
+        backend: str = "",
+        why_kept: Callable[[str], str] = lambda _: "",
+        seed: int | None = 0,
+        quantize: Callable[..., Factors] = quantized_factors,
+    ) -> None:
+        known = find_recipe(recipe)
+        self.passes = {name: operands(known.name, name, backend) for name in OPERANDS}
+        self.delayed = {
+            operand.tensor: FORMATS[operand.quantizer.format]
+            for pair in self.passes.values()
+            for operand in pair
+            if operand.quantizer.delayed
+        }
+        """The formats of tensors whose scales come from earlier calls."""
+        self.quantize, self.observing = quantize, False
+        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
+        self.kept: dict[str, str] = {}
+        self.linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
+        linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+        if not linears:
+            name = type(module).__name__
+            raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
+        for path, linear in linears.items():
+            if reason := (why_kept(path) or _why_not(linear, known.multiple_of)):
+                self.kept[path] = reason
+            else:
+                self.linears[path] = (linear, EmulatedLinear(self))
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
+        if self._seed is None or torch.compiler.is_compiling():
+            return None  # the compiler knows the default generator only
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def __enter__(self) -> Emulation:
+        taken = [path for path, (linear, _) in self.linears.items() if _is_emulated(linear)]
+        if taken:
+            raise UserError(f"{taken[0]} is emulated already", "leave the first emulation before you enter another")
+        for linear, emulated in self.linears.values():
+            linear.forward = partial(emulated.forward, linear)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        for linear, _ in self.linears.values():
+            vars(linear).pop("forward", None)
+
+
+def _why_not(linear: nn.Linear, multiple: int) -> str:
+    """Why a linear cannot be emulated; empty if it can."""
+    if type(linear).forward is not nn.Linear.forward or ("forward" in vars(linear) and not _is_emulated(linear)):
+        return "a forward pass of its own"
+    for name, size in (("input features", linear.in_features), ("output features", linear.out_features)):
+        if size % multiple:
+            return f"{name} = {size} is not a multiple of {multiple}"
+    return ""
+
+
+def _is_emulated(linear: nn.Linear) -> bool:
+    forward = vars(linear).get("forward")
+    return isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), EmulatedLinear)
+
+
+class EmulatedLinear:
+    """The operands of one linear in one recipe, and the maxima that delayed scaling remembers of its tensors."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+        self._histories: dict[str, AmaxHistory] = {}
+
+    def forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """`nn.Linear.forward` with quantized operands."""
+        weight, bias, device = linear.weight, linear.bias, x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        elif x.dtype != weight.dtype:
+            return functional.linear(x, weight, bias)  # raises PyTorch's own error
+        output: torch.Tensor = _EmulatedGemms.apply(x, weight, bias, self)
+        return output
+
+    def gemm(
+        self,
+        pass_name: Pass,
+        tensors: Mapping[str, torch.Tensor],
+        maxima: Mapping[str, torch.Tensor | None],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The GEMM of a pass: its second operand times its first one transposed, both as [rows, reduced dimension]."""
+        first, second = (
+            self._factors(one, tensors[one.tensor], maxima.get(one.tensor)) for one in self._emulation.passes[pass_name]
+        )
+        with torch.autocast(first[0].device.type, enabled=False):
+            return _product(first, second, dtype, bias)
+
+    def _factors(self, operand: GemmOperand, tensor: torch.Tensor, amax: torch.Tensor | None) -> Factors:
+        rows = tensor.t() if operand.columnwise else tensor
+        if self._emulation.observing:
+            return rows, None
+        generator = self._emulation.generator(tensor.device) if operand.quantizer.stochastic else None
+        return self._emulation.quantize(operand.quantizer, rows, amax, generator)
+
+    def maximum(self, tensor: TensorName, value: torch.Tensor) -> torch.Tensor | None:
+        """The maximum that scales this call's tensor where scaling is delayed, else None; the history then gets this call's.
+
+        Every call counts as a step: with several micro-batches, the history gets an entry for each.
+        """
+        if tensor not in self._emulation.delayed:
+            return None
+        if tensor not in self._histories:
+            self._histories[tensor] = AmaxHistory(self._emulation.delayed[tensor], device=value.device)
+        history = self._histories[tensor]
+        amax = history.amax
+        history.push(value.detach().abs().amax())
+        return amax
 
 
 def _product(first: Factors, second: Factors, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

@@ -35,7 +35,7 @@ from gemmscope.numerics.probes import pair_key, probe_key, recorded_key, referen
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, GemmOperand, Quantizer
 from gemmscope.numerics.recording import BLOCK, LinearStep, OperandSample
 from gemmscope.results.numerics import OperandError
-from gemmscope.workload.ops import Pass, TensorName
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 UNKNOWN = 0.3
 """Without a probe: the standard deviation of ‖EA‖², relative to the estimate for uncorrelated errors."""
@@ -148,11 +148,9 @@ def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: Operand
     )
 
 
-def operand_error(
-    step: LinearStep, sample: OperandSample, operand: GemmOperand, quantized: SampledQuantization, columns: Tensor
-) -> OperandError:
+def operand_error(sample: OperandSample, quantizer: Quantizer, quantized: SampledQuantization) -> OperandError:
     """The error of the operand itself: its relative error, and the values that are lost."""
-    weights = sample.weights.float()
+    weights, columns = sample.weights.float(), sample.column_weights
 
     def total(values: Tensor) -> float:
         return float(weights @ (values.float() @ columns))
@@ -160,29 +158,21 @@ def operand_error(
     scale = max(float(quantized.exact.abs().max()), 1e-38)
     norm = total((quantized.exact / scale).square())
     nonzero = total(quantized.exact != 0)
+    present = torch.nonzero(sample.exponents[1:255]).flatten()  # subnormals of float32 count as zero
     return OperandError(
-        tensor=operand.tensor,
-        format=operand.quantizer.format,
+        tensor=sample.tensor,
+        format=quantizer.format,
         relative=sqrt(total((quantized.error / scale).square()) / norm) if norm else 0.0,
         underflow=total(quantized.zero) / nonzero if nonzero else 0.0,
         saturated=total(quantized.saturated) / float(weights.sum() * columns.sum()),
-        octaves=_octaves(step, operand.tensor),
+        octaves=float(present[-1] - present[0]) if len(present) else None,
     )
 
 
-def sampled_error(
-    step: LinearStep, sample: OperandSample, operand: GemmOperand, columns: Tensor, seed: int, amax: float | None = None
-) -> OperandError:
-    """The error of one operand by itself; `amax`: the maximum that its scale comes from, by default its own."""
+def sampled_error(sample: OperandSample, quantizer: Quantizer, seed: int, amax: float) -> OperandError:
+    """The error of one operand by itself; `amax`: the maximum that its scale comes from."""
     generator = torch.Generator(sample.rows.device).manual_seed(seed)
-    quantized = quantize_sample(sample, operand.quantizer, sample.amax if amax is None else amax, generator)
-    return operand_error(step, sample, operand, quantized, columns)
-
-
-def _octaves(step: LinearStep, tensor: TensorName) -> float | None:
-    """Powers of two between the largest and the smallest value; None where all are zero. Subnormals of float32 count as zero."""
-    present = torch.nonzero(step.exponents(tensor)[1:255]).flatten()
-    return float(present[-1] - present[0]) if len(present) else None
+    return operand_error(sample, quantizer, quantize_sample(sample, quantizer, amax, generator))
 
 
 @dataclass(frozen=True)
@@ -244,17 +234,14 @@ class SampledGemm:
 
     def __init__(self, step: LinearStep, pass_name: Pass, seed: int = 0) -> None:
         """`seed`: of stochastic rounding."""
-        self.step, sample = step, step.sample(pass_name)
-        facts = sample.facts
-        assert sample.first is not None
-        assert sample.second is not None
+        facts = step.facts.passes[pass_name]
         assert facts.product
         assert facts.norm
-        self.sample, self.sides = sample, (sample.first, sample.second)
-        self._probes = step.facts.probes
-        self._blocks = sample.first.energy.new_tensor(facts.weights)
+        self.step, self._pass, self._probes = step, pass_name, step.facts.probes
+        self.sides = tuple(step.sample(pass_name, tensor) for tensor in OPERANDS[pass_name])
+        self._blocks = self.sides[0].energy.new_tensor(facts.weights)
         self._gain = facts.product / facts.norm**2
-        self._generator = torch.Generator(sample.first.energy.device).manual_seed(seed)
+        self._generator = torch.Generator(self._blocks.device).manual_seed(seed)
         self._references: dict[str, tuple[SampledQuantization, OperandNoise]] = {}
 
     def noise(
@@ -262,7 +249,7 @@ class SampledGemm:
     ) -> tuple[GemmNoise, tuple[SampledQuantization, SampledQuantization]]:
         """The error of the GEMM, and the quantized samples. `history`: maxima of earlier steps, for delayed scaling."""
         first, second = (self._operand(place, operand, history) for place, operand in enumerate(pair))
-        key = recorded_key(pair_key(self.sample.pass_name, pair[0].quantizer, pair[1].quantizer), self._probes)
+        key = recorded_key(pair_key(self._pass, pair[0].quantizer, pair[1].quantizer), self._probes)
         noise = gemm_noise(first[1], second[1], self._gain, self._probes.get(key, (0.0, 0.0)))
         return noise, (first[0], second[0])
 
@@ -271,14 +258,14 @@ class SampledGemm:
     ) -> tuple[SampledQuantization, OperandNoise]:
         quantizer, own = operand.quantizer, self.step.facts.tensors[operand.tensor].amax
         amax = history.get(operand.tensor, own) if quantizer.delayed else own
-        key = recorded_key(probe_key(self.sample.pass_name, operand.tensor, quantizer), self._probes)
+        key = recorded_key(probe_key(self._pass, operand.tensor, quantizer), self._probes)
         if quantizer.signs and key in self._probes:
             amax = self._probes[key][4]  # that of the rotated tensor
         if key not in self._probes:
             quantized, noise = self._estimate(place, quantizer, amax)
             unknown = (UNKNOWN * noise.rest.value) ** 2
             return quantized, replace(noise, rest=replace(noise.rest, variance=noise.rest.variance + unknown))
-        reference = reference_quantizers(self.sample.pass_name, operand.tensor)[key]
+        reference = reference_quantizers(self._pass, operand.tensor)[key]
         probed = self._probes[key][4]
         if key not in self._references:
             self._references[key] = self._estimate(place, reference, probed)

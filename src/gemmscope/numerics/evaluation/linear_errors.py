@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import fmean
@@ -37,7 +37,10 @@ class LinearErrors:
     def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
         self.facts, self._seed = linear.facts, seed
         self._steps = [_on_device(step, device) for step in linear.sampled_steps]
-        self._gemms = {name: self._sampled(name) for name in OPERANDS}
+        self._gemms = {  # of the steps in which a pass has an error
+            name: [SampledGemm(step, name, seed) for step in self._steps if name in step.passes and not step.problem(name)]
+            for name in OPERANDS
+        }
 
     def of(self, recipe: str, backend: str = "") -> LinearError:
         """The errors of the linear in a recipe, or why there are none."""
@@ -46,7 +49,9 @@ class LinearErrors:
         if about.failure:
             return about
         if not self._has_gemms():
-            return about.model_copy(update={"weight": self._weight(operands(known.name, "fprop", backend)[0])})
+            weight = self._steps[0].sample("fprop", "W")
+            quantizer = operands(known.name, "fprop", backend)[0].quantizer
+            return about.model_copy(update={"weight": sampled_error(weight, quantizer, self._seed, weight.amax)})
         passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in OPERANDS if self._gemms[name])
         dropped = tuple(self._dropped())
         if not passes:
@@ -66,10 +71,6 @@ class LinearErrors:
         if self._has_gemms() or weight is None:
             return ""
         return nonfinite_values("W") if weight.nonfinite else "" if weight.amax else "W is zero, so there is no relative error"
-
-    def _sampled(self, name: Pass) -> list[SampledGemm]:
-        """One pass in the steps in which it has an error."""
-        return [SampledGemm(step, name, self._seed) for step in self._steps if name in step.passes and not step.problem(name)]
 
     def _has_gemms(self) -> bool:
         """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
@@ -92,7 +93,7 @@ class LinearErrors:
             noise, quantized = gemm.noise(pair, scale_maxima(self.facts.steps, gemm.step.facts))
             noises.append(noise)
             for own, sample, operand, values in zip(errors, gemm.sides, pair, quantized, strict=True):
-                own.append(operand_error(gemm.step, sample, operand, values, gemm.sample.column_weights))
+                own.append(operand_error(sample, operand.quantizer, values))
         return PassError.model_validate(
             {
                 "pass": name,
@@ -102,12 +103,6 @@ class LinearErrors:
                 "operands": tuple(map(averaged, errors)),
             }
         )
-
-    def _weight(self, operand: GemmOperand) -> OperandError:
-        step = self._steps[0]
-        sample = step.sample("fprop")
-        assert sample.first is not None
-        return sampled_error(step, sample.first, operand, sample.column_weights, self._seed)
 
 
 def without_errors(facts: LinearFacts, recipe: str, failure: str = "") -> LinearError:
@@ -137,28 +132,27 @@ def _on_device(step: LinearStep, device: str) -> LinearStep:
     return step if device == "cpu" else replace(step, load=lambda name: step.load(name).to(device))
 
 
-DELAYED: tuple[tuple[Pass, int, TensorName], ...] = (("fprop", 1, "X"), ("fprop", 0, "W"), ("dgrad", 1, "dY"))
-"""A pass that reads each tensor, and which operand of it the tensor is."""
+DELAYED: Mapping[TensorName, Pass] = {"X": "fprop", "W": "fprop", "dY": "dgrad"}
+"""A pass that reads each tensor."""
 
 
-def stale_scales(linear: RecordedLinear, seed: int = 0) -> Iterator[StaleScale]:
-    """Every tensor of the last sampled step that has earlier steps: its error with their scale and with its own."""
+def stale_scales(linear: RecordedLinear, recipe: str, seed: int = 0) -> Iterator[StaleScale]:
+    """Every tensor of the last sampled step that has earlier steps: its error with their scale and with its own, in a recipe with
+    delayed scaling."""
     if linear.facts.failure or not linear.sampled_steps:
         return
     step = linear.sampled_steps[-1]
     history = earlier_maxima(linear.facts.steps, step.facts.step)
-    for pass_name, place, tensor in DELAYED:
-        if tensor not in history or pass_name not in step.passes or step.facts.tensors[tensor].nonfinite:
+    for tensor, pass_name in DELAYED.items():
+        facts = step.facts.tensors.get(tensor)
+        if facts is None or facts.nonfinite or not facts.amax or tensor not in history or pass_name not in step.passes:
             continue
-        sample = step.sample(pass_name)
-        side = (sample.first, sample.second)[place]
-        if side is None or not side.amax:
-            continue
-        operand = operands("FP8Delayed", pass_name)[place]
-        stale, fresh = (
-            sampled_error(step, side, operand, sample.column_weights, seed, amax) for amax in (history[tensor], side.amax)
+        sample, quantizer = (
+            step.sample(pass_name, tensor),
+            operands(recipe, pass_name)[OPERANDS[pass_name].index(tensor)].quantizer,
         )
+        stale, fresh = (sampled_error(sample, quantizer, seed, amax) for amax in (history[tensor], facts.amax))
         yield StaleScale(
-            name=linear.name, tensor=tensor, growth=side.amax / history[tensor], saturated=stale.saturated,
+            name=linear.name, tensor=tensor, growth=facts.amax / history[tensor], saturated=stale.saturated,
             relative=stale.relative, fresh_relative=fresh.relative,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,8 @@ from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_sp
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
-from gemmscope.results.base import ModelSummary, Origin
-from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, RecipeError
+from gemmscope.results.base import ModelSummary
+from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, NumericsResult
 from gemmscope.roles import role_named
 
 MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
@@ -149,30 +149,28 @@ def _all_plans(table: ErrorTable, speeds: Speeds) -> Iterator[ScoredPlan]:
 def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterator[ScoredPlan]:
     """All mixes of two recipes that no other one of them beats."""
     gains = table.squares[recipe] - table.squares[higher]  # of squared error, if a cell is kept in higher precision
-    saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
-    costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
+    saved = speeds.savings[recipe].by_cell
+    costs = saved - speeds.savings[higher].by_cell  # of time
     layers, linears = gains.shape
     listed = _listed(linears) if linears <= MOST_LISTED else None
     ends = list(_ends(layers)) if table.contiguous else [(0, 0)]
-    squares, sums_of_costs, kept, of_ends = list[Values](), list[Values](), list[Sets](), list[npt.NDArray[np.intp]]()
+    fronts = list[tuple[npt.NDArray[Any], ...]]()
     for place, (first, last) in enumerate(ends):
         inner = slice(first, layers - last)
         column_gains, column_costs = gains[inner].sum(axis=0), costs[inner].sum(axis=0) + PART_COST
         sets = listed if listed is not None else _built(column_gains, column_costs)
         sums = -(sets @ column_gains), sets @ column_costs
         front = _front(*sums)
-        squares.append(sums[0][front] - gains[:first].sum() - gains[layers - last :].sum())
+        less_error = sums[0][front] - gains[:first].sum() - gains[layers - last :].sum()
         parts = PART_COST * ((first > 0) + (last > 0) + (higher != BASELINE))
-        sums_of_costs.append(sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts)
-        kept.append(sets[front])
-        of_ends.append(np.full(len(front), place))
-    all_squares = table.squares[recipe].sum() + np.concatenate(squares)
-    all_costs = 1 - saved.total * saved.shares.sum() + np.concatenate(sums_of_costs)
-    all_kept, all_ends = np.concatenate(kept), np.concatenate(of_ends)
-    for place in _front(all_squares, all_costs):
-        first, last = ends[all_ends[place]]
-        plan = MixPlan(recipe, higher, first, last, tuple(map(bool, all_kept[place])))
-        yield plan, float(all_squares[place]), float(all_costs[place])
+        more_cost = sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts
+        fronts.append((less_error, more_cost, sets[front], np.full(len(front), place)))
+    less_error, more_cost, kept, of_ends = (np.concatenate(parts) for parts in zip(*fronts, strict=True))
+    squares, sums_of_costs = table.squares[recipe].sum() + less_error, 1 - saved.sum() + more_cost
+    for place in _front(squares, sums_of_costs):
+        first, last = ends[of_ends[place]]
+        plan = MixPlan(recipe, higher, first, last, tuple(map(bool, kept[place])))
+        yield plan, float(squares[place]), float(sums_of_costs[place])
 
 
 def _ends(layers: int) -> Iterator[tuple[int, int]]:
@@ -217,44 +215,39 @@ def _front(squares: Values, costs: Values) -> npt.NDArray[np.intp]:
     return order[squares[order] < least]
 
 
-@dataclass(frozen=True)
-class RecipesAndMix:
-    """The part of a `NumericsResult` that is about all linears."""
-
-    recipes: tuple[RecipeError, ...] = ()
-    mixed: MixedPrecision | None = None
-    findings: tuple[Finding, ...] = ()
-    speed_origin: Origin | None = None
-    speed_of: Literal["step", "linears"] | None = None
-    speed_gpu: str = ""
-
-
-def recipes_and_mix(
-    linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
-) -> RecipesAndMix:
-    """The recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which of its GPUs."""
-    table = error_table(linears)
+def with_mix(
+    result: NumericsResult, speed: SpeedResult | None = None, bound: float | None = None, gpu: str = ""
+) -> NumericsResult:
+    """The result with its recipes, the smallest error first, and the recommended mix. `speed`: a result with times; `gpu`: which
+    of its GPUs."""
+    linears, table = result.linears, error_table(result.linears)
     if table is None:
-        return RecipesAndMix()
-    findings = list(_stays_in_baseline(table))
+        return result
     speeds = nominal_speeds(table) if speed is None else speeds_of(speed, table, gpu)
-    findings += [*speeds.findings, *_other_model(linears, speed)]
+    findings = [*result.findings, *_stays_in_baseline(table), *speeds.findings]
+    if speed is not None and speed.model is not None and (reason := mismatch(linears, speed.model)):
+        findings.append(finding("numerics-other-model", model=speed.model.name, reason=reason))
     mixed = recommend_mix(table, speeds, bound)
-    if bound is not None and mixed.chosen is None:
-        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
     if mixed.chosen is not None:
-        mixed = mixed.model_copy(
-            update={
-                "settings": mix_to_paste(
-                    mixed.chosen, table.linears, len(table.layers), in_layers=any(linear.layer is not None for linear in linears)
-                )
-            }
-        )
+        in_layers = any(linear.layer is not None for linear in linears)
+        settings = mix_to_paste(mixed.chosen, table.linears, len(table.layers), in_layers=in_layers)
+        mixed = mixed.model_copy(update={"settings": settings})
+    elif bound is not None:
+        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
     recipes = tuple(
         row.model_copy(update={"speedup": speeds.speedups.get(row.recipe), "rivals": speeds.rivals.get(row.recipe, ())})
         for row in recipe_errors(linears, table)
     )
-    return RecipesAndMix(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+    return result.model_copy(
+        update={
+            "recipes": recipes,
+            "mixed": mixed,
+            "findings": tuple(findings),
+            "speed_origin": speeds.origin,
+            "speed_of": speeds.of,
+            "speed_gpu": speeds.gpu,
+        }
+    )
 
 
 def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:
@@ -266,15 +259,9 @@ def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:
         yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
 
 
-def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
-    """A warning if the speeds seem to be those of another model. SYNTHETIC linears have smaller sizes, and no layers."""
-    model = speed.model if speed is not None else None
-    reason = mismatch(linears, model) if model is not None else ""
-    return [finding("numerics-other-model", model=model.name, reason=reason)] if reason and model is not None else []
-
-
 def mismatch(every: Sequence[LinearError], model: ModelSummary) -> str:
-    """What linears of layers and a model disagree in; empty where they agree, as far as it is known."""
+    """What linears of layers and a model disagree in; empty where they agree, as far as it is known. SYNTHETIC linears have
+    smaller sizes, and no layers."""
     linears = [linear for linear in every if linear.layer is not None]
     if not linears:
         return ""

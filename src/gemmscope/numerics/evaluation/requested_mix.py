@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemmscope.errors import UserError, closest, option, shown
@@ -32,15 +32,13 @@ _COUNT = re.compile(r"(?P<end>first|last)\s*=\s*(?P<count>[0-9]{1,5})")
 
 @dataclass(frozen=True)
 class MixRequest:
-    """What is kept in the precision of `higher`. `recipe` is that of the rest; None: every one that quantizes."""
+    """What is kept higher. `recipe` is that of the rest; None: every one that quantizes."""
 
     given: str
     """The option as it was typed, for messages."""
+    kept: KeptHigher
+    """Its ops are linears as they were named."""
     recipe: str | None = None
-    higher: str = BASELINE
-    first_layers: int = 0
-    last_layers: int = 0
-    linears: tuple[str, ...] = ()
     errors: tuple[LinearError, ...] = ()
     """Those that the mix was chosen by."""
 
@@ -66,7 +64,7 @@ def requested_mix(mix: str | Path | Result | None, keep_higher: str | None) -> M
 def _parsed(text: str) -> MixRequest:
     """What `keep_higher` asks for.
 
-    >>> _parsed("first=1, mlp.down_proj").linears
+    >>> _parsed("first=1, mlp.down_proj").kept.ops
     ('mlp.down_proj',)
     """
     given = option("keep_higher", text)
@@ -84,7 +82,7 @@ def _parsed(text: str) -> MixRequest:
         raise UserError(f"{option('keep_higher')} keeps nothing", f"for example {option('keep_higher', EXAMPLE)}")
     if len(linears) > MOST_NAMES:
         raise UserError(f"{option('keep_higher')} names {len(linears)} linears, more than {MOST_NAMES}", "name fewer")
-    return MixRequest(given, None, BASELINE, counts["first"], counts["last"], tuple(dict.fromkeys(linears)))
+    return MixRequest(given, KeptHigher(BASELINE, counts["first"], counts["last"], tuple(dict.fromkeys(linears))))
 
 
 def _chosen(mix: str | Path | Result) -> MixRequest:
@@ -97,8 +95,8 @@ def _chosen(mix: str | Path | Result) -> MixRequest:
     if chosen is None:
         bound = "no mix is below its bound" if result.mixed is not None and result.mixed.bound is not None else "it has no bound"
         raise UserError(f"{given} has no chosen mix: {bound}", f"run gemmscope numerics with {option('bound')}, such as 5%")
-    kept = (chosen.first_layers, chosen.last_layers, chosen.linears)
-    return MixRequest(given, chosen.recipe, chosen.higher, *kept, errors=result.linears)
+    kept = KeptHigher(chosen.higher, chosen.first_layers, chosen.last_layers, chosen.linears)
+    return MixRequest(given, kept, chosen.recipe, result.linears)
 
 
 def quantized_ops(model: ModelSpec | None, run: RunSpec, workload: Workload) -> tuple[str, ...]:
@@ -112,13 +110,13 @@ def quantized_ops(model: ModelSpec | None, run: RunSpec, workload: Workload) -> 
 
 def priced_mixes(request: MixRequest, names: Sequence[str], ops: Sequence[str], model: ModelSpec | None) -> Mixes:
     """The mixes of these recipes for a model (None where only its ops are known) with these quantized ops."""
-    kept_layers = request.first_layers + request.last_layers
+    kept_layers = request.kept.first_layers + request.kept.last_layers
     if model is not None and kept_layers > len(model.layers):
         raise UserError(f"{request.given} keeps {kept_layers} layers, but the model has {len(model.layers)}", "keep fewer")
     chosen, findings = _ops(request, tuple(ops))
     if model is not None and (reason := mismatch(request.errors, ModelSummary.of(model, model.name, model.source))):
         findings.insert(0, finding("mix-other-model", model=model.name, reason=reason))
-    kept = KeptHigher(recipe(request.higher).name, request.first_layers, request.last_layers, chosen)
+    kept = replace(request.kept, recipe=recipe(request.kept.recipe).name, ops=chosen)
     low = [request.recipe] if request.recipe is not None else [name for name in names if recipe(name).quantizes]
     if not low:
         raise UserError(
@@ -133,19 +131,19 @@ def priced_mixes(request: MixRequest, names: Sequence[str], ops: Sequence[str], 
 def _ops(request: MixRequest, present: tuple[str, ...]) -> tuple[tuple[str, ...], list[Finding]]:
     """The ops of the named linears, in the order of the model; a `UserError` for names that the model does not have."""
     kept: set[str] = set()
-    named = {name: tuple(_present(name, present)) for name in request.linears}
+    named = {name: tuple(_present(name, present)) for name in request.kept.ops}
     for name, ops in named.items():
         if not ops:
             similar = closest(name, tuple(map(name_of, present)))
             hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UserError(
                 f"{request.given} names {shown(name)}, which is not a linear of this model",
-                f"{hint}the model has {_listed(present)}",
+                f"{hint}the model has {', '.join(map(name_of, present)) or 'none that a recipe quantizes'}",
             )
         kept.update(ops)
     parts = {op: [name for name, ops in named.items() if ops == (op,) and name.lower() != name_of(op).lower()] for op in kept}
     findings = [
-        finding("mix-whole-gemm", linears=names, op=name_of(op), recipe=request.higher)
+        finding("mix-whole-gemm", linears=names, op=name_of(op), recipe=request.kept.recipe)
         for op, names in parts.items()
         if names and len(names) < len(pieces(op)) and not any(_fused(name) for name in names)
     ]
@@ -183,7 +181,3 @@ def _names_piece(module: str, op: str) -> bool:
     """Whether a module's name says that it is this part of a fused linear: q_proj, gate_proj."""
     piece = role(op).piece
     return bool(piece) and (module.startswith(f"{piece}_") if len(piece) == 1 else piece in module)
-
-
-def _listed(present: Sequence[str]) -> str:
-    return ", ".join(map(name_of, present)) if present else "none that a recipe quantizes"

@@ -17,14 +17,13 @@ from pydantic import Field, TypeAdapter
 from gemmscope.errors import UserError
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
-from gemmscope.results.numerics import DepthError, LinearError, Source, StaleScale
+from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, Source, StaleScale
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 USUAL_SEQUENCE = 512
-SyntheticKind = Literal["normal", "heavy", "outliers"]
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,18 @@ class ModelLinears:
 
 
 @dataclass(frozen=True)
-class RecordingSource:
-    """A file of `gemmscope.record_tensors`."""
+class TensorSource:
+    """Where tensors come from: a file of `gemmscope.record_tensors`, the weights of a checkpoint, or a kind of random tensors."""
 
-    path: str
-    type: Literal["recording"] = "recording"
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """The weights of a checkpoint, which is compared with `model`."""
-
-    path: str
-    model: ModelLinears | None = None
-    type: Literal["checkpoint"] = "checkpoint"
-
-
-@dataclass(frozen=True)
-class SyntheticSource:
-    """Random tensors for linears of these sizes: op → (inputs, outputs)."""
-
-    kind: SyntheticKind
-    sizes: Mapping[str, tuple[int, int]]
+    kind: Source
+    origin: str
+    """The file, or the kind of random tensors."""
+    expected: ModelLinears | None = None
+    """What a checkpoint is compared with."""
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of the linears that get random tensors: op → (inputs, outputs)."""
     model: str = ""
-    type: Literal["synthetic"] = "synthetic"
+    """The name of their model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class DepthModel:
 class ErrorsRequest:
     """What to compute, of which tensors. `backend`: whose variants of the recipes."""
 
-    source: RecordingSource | CheckpointSource | SyntheticSource
+    source: TensorSource
     recipes: tuple[str, ...]
     backend: str = ""
     device: str = "cpu"
@@ -86,28 +73,11 @@ class ErrorsRequest:
 
 
 @dataclass(frozen=True)
-class TensorsFacts:
-    """What the result says of its tensors, by the names of `NumericsResult`."""
-
-    source: Source
-    origin: str
-    model_name: str
-    steps: tuple[int, ...]
-    tokens: int | None
-    sampled_bytes: int
-    layers: int
-    device: str
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class TensorsOpened:
-    """The tensors are there. `count`: of linears. `probed`: every linear has probes."""
+    """The tensors are there. `result`: without errors yet. `count`: of linears."""
 
-    facts: TensorsFacts
+    result: NumericsResult
     count: int
-    notes: tuple[str, ...] = ()
-    probed: bool = True
     type: Literal["opened"] = "opened"
 
 
@@ -128,7 +98,6 @@ class DepthReport:
     notes: tuple[str, ...] = ()
     failure: str = ""
     """Why there are no errors."""
-    type: Literal["depth"] = "depth"
 
 
 @dataclass(frozen=True)
@@ -142,12 +111,13 @@ class NotComputed:
 
 @dataclass(frozen=True)
 class AllComputed:
-    """The last message."""
+    """The last message, after all linears."""
 
+    depth: DepthReport = DepthReport()
     type: Literal["done"] = "done"
 
 
-ErrorsMessage = TensorsOpened | LinearComputed | DepthReport | NotComputed | AllComputed
+ErrorsMessage = TensorsOpened | LinearComputed | NotComputed | AllComputed
 Kind = TypeVar("Kind")
 REQUEST: TypeAdapter[ErrorsRequest] = TypeAdapter(ErrorsRequest)
 MESSAGE: TypeAdapter[ErrorsMessage] = TypeAdapter(Annotated[ErrorsMessage, Field(discriminator="type")])
@@ -197,10 +167,8 @@ class ComputedErrors:
             self.linears += message.errors
             self.stale += message.stale
             self.done += 1
-        elif isinstance(message, DepthReport):
-            self.depth = message
         else:
-            self.complete = True
+            self.depth, self.complete = message.depth, True
 
 
 def compute_errors(request: ErrorsRequest, progress: Callable[[int, int], None]) -> ComputedErrors:

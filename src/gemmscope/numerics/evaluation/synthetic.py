@@ -8,11 +8,11 @@ distribution, not what they do to a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.evaluation.requests import SyntheticKind
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
@@ -25,6 +25,7 @@ GRADIENT_SCALE = 1e-4
 SPREAD = 1.0  # standard deviation of the logarithm of dY's scale over tokens
 MARK = "SYNTHETIC"
 
+Draw = Callable[[int, int, torch.Generator], Tensor]
 Maker = Callable[[int, int, int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -37,21 +38,15 @@ def _student(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return _normal(rows, columns, generator) / squares.sqrt()
 
 
-def _normal_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """X, W and dY, all normal."""
-    x, w, dy = (_normal(rows, columns, generator) for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
-    return x, w * inputs**-0.5, dy * GRADIENT_SCALE
-
-
-def _heavy_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """X, W and dY, all of Student's t with 4 degrees of freedom."""
-    x, w, dy = (_student(rows, columns, generator) for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+def _scaled(draw: Draw, tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and dY, all of one distribution."""
+    x, w, dy = (draw(rows, columns, generator) for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     return x, w * inputs**-0.5, dy * GRADIENT_SCALE
 
 
 def _outlier_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Normal, but a few channels of X are 20 to 100 times larger, and the scale of dY differs from token to token."""
-    x, w, dy = _normal_tensors(tokens, inputs, outputs, generator)
+    x, w, dy = _scaled(_normal, tokens, inputs, outputs, generator)
     count = max(round(OUTLIER_SHARE * inputs), 1)
     channels = torch.randperm(inputs, generator=generator)[:count]
     low, high = OUTLIER_RANGE
@@ -59,7 +54,11 @@ def _outlier_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Ge
     return x, w, dy * torch.exp(SPREAD * torch.randn(tokens, 1, generator=generator))
 
 
-MAKERS: dict[SyntheticKind, Maker] = {"normal": _normal_tensors, "heavy": _heavy_tensors, "outliers": _outlier_tensors}
+MAKERS: dict[str, Maker] = {
+    "normal": partial(_scaled, _normal),
+    "heavy": partial(_scaled, _student),
+    "outliers": _outlier_tensors,
+}
 TITLES = {
     "normal": "normal",
     "heavy": f"heavy-tailed (Student's t, {FREEDOM} degrees of freedom)",
@@ -68,7 +67,7 @@ TITLES = {
 
 
 def synthetic_recording(
-    kind: SyntheticKind,
+    kind: str,
     sizes: Mapping[str, tuple[int, int]],
     *,
     tokens: int = TOKENS,

@@ -9,7 +9,7 @@ no random number of the training is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +43,8 @@ class LinearPlace:
     """Class of its module."""
     experts: int = 1
     """Of its layer, on this rank."""
+    parameter: str = ""
+    """Of an expert whose weight is part of a parameter [experts, ., .]: the parameter's name in its module."""
 
 
 @dataclass
@@ -67,13 +69,12 @@ class Taken:
 class StepCapture:
     """One recorded step: every linear once, from the first forward pass that gets a gradient."""
 
-    def __init__(self, step: int, budget: int | None, seed: int, guarded: Guard) -> None:
-        self.step, self.guarded = step, guarded
-        self.budget = budget
-        """Bytes for the samples of each linear; None where only maxima are recorded."""
-        self.seed = seed
-        self.histories: Mapping[str, Sequence[StepFacts]] = {}
-        """The largest maxima of the steps before, for every linear."""
+    def __init__(
+        self, step: int, budget: int | None, seed: int, guarded: Guard, histories: Mapping[str, Sequence[StepFacts]]
+    ) -> None:
+        """`budget`: bytes for the samples of each linear; None where only maxima are recorded. `histories`: the steps before, of
+        every linear."""
+        self.step, self.budget, self.seed, self.guarded, self.histories = step, budget, seed, guarded, histories
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
 
@@ -153,7 +154,9 @@ class StepCapture:
         if x is not None and x._version != taken.version:
             self.problems[key] = "its input was changed in place before the backward pass"
             x = None
-        with plain_torch(), self._one_linear(taken.place):
+        on_gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
+        # outside of the training's autocast and autograd
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), on_gpu, self._one_linear(taken.place):
             weight = _usable(taken.weight(), taken.place)
             x, dy = _same_tokens(x, dy, *taken.place.tp)
             taken.facts, taken.kept = sample_with_probes(
@@ -186,17 +189,6 @@ class StepCapture:
         return recorded
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """Compute outside of the training's autocast and autograd."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        if torch.cuda.is_available():
-            with torch.autocast("cuda", enabled=False):
-                yield
-        else:
-            yield
-
-
 def captures_graph() -> bool:
     """Whether a CUDA graph is being captured, which allows no synchronization."""
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -222,8 +214,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def running_passes(*, dgrad: bool, wgrad: bool) -> tuple[Pass, ...]:
     """The GEMMs that run: dgrad where X needs a gradient, wgrad where the weight is not frozen."""
-    runs = {"fprop": True, "dgrad": dgrad, "wgrad": wgrad}
-    return tuple(name for name in OPERANDS if runs[name])
+    return tuple(name for name, runs in zip(OPERANDS, (True, dgrad, wgrad), strict=True) if runs)
 
 
 def unchanged(output: Tensor) -> Tensor:
@@ -250,11 +241,11 @@ def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> t
     """The tokens that both have: with sequence parallelism, one of them has only those of this rank."""
     if x is None or dy is None or len(x) == len(dy):
         return x, dy
-    if len(x) * size == len(dy):
-        return x, dy[rank * len(x) : (rank + 1) * len(x)]
-    if len(dy) * size == len(x):
-        return x[rank * len(dy) : (rank + 1) * len(dy)], dy
-    return x, None
+    tokens = min(len(x), len(dy))
+    own = slice(rank * tokens, (rank + 1) * tokens)
+    if tokens * size != max(len(x), len(dy)):
+        return x, None
+    return (x, dy[own]) if tokens == len(x) else (x[own], dy)
 
 
 def _saving_hook() -> str:
@@ -287,9 +278,7 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention, which does not call it
         return ""
     for base in type(module).__mro__:
-        if base is nn.Linear:
-            return "Linear"
-        if base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES:
+        if base is nn.Linear or (base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES):
             return base.__name__
     return ""
 
@@ -316,12 +305,10 @@ class LinearHooks:
             handle.remove()
 
     def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for place in self._places:
-            taken = self._capture.linears.get(place.key)
-            if taken is not None and taken.waits:
-                for one, x, _ in self._inputs(args, kwargs):
-                    if one is place:
-                        self._capture.entered(place, x)
+        taken = [self._capture.linears.get(place.key) for place in self._places]
+        if any(one is not None and one.waits for one in taken):
+            for place, x, _ in self._inputs(args, kwargs):
+                self._capture.entered(place, x)
 
     def _after(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         result = first_tensor(output)
@@ -365,11 +352,8 @@ def normalized(module: Any, x: Tensor) -> Tensor:
     values, weight = x.float(), local(module.layer_norm_weight.detach()).float()
     if getattr(module, "zero_centered_gamma", False):
         weight = weight + 1
-    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps)
-    else:
+    if getattr(module, "normalization", "LayerNorm") != "RMSNorm":
         values = values - values.mean(-1, keepdim=True)
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps)
-    values = values * weight
+    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps) * weight
     bias = getattr(module, "layer_norm_bias", None)
     return (values if bias is None else values + local(bias.detach()).float()).to(x.dtype)

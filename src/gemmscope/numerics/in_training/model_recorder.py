@@ -22,7 +22,7 @@ from gemmscope.numerics.in_training.capture import (
     kind_of,
     module_weights,
 )
-from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, ExpertWeights, RerunModule, is_compiled, is_wrapper
+from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, RerunModule, is_compiled, original_module
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
@@ -39,7 +39,7 @@ class RecordingPlan:
     """Where the linears are: plain modules, and modules that run a second time."""
 
     linears: list[tuple[nn.Module, list[LinearPlace]]]
-    regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]]
+    regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]]
     names: Mapping[str, LinearName]
     """By the key of their place: those that are recorded."""
     places: Mapping[str, LinearPlace]
@@ -52,7 +52,7 @@ class ModelRecorder:
     def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guarded: Guard) -> None:
         if isinstance(model, (list, tuple)):  # as Megatron keeps the parts of a pipeline stage
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
-        self._model_name = _class_name(model)
+        self._model_name = type(original_module(model, "FullyShardedDataParallel")).__name__
         self._settings, self._guarded = settings, guarded
         self._plan = make_plan(model, settings)
         self._share = share_of([name.path for name in self._plan.names.values()], settings)
@@ -66,11 +66,11 @@ class ModelRecorder:
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
-        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded)
-        capture.histories = {key: tuple(steps) for key, steps in self._facts.items()}
+        histories = {key: tuple(steps) for key, steps in self._facts.items()}
+        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded, histories)
         self._capture = capture
         self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
-        self._hooks += [RerunModule(module, linears, experts, capture) for module, linears, experts in self._plan.regions]
+        self._hooks += [RerunModule(module, linears, capture) for module, linears in self._plan.regions]
 
     def end_step(self) -> None:
         """Remove the hooks, and keep what was recorded."""
@@ -124,12 +124,6 @@ class ModelRecorder:
         )  # fmt: skip
 
 
-def _class_name(model: nn.Module) -> str:
-    while is_wrapper(model) or type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-        model = model._orig_mod if is_wrapper(model) else model.module
-    return type(model).__name__
-
-
 def _nothing(plan: RecordingPlan) -> str:
     if not plan.names:
         return "the model has no known linears"
@@ -164,21 +158,14 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
     plain: list[tuple[nn.Module, list[LinearPlace]]] = []
-    inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]], list[ExpertWeights]]] = {}
-    for path, module, region, all_places in modules:
+    inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]] = {}
+    for _, module, region, all_places in modules:
         own = [place for place in all_places if place.key in names]
-        kind = kind_of(module)
-        if not own:
-            continue
-        if region is None and kind not in ("", NORM_MLP):
+        if own and region is None and kind_of(module) not in ("", NORM_MLP):
             plain.append((module, own))
-            continue
-        root = region if region is not None else module
-        _, linears, weights = inside.setdefault(id(root), (root, [], []))
-        if kind:
-            linears.append((module, own))
-        else:
-            weights += _expert_weights(path, module, own)
+        elif own:
+            root = region if region is not None else module
+            inside.setdefault(id(root), (root, []))[1].append((module, own))
     return RecordingPlan(plain, list(inside.values()), names, places, notes)
 
 
@@ -254,19 +241,10 @@ def _parameter_places(path: str, module: nn.Module, seed: int) -> list[LinearPla
         if getattr(module, "is_transposed", False):  # as Hugging Face marks them
             outputs, inputs = inputs, outputs
         places += [
-            LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number, (0, 1), type(module).__name__, count)
+            LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number, (0, 1), type(module).__name__, count, name)
             for number in _chosen(count, seed, path)
         ]
     return places
-
-
-def _expert_weights(path: str, module: nn.Module, places: Sequence[LinearPlace]) -> Iterator[ExpertWeights]:
-    """The parameters of a module whose experts are recorded."""
-    for name in _three_dimensional(module):
-        key = f"{path}.{name}"
-        numbers = tuple(place.expert for place in places if place.key == f"{key}.{place.expert}" and place.expert is not None)
-        if numbers:
-            yield ExpertWeights(key, module, name, numbers)
 
 
 def _chosen(count: int, seed: int, path: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,51 +36,25 @@ from gemmscope.numerics.in_training.capture import (
     unchanged,
 )
 from gemmscope.workload.module_parts import tensors_in
-from gemmscope.workload.ops import Pass
 
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """Experts whose weights are one parameter [experts, ., .], and the numbers of those that are recorded."""
-
-    path: str
-    module: nn.Module
-    name: str
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """One call of a module, recorded to repeat it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    versions: tuple[int, ...]
-    random: tuple[Tensor, dict[int, Tensor]]
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+RandomState = tuple[Tensor, dict[int, Tensor]]
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 class RerunModule:
     """A module that is run a second time in one recorded step, with the linears in it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        linears: list[tuple[nn.Module, list[LinearPlace]]],
-        experts: list[ExpertWeights],
-        capture: StepCapture,
-    ) -> None:
-        self._module, self._linears, self._experts, self._capture = module, linears, experts, capture
-        self._original = original_module(module)
-        self._stand_in = kind_of(module) == NORM_MLP
+    def __init__(self, module: nn.Module, linears: list[tuple[nn.Module, list[LinearPlace]]], capture: StepCapture) -> None:
+        self._module, self._linears, self._capture = module, linears, capture
         self._taken = False
-        self._call: ModuleCall | None = None
+        self._again: Callable[[list[Tensor | None]], None] | None = None
+        """Repeats the last call."""
         self._gradients: OutputGradients | None = None
         self._undo = self._intercept()
 
     def remove(self) -> None:
         self._undo()
-        self._call = None
+        self._again = None
         if self._gradients is not None:
             self._gradients.remove()
 
@@ -109,50 +83,51 @@ class RerunModule:
         return undo
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._taken or not torch.is_grad_enabled() or captures_graph():
-            self._call = None
-            return
-        versions = tuple(tensor._version for tensor in tensors_in((args, kwargs)))
-        again = tree_map(_again, (args, kwargs))
-        self._call = ModuleCall(again[0], again[1], versions, _random_state(), _autocast_state())
+        self._again = None
+        if not (self._taken or not torch.is_grad_enabled() or captures_graph()):
+            own_args, own_kwargs = tree_map(_same_values, (args, kwargs))
+            versions = _versions(args, kwargs)
+            self._again = partial(self._rerun, own_args, own_kwargs, versions, _random_state(), _autocast_state())
 
     def _after(self, output: Any) -> None:
-        if (call := self._call) is None:
-            return
-        self._call = None
-        outputs = _gradient_outputs(output)
-        if not outputs:
+        again, self._again, outputs = self._again, None, _gradient_outputs(output)
+        if again is None or not outputs:
             return
         if self._gradients is not None:
             self._gradients.remove()  # of an earlier call, that no gradient has arrived for
-        self._gradients = OutputGradients(outputs, self._capture.guarded(partial(self._rerun, call)))
+        self._gradients = OutputGradients(outputs, self._capture.guarded(again))
 
-    def _rerun(self, call: ModuleCall, gradients: list[Tensor | None]) -> None:
+    def _rerun(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        versions: list[int],
+        random: RandomState,
+        autocast: Autocast,
+        gradients: list[Tensor | None],
+    ) -> None:
         self._taken = True
-        if tuple(tensor._version for tensor in tensors_in((call.args, call.kwargs))) != call.versions:
-            raise RuntimeError(f"an input of {type(self._original).__name__} was changed in place before the backward pass")
-        original, linears = self._original, self._linears
-        if self._stand_in:
+        original, linears = original_module(self._module), self._linears
+        if _versions(args, kwargs) != versions:
+            raise RuntimeError(f"an input of {type(original).__name__} was changed in place before the backward pass")
+        if kind_of(self._module) == NORM_MLP:
             original = NormMlp(original)
             linears = [(original.fc1, self._linears[0][1][:1]), (original.fc2, self._linears[0][1][1:])]
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(list(call.random[1])))
-            _set_random(call.random)
+            stack.enter_context(torch.random.fork_rng(list(random[1])))
+            _set_random(random)
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled again
             for context in (_state_kept(original), _NoCommunication(), torch.enable_grad()):
                 stack.enter_context(context)
-            for kind, enabled, dtype in call.autocast:
+            for kind, enabled, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             ends: list[GradientEdge] = []  # not tensors: an output may be changed in place
-            for module, places in linears:  # they stay until the end: layers may be recomputed
+            hooked = [(module, places) for module, places in linears if kind_of(module)]
+            for module, places in hooked:  # they stay until the end: layers may be recomputed
                 stack.callback(LinearHooks(module, places, self._capture).remove)
-            collecting = [_collecting(module, ends) for module, _ in linears]
-            try:
-                with _ExpertCalls(self._experts, self._capture, ends) if self._experts else ExitStack():
-                    output = original.forward(*call.args, **call.kwargs)
-            finally:
-                for handle in collecting:
-                    handle.remove()
+                stack.callback(_collecting(module, ends).remove)
+            with _ExpertCalls(linears, self._capture, ends) if len(hooked) < len(linears) else ExitStack():
+                output = original.forward(*args, **kwargs)
             outputs = _gradient_outputs(output)
             pairs = [(one, gradient) for one, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
             if pairs and ends:
@@ -228,14 +203,18 @@ def _has_compiled_forward(module: nn.Module) -> bool:
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
-def original_module(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of `torch.compile` and of data parallelism."""
-    while is_wrapper(module) or type(module).__name__ == "DistributedDataParallel":
+def original_module(module: nn.Module, *wrappers: str) -> nn.Module:
+    """The module inside the wrappers of `torch.compile` and of data parallelism, and inside those that are named."""
+    while is_wrapper(module) or type(module).__name__ in ("DistributedDataParallel", *wrappers):
         module = module._orig_mod if is_wrapper(module) else module.module
     return module
 
 
-def _again(value: Any) -> Any:
+def _versions(*arguments: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_in(arguments)]
+
+
+def _same_values(value: Any) -> Any:
     """An argument for the second call: the same values, not part of the training's graph."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -244,18 +223,18 @@ def _gradient_outputs(output: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
 
 
-def _random_state() -> tuple[Tensor, dict[int, Tensor]]:
+def _random_state() -> RandomState:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
 
 
-def _set_random(state: tuple[Tensor, dict[int, Tensor]]) -> None:
+def _set_random(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     for device, one in state[1].items():
         torch.cuda.set_rng_state(one, device)
 
 
-def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+def _autocast_state() -> Autocast:
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
@@ -304,10 +283,13 @@ def _collecting(module: nn.Module, ends: list[GradientEdge]) -> Any:
 class _ExpertCalls(TorchFunctionMode):  # type: ignore[misc]
     """Sees every GEMM with the weights of an expert."""
 
-    def __init__(self, experts: list[ExpertWeights], capture: StepCapture, ends: list[GradientEdge]) -> None:
+    def __init__(
+        self, linears: list[tuple[nn.Module, list[LinearPlace]]], capture: StepCapture, ends: list[GradientEdge]
+    ) -> None:
         super().__init__()
         self._capture, self._ends = capture, ends
-        self._weights = [(one, getattr(one.module, one.name)) for one in experts]
+        experts = [(module, place) for module, places in linears for place in places if place.parameter]
+        self._weights = [(place, getattr(module, place.parameter)) for module, place in experts]
         functions = [torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm]
         grouped = [getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)]
         self._products = set(functions) | {function for function in grouped if function is not None}
@@ -316,42 +298,29 @@ class _ExpertCalls(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func in self._products and len(args) >= 2 and isinstance(output, Tensor) and output.requires_grad:
-            for experts, parameter in self._weights:
+            for place, parameter in self._weights:
                 if _is_part(args[1], parameter):
-                    self._take(experts, parameter, func, args, kwargs, output)
+                    self._take(place, parameter, func, args, kwargs, output)
         return output
 
-    def _take(self, experts: ExpertWeights, parameter: Tensor, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        x, weight = args[0].detach(), args[1].detach()
-        passes = running_passes(dgrad=args[0].requires_grad, wgrad=args[1].requires_grad)
-        self._ends.append(get_gradient_edge(unchanged(output)))
-        by_rows = func is torch.nn.functional.linear  # [outputs, inputs]; else [inputs, outputs]
-        step = parameter.stride(0) * parameter.element_size()
+    def _take(self, place: LinearPlace, parameter: Tensor, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        x, weight, number, rows = args[0].detach(), args[1].detach(), place.expert or 0, None
         if weight.dim() == 2:
-            number = (weight.data_ptr() - parameter.data_ptr()) // step
-            if number in experts.numbers:
-                self._left(experts, number, x.reshape(-1, x.shape[-1]), weight if by_rows else weight.T, output, None, passes)
-            return
-        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
-        tokens = output.shape[-2]
-        ends = offsets.tolist() if offsets is not None else [(number + 1) * tokens for number in range(len(weight))]
-        for number in experts.numbers:
+            step = parameter.stride(0) * parameter.element_size()
+            if (weight.data_ptr() - parameter.data_ptr()) // step != number:
+                return
+            weight = weight if func is torch.nn.functional.linear else weight.T  # [outputs, inputs]; else [inputs, outputs]
+        else:
+            offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+            tokens = output.shape[-2]
+            ends = offsets.tolist() if offsets is not None else [(expert + 1) * tokens for expert in range(len(weight))]
             rows = slice(ends[number - 1] if number else 0, ends[number])
-            own = x[rows] if offsets is not None else x[number] if x.dim() == 3 and len(x) == len(weight) else x
-            self._left(experts, number, own.reshape(-1, x.shape[-1]), weight[number].T, output, rows, passes)
-
-    def _left(
-        self,
-        experts: ExpertWeights,
-        number: int,
-        x: Tensor,
-        weight: Tensor,
-        output: Tensor,
-        rows: slice | None,
-        passes: tuple[Pass, ...],
-    ) -> None:
-        place = LinearPlace(f"{experts.path}.{number}", weight.shape[1], weight.shape[0], number)
-        self._capture.left(place, x, output, lambda: weight, rows, passes=passes, hold=True)
+            x = x[rows] if offsets is not None else x[number] if x.dim() == 3 and len(x) == len(weight) else x
+            weight = weight[number].T
+        self._ends.append(get_gradient_edge(unchanged(output)))
+        passes = running_passes(dgrad=args[0].requires_grad, wgrad=args[1].requires_grad)
+        place = replace(place, inputs=weight.shape[1], outputs=weight.shape[0])
+        self._capture.left(place, x.reshape(-1, x.shape[-1]), output, lambda: weight, rows, passes=passes, hold=True)
 
 
 def _is_part(weight: Any, parameter: Tensor) -> bool:
