@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemmscope.workload import stand_ins
-from gemmscope.workload.ops import ALL_VISIBLE, PASSES
+from gemmscope.workload.ops import PASSES
 from gemmscope.workload.recorder import Recorder
-from gemmscope.workload.traced_ops import TracedAttention, Unfused
+from gemmscope.workload.traced_ops import ALL_VISIBLE, TracedAttention, Unfused
 from gemmscope.workload.traffic import tensors
 
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -202,14 +202,14 @@ def _attention(
     )  # fmt: skip
     if queries > 1:  # a single query does not show causality
         recorder.masks[mask] += 1
-    recorder.attention(op, "forward", visible)
+    recorder.attention(op, "forward")
     # 4 bytes each, also in a module whose FP32 tensors count as BF16
     kept = [query.new_empty((*query.shape[:-1], keys), dtype=torch.int32)] if unfused and query.is_meta else []
     return stand_ins.shapes_only(
         recorder,
         (query, key, value, bias),
         lambda: query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed,
-        lambda _: recorder.attention(op, "backward", visible),
+        lambda _: recorder.attention(op, "backward"),
         kept,
     )
 

@@ -72,8 +72,8 @@ COLUMNS: dict[MixerKind, str] = {
     "ssd": "zvkqa", "gated delta rule": "qkvzba", "kda": "qkvb", "lightning attention": "qkvz", "selective scan": "vz",
     "short convolution": "qkv",
 }  # fmt: skip
-"""What the input projection makes, in the order of the models' own code: queries, keys, values, output gate (z), write strength (b),
-decay (a)."""
+"""What the input projection makes, in the order of the models' own code: queries, keys, values, output gate (z), write strength
+(b), decay (a)."""
 
 
 def input_widths(part: MixerSpec) -> dict[str, int]:

@@ -21,13 +21,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 
 from gemmscope.workload.module_parts import why_not_converted
-from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
+from gemmscope.workload.ops import BatchedGemm, Convolution, Direction, Gemm, Pass, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 from gemmscope.workload.traced_ops import TracedAttention
@@ -212,21 +211,12 @@ class Recorder:
         self.gemms[Gemm(path, pass_name, *gemm_size(*size, pass_name), groups)] += 1
 
     def batched_gemm(
-        self,
-        path: str,
-        direction: Direction,
-        shape: tuple[int, int, int],
-        batch: int,
-        visible: Fraction = ALL_VISIBLE,
-        role: str = "batched-gemm",
-        record: _Forward | None = None,
+        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, record: _Forward | None = None
     ) -> None:
         """One batched GEMM, M x K x N, of two activations; `record` is the forward one that it belongs to."""
         m, k, n = shape
         section = record.section if record is not None else ""
-        gemm = BatchedGemm(
-            role=role, label=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible
-        )
+        gemm = BatchedGemm(role="batched-gemm", label=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch)
         self._batched.append((record, gemm))
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -259,11 +249,9 @@ class Recorder:
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
 
-    def attention(self, op: TracedAttention, direction: Direction, visible: Fraction) -> None:
-        """One attention, and the batched GEMMs that it stands for, of which the mask allows this share."""
+    def attention(self, op: TracedAttention, direction: Direction) -> None:
+        """One attention."""
         self.attentions.setdefault(op, Counter())[direction] += 1
-        for shape in attention_gemms(op.queries, op.keys, op.head_dim, op.value_dim)[direction]:
-            self.batched_gemm(op.label, direction, shape, op.batch * op.heads, visible, "fused-attention-gemm")
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""

@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gemmscope.workload.ops import ALL_VISIBLE
 from gemmscope.workload.recorder import Recorder
 from gemmscope.workload.scans import Scan, causal_conv, scan_role
+from gemmscope.workload.traced_ops import ALL_VISIBLE
 
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels
 
