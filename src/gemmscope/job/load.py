@@ -197,27 +197,6 @@ def load_model(
 
     `mtp_layers`: with so many layers of multi-token prediction, whatever its file says.
     """
-    source = _named_model(preset=preset, config=config, module=module, gated_mlp=gated_mlp, **sizes)
-    return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
-
-
-def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
-    """The model with so many layers of multi-token prediction."""
-    if source.model is None:
-        raise UserError(
-            f"{option('mtp_layers', count)} applies only to models with a closed form, but {source.origin} is traced",
-            f"remove {option('mtp_layers')}",
-        )
-    if type(count) is not int or count < 0:
-        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
-        raise UserError(message, f"for example {option('mtp_layers', 1)}")
-    findings = tuple(entry for entry in source.findings if entry.code != "prediction-layers-not-included")
-    return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
-
-
-def _named_model(
-    *, preset: str | None, config: str | None, module: str | None, gated_mlp: bool, **sizes: int | None
-) -> ModelSource:
     if unknown := [name for name in sizes if name not in SIZES]:
         raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -233,10 +212,26 @@ def _named_model(
     if len(ways) > 1:
         raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")
     if module is not None:
-        return ModelSource(origin=module, model=None, module=module)
-    if preset is not None:
-        return presets.load(preset)
-    return _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+        source = ModelSource(origin=module, model=None, module=module)
+    elif preset is not None:
+        source = presets.load(preset)
+    else:
+        source = _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+    return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
+
+
+def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
+    """The model with so many layers of multi-token prediction."""
+    if source.model is None:
+        raise UserError(
+            f"{option('mtp_layers', count)} applies only to models with a closed form, but {source.origin} is traced",
+            f"remove {option('mtp_layers')}",
+        )
+    if type(count) is not int or count < 0:
+        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
+        raise UserError(message, f"for example {option('mtp_layers', 1)}")
+    findings = tuple(entry for entry in source.findings if entry.code != "prediction-layers-not-included")
+    return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
 
 
 def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:

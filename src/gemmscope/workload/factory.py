@@ -150,19 +150,15 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
 
     A `TraceError` where there is none.
     """
-    targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    results = [logits] if isinstance(logits, torch.Tensor) else tensors_in(output)
+    targets = [tensor for tensor in results if tensor.is_floating_point() and tensor.requires_grad]
     if not targets:
         raise TraceError(
             "nothing to trace backward: the forward pass returned no tensor that requires a gradient",
             f"it returned {type(output).__name__}; return a tensor that depends on a parameter with requires_grad=True",
         )
     return targets
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    results = [logits] if isinstance(logits, torch.Tensor) else tensors_in(output)
-    return [tensor for tensor in results if tensor.is_floating_point()]
 
 
 def move_to_meta(module: torch.nn.Module) -> None:

@@ -198,8 +198,8 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
     """The class that is trained with this config: a language model if there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
-    names = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")  # older versions do not have all of them
-    mixed = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    # Older versions do not have all of them.
+    mixed = [getattr(transformers, f"AutoModelFor{kind}", None) for kind in ("ImageTextToText", "MultimodalLM")]
     senses = [transformers.AutoModelForImageClassification, transformers.AutoModelForAudioClassification]
     if getattr(config, "is_encoder_decoder", False):
         order = [*pairs, causal, *mixed, masked, bare]
@@ -209,7 +209,7 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
         forward = getattr(bare._model_mapping.get(type(config), None), "forward", None)  # None: no class, or several
         compares = forward is not None and _compares(inspect.signature(forward).parameters)
         order = [causal, *pairs, *mixed, masked, *([] if compares else senses), bare]
-    known = [auto for auto in order if type(config) in auto._model_mapping]
+    known = [auto for auto in order if auto is not None and type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")
     errors = []

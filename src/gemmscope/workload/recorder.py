@@ -18,7 +18,7 @@ in the section `MIXER`: they belong to a fallback for its kernel.
 
 import contextlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ class Recorder:
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     recomputed: Counter[Scan | CausalConv] = field(default_factory=Counter)  # those that backward runs forward again
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
-    attentions: dict[TracedAttention, Counter[Direction]] = field(default_factory=dict)
+    attentions: defaultdict[TracedAttention, Counter[Direction]] = field(default_factory=lambda: defaultdict(Counter))
     traffic: Traffic = field(default_factory=Traffic)
     linear_paths: set[str] = field(default_factory=set)  # of GEMMs of every nn.Linear that can be converted
     saved: dict[int, int] = field(default_factory=dict)  # bytes that backward needs, by storage
@@ -248,10 +248,6 @@ class Recorder:
             self.batched_gemm(record.path, "backward", gemm_size(*record.shape, pass_name), record.batch, record=record)
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
-
-    def attention(self, op: TracedAttention, direction: Direction) -> None:
-        """One attention."""
-        self.attentions.setdefault(op, Counter())[direction] += 1
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""

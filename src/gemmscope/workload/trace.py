@@ -154,10 +154,9 @@ def as_workload(trace: ModuleTrace) -> Workload:
     """The trace as a workload: linears by module, each with the passes that ran, then everything else and the optimizer."""
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
-        tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
-        if not gemm.flops:  # of an empty tensor
-            continue
-        by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
+        if gemm.flops:  # else of an empty tensor
+            tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
+            by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
     ops += [*trace.attentions, *trace.batched_gemms, *trace.scans, *trace.causal_convolutions, *trace.convolutions]
     ops += [between(work, head=work.path in trace.heads) for work in trace.others]

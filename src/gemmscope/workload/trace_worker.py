@@ -58,8 +58,9 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
             loss = loss_of(built, output)
         targets = [loss] if loss is not None else outputs_of(output)
         _backward(targets, [torch.empty_like(target) for target in targets])
-    again = recorder.recomputed
-    kernels = with_counts({replace(op, forward_runs=1 + again[op] // ran): ran for op, ran in recorder.scans.items()})
+    kernels = with_counts(
+        {replace(op, forward_runs=1 + recorder.recomputed[op] // ran): ran for op, ran in recorder.scans.items()}
+    )
     unreached, unreached_share = _unreached(module)
     head = output_head(module, {}, ())  # as a Hugging Face model names it
     parameters = list(module.parameters())
