@@ -17,7 +17,6 @@ their order.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from gemmscope import units
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.numerics.evaluation.error_table import ErrorTable, Values, error_table, recipe_errors
 from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_speeds, speeds_of
 from gemmscope.paste.mix import mix_to_paste
@@ -149,8 +149,8 @@ def _all_plans(table: ErrorTable, speeds: Speeds) -> Iterator[ScoredPlan]:
 def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterator[ScoredPlan]:
     """All mixes of two recipes that no other one of them beats."""
     gains = table.squares[recipe] - table.squares[higher]  # of squared error, if a cell is kept in higher precision
-    saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
-    costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
+    saved = speeds.savings[recipe].by_cell
+    costs = saved - speeds.savings[higher].by_cell  # of time
     layers, linears = gains.shape
     listed = _listed(linears) if linears <= MOST_LISTED else None
     ends = list(_ends(layers)) if table.contiguous else [(0, 0)]
@@ -166,7 +166,7 @@ def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterat
         more_cost = sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts
         fronts.append((less_error, more_cost, sets[front], np.full(len(front), place)))
     less_error, more_cost, kept, of_ends = (np.concatenate(parts) for parts in zip(*fronts, strict=True))
-    squares, sums_of_costs = table.squares[recipe].sum() + less_error, 1 - saved.total * saved.shares.sum() + more_cost
+    squares, sums_of_costs = table.squares[recipe].sum() + less_error, 1 - saved.sum() + more_cost
     for place in _front(squares, sums_of_costs):
         first, last = ends[of_ends[place]]
         plan = MixPlan(recipe, higher, first, last, tuple(map(bool, kept[place])))
@@ -252,10 +252,7 @@ def with_mix(
 
 def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:
     """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in table.skipped:
-        groups[table.missing(name)].append(name)
-    for linears, recipes in groups.items():
+    for linears, recipes in grouped((table.missing(name), name) for name in table.skipped).items():
         yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
 
 

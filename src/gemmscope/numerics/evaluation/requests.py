@@ -6,7 +6,6 @@ The request and the messages are one line of JSON each, so that finished linears
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,16 +14,16 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, TypeAdapter
 
 from gemmscope.errors import UserError
+from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
-from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, StaleScale
+from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, Source, StaleScale
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 USUAL_SEQUENCE = 512
-SyntheticKind = Literal["normal", "heavy", "outliers"]
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,18 @@ class ModelLinears:
 
 
 @dataclass(frozen=True)
-class RecordingSource:
-    """A file of `gemmscope.record_tensors`."""
+class TensorSource:
+    """Where tensors come from: a file of `gemmscope.record_tensors`, the weights of a checkpoint, or a kind of random tensors."""
 
-    path: str
-    type: Literal["recording"] = "recording"
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """The weights of a checkpoint, which is compared with `model`."""
-
-    path: str
-    model: ModelLinears | None = None
-    type: Literal["checkpoint"] = "checkpoint"
-
-
-@dataclass(frozen=True)
-class SyntheticSource:
-    """Random tensors for linears of these sizes: op → (inputs, outputs)."""
-
-    kind: SyntheticKind
-    sizes: Mapping[str, tuple[int, int]]
+    kind: Source
+    origin: str
+    """The file, or the kind of random tensors."""
+    expected: ModelLinears | None = None
+    """What a checkpoint is compared with."""
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of the linears that get random tensors: op → (inputs, outputs)."""
     model: str = ""
-    type: Literal["synthetic"] = "synthetic"
+    """The name of their model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class DepthModel:
 class ErrorsRequest:
     """What to compute, of which tensors. `backend`: whose variants of the recipes."""
 
-    source: RecordingSource | CheckpointSource | SyntheticSource
+    source: TensorSource
     recipes: tuple[str, ...]
     backend: str = ""
     device: str = "cpu"
@@ -87,12 +74,10 @@ class ErrorsRequest:
 
 @dataclass(frozen=True)
 class TensorsOpened:
-    """The tensors are there. `result`: without errors yet. `count`: of linears. `probed`: every linear has probes."""
+    """The tensors are there. `result`: without errors yet. `count`: of linears."""
 
     result: NumericsResult
     count: int
-    notes: tuple[str, ...] = ()
-    probed: bool = True
     type: Literal["opened"] = "opened"
 
 
@@ -221,8 +206,6 @@ def _messages(request: ErrorsRequest, signals: DeferredSignals, result: Computed
 
 def model_linears(model: ModelSpec) -> ModelLinears:
     """What a checkpoint of this model contains."""
-    sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
-        if isinstance(op, Linear) and op.section != HEAD:
-            sizes[op.role].add((op.inputs, op.outputs))
-    return ModelLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})
+    ops = derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops
+    sizes = grouped((op.role, (op.inputs, op.outputs)) for op in ops if isinstance(op, Linear) and op.section != HEAD)
+    return ModelLinears(len(model.layers), {op: tuple(sorted(set(known))) for op, known in sizes.items()})
