@@ -16,7 +16,6 @@ from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.options.job import Recompute
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit, RecipeMemory
 from gemmscope.toml import load_data

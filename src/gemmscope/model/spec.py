@@ -20,7 +20,6 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
-from gemmscope.options.job import Recompute
 
 
 @dataclass(frozen=True)
@@ -182,10 +181,6 @@ def from_hyperparameters(
     return ModelSpec(
         name=name or "transformer", hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocab_size, source=source
     )
-
-
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-OPTIMIZER_STATES: tuple[StatePrecision, ...] = get_args(StatePrecision)
 
 
 @dataclass(frozen=True)
