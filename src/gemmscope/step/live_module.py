@@ -75,9 +75,9 @@ class LiveModule:
         if plan.module is not None:
             built = load_factory(plan.module, plan.micro_batch_size or None, plan.sequence_length or None, device)
             built, cast = _in_precision(built, precision)
-            folder: Path | None = Path(plan.module.rpartition(":")[0]).resolve().parent
         else:
-            built, folder, cast = live_huggingface(plan, device, precision), None, False
+            built, cast = live_huggingface(plan, device, precision), False
+        folder = Path(plan.module.rpartition(":")[0]).resolve().parent if plan.module is not None else None
         objective = Objective(built)
         with naming("running the module", folder):
             linears, masked = record_linears(built.module, partial(objective.try_once, built))
