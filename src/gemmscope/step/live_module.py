@@ -28,7 +28,7 @@ from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_G
 from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, load_factory, own_loss
 from gemmscope.workload.failures import TraceError, naming
-from gemmscope.workload.huggingface import huggingface_model, training_inputs
+from gemmscope.workload.huggingface import BUILDING, as_built, huggingface_model, training_inputs
 from gemmscope.workload.module_parts import expert_weights, find_layers, tensors_in, with_tensors
 
 OPTIMIZERS: dict[str, Any] = {
@@ -299,12 +299,12 @@ def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> B
     assert plan.config is not None
     config = truncated(plan.config, plan.depth) if plan.depth else dict(plan.config)
     hide_wrong_kernels()
-    with naming("building the model from its config"):
+    with naming(BUILDING):
         model = huggingface_model(config, device, precision)
     if plan.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs = training_inputs(model, plan.micro_batch_size, plan.sequence_length or None, device, precision)
-    return Built(model, (), inputs, own_inputs=next(iter(inputs)) != "input_ids")
+    return as_built(model, inputs)
 
 
 def hide_wrong_kernels() -> None:
