@@ -25,9 +25,11 @@ from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, Lin
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
+from gemmscope.roles import role
 from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.step.step_measurements import StepMeasurements
+from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
 from support.small_steps import NOT_RUN, two_layers
@@ -157,6 +159,10 @@ def test_what_is_not_run_is_said() -> None:
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
 
 
+def test_the_ops_of_a_stack_have_roles() -> None:
+    assert all(role(key) for keys in load_data("gemmscope.step", "stack_ops.toml").values() for key in keys)
+
+
 @pytest.mark.parametrize("name", ["llama", "norms", "parallel", "experts", "predictions"])
 @pytest.mark.parametrize("etp", [None, 1])
 def test_sequence_parallelism(name: str, etp: int | None) -> None:
@@ -264,11 +270,11 @@ def test_marks_come_in_the_order_of_the_parts() -> None:
     with recording() as marks:
         llama.run()
     layer = ["qkv", "attention", "attn out", "mlp"]
-    forward = [part for part, way in marks.labels if way == "forward"]
-    backward = [part for part, way in marks.labels if way == "backward"]
+    forward = [part for part, way in marks if way == "forward"]
+    backward = [part for part, way in marks if way == "backward"]
     assert forward == ["embedding", *(layer * 6), "head", "loss"]
     assert backward == ["loss", "head", *(list(reversed(layer)) * 6)]
-    assert marks.labels[-1] == ("optimizer", "step")
+    assert marks[-1] == ("optimizer", "step")
 
 
 def test_tensor_parallel_ranks_are_narrower() -> None:
