@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gemmscope.bench.choose import missing_package
+from gemmscope.choices import COMPILES, OPTIMIZERS, Compile, OptimizerName
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
