@@ -470,7 +470,7 @@ def _without_brackets(piece: str, *, quoted: bool) -> str:
     for left, right in ("()", "[]"):
         piece = piece.rstrip(",")
         surplus = piece.count(left) - piece.count(right)
-        # A list of arguments begins with a flag or with quotes; a list as the value of a flag is none of Megatron's or torchtitan's.
+        # A list of arguments begins with a flag or with quotes; no flag has a list as its value.
         if surplus == 1 and (left == "(" or quoted or piece.startswith("[-")):
             piece = piece.removeprefix(left)
         elif surplus == -1:
