@@ -18,7 +18,7 @@ from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, price
 from gemmscope.options.measuring import StepOptions
 from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipe
-from gemmscope.results.step import StepResult, StepTimes, VariantResult
+from gemmscope.results.step import StepResult, StepTimes
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.step.cost import Budget, cost
@@ -157,7 +157,9 @@ def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions
         yield finding("nothing-measured")
     yield from without_repeats(message for run in measured.runs for message in (*run.results.findings, *run.findings))
     yield from step_findings(times, graphs=graphs)
-    yield from _failures(results, times)
+    for failed in (result for result in results if result.failure and result.variant.recipe not in times.failures):
+        if not failed.variant.captured:  # reported by `step-not-captured`
+            yield finding("variant-not-measured", variant=failed.variant.name, reason=failed.failure)
     if options.observed_speedup is not None:
         yield from observed_findings(times, options.observed_speedup)
     yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
@@ -173,13 +175,6 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
     if ended is not None:
         return [ended, finding("step-interrupted-later")]
     return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
-
-
-def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
-    """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
-    failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
-    failed = [result for result in failed if not result.variant.captured]  # reported by `step-not-captured`
-    return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 
 def _extrapolated(depth: int, layers: int, times: StepTimes, weights: Mapping[int, float] | None) -> list[Finding]:

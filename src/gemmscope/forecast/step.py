@@ -21,12 +21,11 @@ from gemmscope.forecast.communication import (
     offload,
 )
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
-from gemmscope.forecast.linears import Forecaster, in_common
+from gemmscope.forecast.linears import Forecaster, LinearTimes, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
     Assigned,
     CountedCase,
-    LinearTimes,
     alike,
     assigned,
     by_recipe,
@@ -148,7 +147,7 @@ class StepForecast:
 
     def _linears_in(self, step: StepEstimate, name: str, linears: Mapping[str, list[CountedCase]]) -> Estimate:
         """The time of some linears in a step, casts included, at the clock of that step."""
-        every, some = self._gemms(name), self._in_recipes(linears)
+        every, some = self._gemms(name), self.forecaster.in_step(linears)
         clock = step.parts["GEMMs"].value / every.gemms.value if every.gemms.value else 0.0
         casts = some.casts(self._weight_casts).times(self._slower * self.run.gradient_accumulation)
         return total([some.gemms.times(clock), casts])
@@ -232,20 +231,11 @@ class StepForecast:
     def _gemms(self, name: str) -> LinearTimes:
         """All linears. A traced model has some that stay in BF16 beside the quantized ones."""
         if self.model is not None and recipe(name).kept is None:
-            return self._in_recipes({name: self.quantized})
+            return self.forecaster.in_step({name: self.quantized})
         linears = by_recipe(self.quantized, self.assigned(name))
         if self.model is None:
             linears[BASELINE] = [*linears.get(BASELINE, []), *self._plain]
-        return self._in_recipes(linears)
-
-    def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
-        times = [LinearTimes(*self.forecaster.in_step(cases, name)) for name, cases in linears.items() if cases]
-        return LinearTimes(
-            total(one.gemms for one in times),
-            sum(one.least_ms for one in times),
-            total(one.activations for one in times),
-            total(one.weights for one in times),
-        )
+        return self.forecaster.in_step(linears)
 
     def _mean(self, name: str, value: Callable[[str], float]) -> float:
         """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
@@ -263,11 +253,6 @@ class StepForecast:
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         kernels_ms = traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
         return max(kernels_ms, launch_ms(name, self._layers, 0, self.run))
-
-    @property
-    def launches(self) -> int:
-        """Kernels of one micro-batch of a traced model in BF16."""
-        return traced.launches(self.workload.ops, fused=self.fused)
 
     @cached_property
     def _biased(self) -> bool:
@@ -329,8 +314,7 @@ class StepForecast:
                 if part == "head and loss":
                     saved += estimate.value - self.forecaster.least_ms(linear_case(op), BASELINE) * times
             elif isinstance(op, traced.TracedOp):
-                part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
-                estimate = Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure)
+                part, estimate = traced.part_of(op), traced.traced_estimate(op, chip, fused=self.fused)
             else:
                 estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
             if isinstance(op, Optimizer):

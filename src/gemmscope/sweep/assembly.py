@@ -8,10 +8,8 @@ from typing import Any, Literal
 from gemmscope.errors import in_python
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.grouping import grouped
-from gemmscope.interval import Interval
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
-from gemmscope.results.linears import Winner
 from gemmscope.results.sweep import MeasuredPoint, MeasuredSweep, SweepGpu, SweepResult, break_evens
 from gemmscope.sweep.axes import by_reason
 
@@ -126,25 +124,11 @@ def _why_without_times(point: MeasuredPoint, lost: Collection[str]) -> str:
 
 
 def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> MeasuredPoint:
-    place, data = measured.place, measured.outcome["modes"].get(mode, {})
-    times = {name: Interval(**time) for name, time in data.get("times_ms", {}).items()}
-    unfit, failed = tuple(data.get("unfit", ())), dict(data.get("not_possible", {}))
-    why = "out of memory" if BASELINE in unfit else failed.get(BASELINE, "not measured")
-    return MeasuredPoint(
-        values=values,
-        times_ms=times,
-        speedups={name: Interval(**gain) for name, gain in data.get("speedups", {}).items()},
-        winner=Winner(**data["winner"]) if data.get("winner") else None,
-        host_bound=tuple(data.get("host_bound", ())),
-        not_possible=failed,
-        unfit=unfit,
-        memory_gb=data.get("memory_gb"),
-        tokens_per_s=data.get("tokens_per_s"),
-        tflops=data.get("tflops"),
-        gpu=place.name,
-        uuid=place.uuid,
-        failure=f"{BASELINE}: {why}" if BASELINE not in times else "",  # nothing to compare with
-    )
+    data = {name: value for name, value in measured.outcome["modes"].get(mode, {}).items() if name != "fallbacks"}
+    point = MeasuredPoint(**data, values=values, gpu=measured.place.name, uuid=measured.place.uuid)
+    why = "out of memory" if BASELINE in point.unfit else point.not_possible.get(BASELINE, "not measured")
+    failure = f"{BASELINE}: {why}" if BASELINE not in point.times_ms else ""  # nothing to compare with
+    return point.model_copy(update={"failure": failure})
 
 
 def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
