@@ -120,5 +120,5 @@ def measured_gemm() -> SweepResult:
         outcomes.done[point_key(point)] = UnitOutcome(PLACES[0], bench_point(result))
     about = {"origin": "shapes", "shape": (1024, 4096, 14336)}
     return assembled(
-        "bench", outcomes, values, bare=True, about=about, command="gemmscope bench --shapes 1kx4kx14k --sweep m=1k,2k,4k,8k"
+        "bench", outcomes, values, about=about, command="gemmscope bench --shapes 1kx4kx14k --sweep m=1k,2k,4k,8k"
     )

@@ -11,6 +11,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import environment
+from gemmscope.grouping import grouped
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
@@ -188,16 +189,11 @@ def _extrapolated(depth: int, layers: int, times: StepTimes, weights: Mapping[in
 
 def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
-    sums: dict[str, float] = {}
-    for run in runs:
-        purpose = (
-            "verifying"
-            if run.real
-            else "capturing"
-            if run.captured_depth
-            else "trying mixed plans"
-            if run.mixed
-            else "predicting"
-        )
-        sums[purpose] = sums.get(purpose, 0.0) + run.seconds
-    return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}
+    by_purpose = grouped((_purpose(run), run.seconds) for run in runs)
+    return {purpose: round(sum(seconds), 1) for purpose, seconds in by_purpose.items()}
+
+
+def _purpose(run: StepCampaign) -> str:
+    if run.real or run.captured_depth:
+        return "verifying" if run.real else "capturing"
+    return "trying mixed plans" if run.mixed else "predicting"

@@ -197,13 +197,7 @@ class GemmModel:
     def _pieces(self, shapes: Shapes) -> Iterator[tuple[NDArray[np.int_], frozenset[Sizes]]]:
         """Groups of GEMMs (as indices) outside the same ranges of sizes, with these ranges; none if they are outside of all."""
         ranges = [*dict.fromkeys(series.sizes for series in self.coefficients.series)]
-        sides = (shapes.rows, shapes.inner, shapes.n)
-        beyond = np.stack(
-            [
-                np.logical_or.reduce([(side < least) | (side > most) for side, (least, most) in zip(sides, sizes, strict=True)])
-                for sizes in ranges
-            ]
-        )
+        beyond = np.stack([octaves_outside(shapes, sizes).any(axis=0) for sizes in ranges])
         codes = np.where(beyond.all(axis=0), 0, (1 << np.arange(len(ranges))) @ beyond)
         for code in np.unique(codes):
             yield np.flatnonzero(codes == code), frozenset(sizes for bit, sizes in enumerate(ranges) if code >> bit & 1)

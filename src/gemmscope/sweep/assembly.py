@@ -33,7 +33,7 @@ def point_key(values: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Builds the result from the outcomes so far. `about`: the fields that name the model. `bare`: points are single GEMMs."""
+    """Builds the result from the outcomes so far. `about`: the fields that name the model."""
 
     of: Literal["bench", "step"]
     sizes: tuple[str, ...]
@@ -41,7 +41,6 @@ class Assembly:
     impossible: Sequence[tuple[dict[str, int], str]]
     about: Mapping[str, Any]
     settings: Mapping[str, Any]
-    bare: bool = False
 
     def result(self, outcomes: Outcomes, *, interrupted: bool) -> SweepResult:
         """Every point that was measured, that failed, and that is not possible, in the order of their sizes."""
@@ -76,7 +75,7 @@ class Assembly:
         types = dict.fromkeys(str(measured.outcome["device"].get("name", "")) for measured in done.values())
         return MeasuredSweep(
             gpu=", ".join(filter(None, types)) or "this machine",
-            what="training step" if self.of == "step" else "GEMM" if self.bare else "linears",
+            what="training step" if self.of == "step" else "GEMM" if self.about.get("shape") is not None else "linears",
             mode=mode,
             sizes=self.sizes,
             recipes=names,
@@ -146,12 +145,9 @@ def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
     types = list(dict.fromkeys(gpu.name for gpu in gpus))
     if len(types) > 1:
         yield finding("sweep-gpu-types-differ", types=types)
-    different = []
-    for name in dict.fromkeys(name for gpu in gpus for name in gpu.versions):
-        values = list(dict.fromkeys(gpu.versions.get(name, "none") for gpu in gpus))
-        if len(values) > 1:
-            different.append(f"{name} {' and '.join(values)}")
-    if different:
+    names = dict.fromkeys(name for gpu in gpus for name in gpu.versions)
+    versions = {name: dict.fromkeys(gpu.versions.get(name, "none") for gpu in gpus) for name in names}
+    if different := [f"{name} {' and '.join(values)}" for name, values in versions.items() if len(values) > 1]:
         yield finding("sweep-versions-differ", differences=different)
     if len(gpus) > 1:
         yield finding("sweep-several-gpus", gpus=len(gpus))
