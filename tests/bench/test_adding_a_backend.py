@@ -15,7 +15,7 @@ BACKEND = '''"""The CPU, with GEMMs by einsum."""
 
 import torch
 
-from gemmscope.bench.backends.base import Backend
+from gemmscope.bench.backends.base import Backend, Operands
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.workload.cases import Task
@@ -32,8 +32,7 @@ class EinsumBackend(Backend):
     def why_not_task(self, task: Task) -> str:
         return "einsum has no layers" if task.mode == "autocast" else ""
 
-    def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        operands = self._operands.get(task.case)
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         left, right = (factor.values for factor in operands.factors(task.pass_name))
         multiply = lambda: torch.einsum("ik,jk->ij", left, right)
         return Prepared(multiply, 1, operands.error({task.pass_name: multiply()}))

@@ -16,7 +16,6 @@ from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.live_settings import layers_that_fit
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.step_campaign import StepCampaign
-from gemmscope.step.step_measurements import StepMeasurements
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
@@ -192,7 +191,7 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
     def half(self: StepCampaign) -> None:
         asked.append((self.real, self.plan.depth))
         if self.real:
-            self.results = StepMeasurements(self._variants(3), self.plan.depth)
+            self.results = self._empty(3)
         measured(self)
         if self.real:
             stop(self)
@@ -287,7 +286,7 @@ def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatc
 
     def whole(self: StepCampaign) -> None:
         if self.real:
-            self.results = StepMeasurements(self._variants(3), self.plan.depth)
+            self.results = self._empty(3)
         measured(self, lambda variant: ms(variant) * variant.depth)
         self.seconds = 7.0
 

@@ -59,7 +59,7 @@ class Dial(Drawing):
     value: float
 
     def table(self) -> Table:
-        return table(self.title, [Column[float]("Value", lambda value: value, ".1f")], [self.value])
+        return table(self.title, [self.value], Column("Value", lambda value: value, ".1f"))
 
 
 def with_blocks(*blocks: Any) -> Document:
@@ -109,7 +109,7 @@ class WeatherResult(Result):
 
 def weather_document(result: WeatherResult, name: str = "") -> Document:
     columns = [Column[WeatherResult]("Degrees", lambda one: one.degrees, ".1f")]
-    doc = replace(with_blocks(table("Now", columns, [result])), kind="weather", messages=tuple(map(Message.of, result.findings)))
+    doc = replace(with_blocks(table("Now", [result], *columns)), kind="weather", messages=tuple(map(Message.of, result.findings)))
     return replace(doc, answer=f"{result.degrees:.1f} degrees.", name=name)
 
 

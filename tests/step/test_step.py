@@ -117,24 +117,24 @@ def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have but one."""
     stack_plan, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
     stack = Stack(stack_plan, kit, Weights(), "meta")
-    labels = torch.zeros(stack_plan.tokens, dtype=torch.long, device="meta")
-    states = torch.zeros(stack_plan.tokens, stack_plan.hidden_size, dtype=kit.precision, device="meta")
-    stack(labels if stack_plan.vocab_size else states, labels).backward()
+    labels = torch.zeros(stack_plan.run.tokens, dtype=torch.long, device="meta")
+    states = torch.zeros(stack_plan.run.tokens, stack_plan.model.hidden_size, dtype=kit.precision, device="meta")
+    stack(labels if stack_plan.model.vocab_size else states, labels).backward()
     assert all(parameter.grad is not None for parameter in stack.inner)
-    assert bool(recipe("FP8Current").misaligned(stack_plan.low_precision_sizes())) == (name == "falcon-h1-7b")
+    assert bool(stack_plan.misaligned(recipe("FP8Current"))) == (name == "falcon-h1-7b")
 
 
 def test_unaligned_sizes_are_told() -> None:
     odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
-    sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
-    assert recipe("FP8Current").misalignment(sizes) == ("intermediate size", 90)
+    reason = plan_step(odd, RunSpec(2, 16))[0].misaligned(recipe("FP8Current"))
+    assert reason == "MLP Up: " + recipe("FP8Current").misaligned({"output features": 90})
 
 
 def test_sizes_that_are_in_no_gemm_need_not_be_aligned() -> None:
     """Queries, keys and values come from one GEMM; of a bottleneck, every side counts."""
     model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
-    assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
-    assert recipe("FP8Current").misalignment(plan("latent").low_precision_sizes()) == ("key/value rank", 24)
+    assert not plan_step(model, RUN)[0].misaligned(recipe("FP8Current"))
+    assert plan("latent").misaligned(recipe("FP8Current")).startswith("KV Up Proj: input features = 24 ")
 
 
 def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
@@ -144,9 +144,7 @@ def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
 
 
 def test_what_is_not_run_is_said() -> None:
-    odd = LayerSpec(
-        ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("layer-input-gate", 64, 8),)
-    )
+    odd = LayerSpec(ATTENTION, MlpSpec(96, gated=True, activation="xielu"), norms=5, extra=(LinearSpec("laurel-left", 64, 8),))
     findings = {finding.code: finding for finding in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
     assert set(findings) == {"some-norms-not-run", "activation-replaced", "extra-linears-not-run"}
     assert findings["some-norms-not-run"].facts == {"norms": ["5"]}
@@ -154,6 +152,8 @@ def test_what_is_not_run_is_said() -> None:
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
     assert [finding.code for finding in split] == ["communication-not-run", "quantized-after-gather"]
     assert all(finding.text for finding in (*findings.values(), *split))
+    normed = plan_step(replace(MODELS["llama"], embedding_norm=True), RUN)[1]
+    assert [(finding.code, finding.facts) for finding in normed] == [("ops-not-run", {"ops": ["Embedding Norm"]})]
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
 
 
@@ -273,8 +273,8 @@ def test_marks_come_in_the_order_of_the_parts() -> None:
 
 def test_tensor_parallel_ranks_are_narrower() -> None:
     stack_plan = plan("llama", tp=2)
-    assert (stack_plan.layers[0].attention.heads, stack_plan.layers[0].attention.kv_heads) == (2, 1)
-    mlp = stack_plan.layers[0].mlp
+    assert (stack_plan.model.layers[0].attention.heads, stack_plan.model.layers[0].attention.kv_heads) == (2, 1)
+    mlp = stack_plan.model.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
     assert mlp.intermediate_size == 48
 
@@ -323,10 +323,16 @@ def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> N
         measurements.take(Sampled({variant.name: [time] * 4}, {}))
 
 
+def test_the_whole_depth_is_on_the_line_through_two() -> None:
+    whole = replace(plan("llama"), model=replace(MODELS["llama"], layers=(DENSE,) * 40))
+    assert whole.weights(16) == {16: 4.0, 8: -3.0}
+    assert whole.weights(40) == whole.weights(41) == {40: 1.0}
+
+
 def test_two_depths_give_the_whole_models_step() -> None:
     """100 ms plus 10 ms per layer, half of that in FP8: the fitted line gives the time of 40 layers."""
     variants = [Variant(name, depth) for name in ("BF16", "FP8Current") for depth in (16, 8)]
-    measurements = StepMeasurements(variants, layers=40)
+    measurements = StepMeasurements(variants, 40, {16: 4.0, 8: -3.0})
     for variant in variants:
         per_layer = 10.0 if variant.recipe == "BF16" else 5.0
         base = 100 + per_layer * variant.depth

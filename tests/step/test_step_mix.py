@@ -170,7 +170,7 @@ def test_recomputed_layers_keep_their_precision(monkeypatch: pytest.MonkeyPatch)
     seen = Seen()
     kit = stand_in(seen, monkeypatch)(recipe("FP8Current (in BF16: first 1)"), device="cpu")
     block = Stack(plan, kit, Weights(), "cpu").blocks[0]
-    with kit.low_precision():
+    with kit.autocast():
         block(torch.randn(16, 32, dtype=torch.bfloat16))
     assert {precision for _, precision in seen.calls} == {"none"}
 
@@ -197,7 +197,7 @@ def test_only_a_missing_kernel_makes_windows_run_elsewhere(
         raise error
 
     loaded["DotProductAttention"] = attention
-    windowed = replace(plan_of().layers[0].attention, window=4)
+    windowed = replace(plan_of().model.layers[0].attention, window=4)
     attends_of = kit.masked_attention.__globals__["_attends"]
     for _ in range(2):
         if attends is None:

@@ -51,4 +51,4 @@ def replayed(name: str, *, real: bool = False) -> StepMeasurements:
 def answered(name: str, real: StepMeasurements | None = None) -> tuple[StepMeasurements, StepTimes]:
     model, run = MODELS[name]
     measurements = replayed(name)
-    return measurements, step_times(measurements, RECIPES, totals(derive(model, run), run, model), run.tokens, real)
+    return measurements, step_times(measurements, RECIPES, totals(derive(model, run), run, model), run.tokens, real=real)

@@ -22,6 +22,6 @@ def two_layers(name: str, **run: Any) -> StackPlan:
     experts = next((layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoeSpec)), 1)
     ranks = next(ep for ep in range(1, experts + 1) if experts % ep == 0 and experts // ep <= MOST_EXPERTS)
     whole, _ = plan_step(model, RunSpec(1, 192, ep=ranks, **run))
-    kinds = tuple(dict.fromkeys(whole.layers))[:2]
+    kinds = tuple(dict.fromkeys(whole.model.layers))[:2]
     layers = kinds if len(kinds) == 2 else kinds * 2
-    return replace(whole, layers=layers, slots=share_weights(layers))
+    return replace(whole, model=replace(whole.model, layers=layers), slots=share_weights(layers))

@@ -8,6 +8,7 @@ from typing import Any
 
 from gemmscope.bench.measurements import Measurements
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -66,10 +67,7 @@ def fixed_counts(settings: BenchSettings) -> Finding:
 
 def _joined(pairs: Iterator[tuple[tuple[Any, ...], str]]) -> dict[tuple[Any, ...], list[str]]:
     """Ops (or passes) with the same facts are one finding."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for facts, op in pairs:
-        groups.setdefault(facts, []).append(op)
-    return groups
+    return grouped((facts, op) for facts, op in pairs)
 
 
 def _fallbacks(linears: Linears) -> Iterator[Finding]:

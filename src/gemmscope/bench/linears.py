@@ -7,6 +7,7 @@ import this file, because loading the result types takes a moment.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 from gemmscope.bench.attribution import AttributionError, Parts, attribute
@@ -196,7 +197,7 @@ class _Sums:
     def __init__(self, measurements: Measurements, linears: Linears) -> None:
         self._measured, self._linears = measurements, linears
 
-    def speedup(self, name: str, mode: Mode, case: Case | None = None, over: str = BASELINE) -> Interval | None:
+    def speedup(self, mode: Mode, name: str, over: str = BASELINE, case: Case | None = None) -> Interval | None:
         """One op, or all together as often as the model runs them; None where no speedup may be formed."""
         if name == over or any(self._linears.falls_back(side, mode, case.op if case else "") for side in (name, over)):
             return None
@@ -207,37 +208,26 @@ class _Sums:
         return self._measured.speedup(name, mode, [case] if case else None, over=over)
 
     def speedups(self) -> Iterator[Speedup]:
-        """The speedups of ops, and of passes timed by themselves, over the baseline; of all linears over every earlier recipe."""
-        for mode in self._linears.modes:
-            names = self._linears.columns(mode)
+        """The speedups of ops, and of passes timed by themselves, over the baseline; of all linears over every earlier recipe, or
+        of bare GEMMs of each."""
+        linears = self._linears
+        for mode in linears.modes:
+            names = linears.columns(mode)
             for index, name in enumerate(names):
-                for case in self._linears.cases:
-                    yield from self._of_case(name, mode, case)
-                for over in names[:index]:
-                    yield from self._over(name, over, mode)
+                earlier = names[:index]
+                of_ops = product(dict.fromkeys([BASELINE, *earlier]) if linears.bare else [BASELINE], linears.cases)
+                for over, case in chain(of_ops, product([] if linears.bare else earlier, [None])):
+                    speedup = self.speedup(mode, name, over, case)
+                    if speedup is not None:
+                        yield Speedup(recipe=name, over=over, mode=mode, op=case.op if case else "", speedup=speedup)
+                        if case is not None and over == BASELINE:
+                            yield from self._of_passes(name, mode, case)
 
-    def _over(self, name: str, over: str, mode: Mode) -> Iterator[Speedup]:
-        """The speedup of all linears of one recipe over another; for bare GEMMs, of each GEMM (over the baseline, `_of_case`
-        yields it)."""
-        if not self._linears.bare:
-            if (speedup := self.speedup(name, mode, over=over)) is not None:
-                yield Speedup(recipe=name, over=over, mode=mode, speedup=speedup)
-            return
-        for case in self._linears.cases if over != BASELINE else ():
-            if (speedup := self.speedup(name, mode, case, over)) is not None:
-                yield Speedup(recipe=name, over=over, mode=mode, op=case.op, speedup=speedup)
-
-    def _of_case(self, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
-        speedup = self.speedup(name, mode, case)
-        if speedup is None:
-            return
-        yield Speedup(recipe=name, over=BASELINE, mode=mode, op=case.op, speedup=speedup)
-        if len(case.passes) == 1:
-            return
+    def _of_passes(self, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
         pieces = {task.task.pass_name: self._measured.pieces[task.task.key] for task in self._measured.of(BASELINE, mode, case)}
         for task in self._measured.of(name, mode, case):
             pass_name = task.task.pass_name
-            if pass_name:
+            if pass_name and len(case.passes) > 1:
                 ratio = ratio_interval(pieces[pass_name], self._measured.pieces[task.task.key])
                 yield Speedup(recipe=name, over=BASELINE, mode=mode, op=case.op, pass_name=pass_name, speedup=ratio)
 
@@ -255,10 +245,7 @@ class _Sums:
         """The fastest recipe of each mode that has speedups."""
         winners = {}
         for mode in self._linears.modes:
-            speedups = {name: gain for name in self._linears.columns(mode) if (gain := self.speedup(name, mode)) is not None}
+            speedups = {name: gain for name in self._linears.columns(mode) if (gain := self.speedup(mode, name)) is not None}
             if speedups:
-                winners[mode] = find_winner(speedups, partial(self._ratio, mode))
+                winners[mode] = find_winner(speedups, partial(self.speedup, mode))
         return winners
-
-    def _ratio(self, mode: Mode, name: str, over: str) -> Interval | None:
-        return self.speedup(name, mode, over=over)

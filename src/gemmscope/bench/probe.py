@@ -6,6 +6,7 @@ from typing import Any
 
 from gemmscope.bench.backends import BACKENDS
 from gemmscope.bench.backends.base import BackendOptions, OperandStore
+from gemmscope.engine.worker import versions_of
 from gemmscope.errors import in_a_line
 from gemmscope.process import messages_to_parent
 from gemmscope.recipe.recipes import recipes
@@ -18,7 +19,7 @@ def main() -> None:
         try:
             backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), BackendOptions())
             reasons = {recipe.name: backend.why_not(recipe) for recipe in recipes().values()}
-            answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
+            answer[name] = {"versions": versions_of(name), "why_not": reasons}
         except ModuleNotFoundError as error:
             answer[name] = {"broken": f"{error.name} is not installed"}
         except Exception as error:

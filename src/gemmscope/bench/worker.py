@@ -35,7 +35,7 @@ from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
 from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer, start_profiler
-from gemmscope.engine.worker import BurstGroup, MeasuringProcess, plan_rounds
+from gemmscope.engine.worker import BurstGroup, MeasuringProcess, plan_rounds, versions_of
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
@@ -128,7 +128,7 @@ class Worker(MeasuringProcess):
                 self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
             )
             _mark("backend loaded")
-            self.say(Hello(dict(backend.versions()), self.device_facts(), _TIMELINE))
+            self.say(Hello(versions_of(self.request["backend"]), self.device_facts(), _TIMELINE))
             self.begin(self.tasks[0].key, "compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)

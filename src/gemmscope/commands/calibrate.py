@@ -179,5 +179,10 @@ def factor_table(calibration: Calibration) -> Table:
     }
     listed |= {f"quantization, {name}": factor for name, factor in calibration.quantize.items()}
     listed |= {str(part): factor for part, factor in calibration.parts.items()}
-    columns = [Column[str]("Part", str), Column[str]("Factor", lambda name: listed[name], ".3f")]
-    return table(f"Measured over forecast time on {calibration.device}", columns, listed)
+
+    return table(
+        f"Measured over forecast time on {calibration.device}",
+        listed,
+        Column[str]("Part", str),
+        Column("Factor", lambda name: listed[name], ".3f"),
+    )

@@ -77,8 +77,13 @@ class Diagnosis:
             return None if reason is None else "no" if reason else "yes"
 
         backends = dict.fromkeys(backend for _, backend in reasons)
-        columns = [Column[str]("Recipe", str), *(Column(backend, partial(answer, backend)) for backend in backends)]
-        return table("What can be measured here", columns, recipes(), "-: the backend does not have this recipe.")
+        return table(
+            "What can be measured here",
+            recipes(),
+            Column[str]("Recipe", str),
+            *(Column(backend, partial(answer, backend)) for backend in backends),
+            note="-: the backend does not have this recipe.",
+        )
 
     def why_not(self) -> list[str]:
         """The reasons for every "no" of the table: by backend where one reason covers all of its recipes, else by recipe."""

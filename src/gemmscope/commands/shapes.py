@@ -105,9 +105,10 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
 
 def preset_table() -> Table:
     """All presets with their size."""
-    columns: list[Column[presets.Preset]] = [
+    return table(
+        "Presets",
+        map(presets.describe, presets.names()),
         Column("Name", lambda preset: preset.name),
         Column("Parameters", lambda one: Cell(parameters(one.parameters), one.parameters) if one.parameters else "", "g"),
         Column("Description", lambda preset: preset.description),
-    ]
-    return table("Presets", columns, map(presets.describe, presets.names()))
+    )

@@ -1,6 +1,6 @@
 """`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gemmscope.bench.choose import Choice, check_for_step, choose, supported
 from gemmscope.bench.findings import state_findings
@@ -164,7 +164,8 @@ def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions
     if options.observed_speedup is not None:
         yield from observed_findings(times, options.observed_speedup)
     yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
-    yield from _extrapolated(measured.depth, session.plan.depth, times, measured.predicted.results.weights)
+    depths = measured.predicted.results.weights if isinstance(session.plan, ModulePlan) else ()
+    yield from _extrapolated(measured.depth, session.plan.depth, times, depths)
     yield from session.findings
     yield from state_findings([state for result in results for state in result.states if state.get("sm_mhz")])
 
@@ -178,12 +179,13 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
     return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
 
 
-def _extrapolated(depth: int, layers: int, times: StepTimes, weights: Mapping[int, float] | None) -> list[Finding]:
+def _extrapolated(depth: int, layers: int, times: StepTimes, depths: Iterable[int]) -> list[Finding]:
+    """How the step of all layers follows from fewer. `depths`: those of a live model, which has several."""
     if not 0 < depth < layers:
         return []
     of_stack = [finding("parts-of-stack", depth=depth)] if any(time.parts_ms for time in times.recipes) else []
-    if weights is not None:
-        return [finding("step-extrapolated-kinds", layers=layers, depths=list(map(str, weights))), *of_stack]
+    if several := list(map(str, depths)):
+        return [finding("step-extrapolated-kinds", layers=layers, depths=several), *of_stack]
     return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
 
 

@@ -11,7 +11,7 @@ from gemmscope.results.base import Result, damage_reported
 
 def document(result: Result, name: str = "") -> Document:
     """Build the Document of a result. `name` is the name of the run file that it was read from."""
-    build = getattr(import_module(f"gemmscope.document.{result.kind}"), f"{result.kind}_document")
+    build = getattr(import_module(f".{result.kind}", __name__), f"{result.kind}_document")
     with damage_reported(result):
         shown: Document = visible(build(result, name))
     return shown

@@ -8,7 +8,7 @@ from typing import Literal
 
 from gemmscope import units
 from gemmscope.document.palette import recipe_key
-from gemmscope.document.table import Cell, Column, Facts, Table, Value, difference_cell, table, write
+from gemmscope.document.table import Cell, Column, Facts, Table, Value, across, difference_cell, table, write
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
@@ -99,20 +99,19 @@ class BarChart(Drawing):
         if any(bar.alarm or bar.speedup for bar in bars):
             rows.append(("speedup", "", lambda bar: Cell(bar.alarm, level="error") if bar.alarm else write(bar.speedup, "x")))
 
-        def of_bar(bar: Bar) -> Column[BarRow]:
-            return Column(bar.label, lambda row: row[2](bar), "ms")
-
         def share(row: BarRow) -> float | None:
             time_ms = row[2](bars[0])
             return time_ms / whole_ms if isinstance(time_ms, float) else None
 
-        columns: list[Column[BarRow]] = [
+        return table(
+            f"{self.title} ({self.unit})",
+            rows,
             Column("Part", lambda row: row[0]),
             Column("Pass", lambda row: row[1], when=any(shade == "light" for _, shade in shades)),
-            *map(of_bar, bars),
+            *across(bars, lambda row, bar: row[2](bar), "ms", head=lambda bar: bar.label),
             Column("Share", share, "%", when=whole_ms > 0),
-        ]
-        return table(f"{self.title} ({self.unit})", columns, rows, self.note)
+            note=self.note,
+        )
 
 
 def time_text(time_ms: float) -> str:
@@ -154,13 +153,15 @@ class WaterfallChart(Drawing):
 
     def table(self) -> Table:
         """A row per part of the step."""
-        columns: list[Column[Fall]] = [
+        return table(
+            self.title,
+            self.falls,
             Column("Part", lambda fall: fall.part),
             Column(f"{self.baseline} ms", lambda fall: fall.baseline_ms, ".2f"),
             Column(f"{self.recipe} ms", lambda fall: fall.recipe_ms, ".2f"),
             Column("Speedup so far", lambda fall: Cell(f"{fall.speedup:.3f}x", fall.speedup), "x"),
-        ]
-        return table(self.title, columns, self.falls, self.note)
+            note=self.note,
+        )
 
 
 @dataclass(frozen=True)
@@ -197,12 +198,14 @@ class CurveChart(Drawing):
         """A row per size, a column per recipe."""
         points = {(name, point.at): point for name, series in self.series.items() for point in series}
 
-        def of_recipe(name: str) -> Column[str]:
-            return Column(name, lambda at: self._cell(points.get((name, at))), "x")
-
         unit = "" if self.unit == "x" else f" ({self.unit})"
-        columns = [Column[str](self.axis, str), *map(of_recipe, self.series)]
-        return table(f"{self.title}{unit}", columns, self.places, self.note)
+        return table(
+            f"{self.title}{unit}",
+            self.places,
+            Column[str](self.axis, str),
+            *across(self.series, lambda at, name: self._cell(points.get((name, at))), "x"),
+            note=self.note,
+        )
 
     def _cell(self, point: Point | None) -> Cell | None:
         if point is None:
@@ -265,20 +268,26 @@ class HeatMap(Drawing):
     def table(self) -> Table:
         """The cells as a table, a row for each row; if it is `turned`, for each column."""
         if self.turned:
-            head, rows, across = self.column_name, self.columns, self.rows[::-1]  # the last row is on top
+            head, rows, heads = self.column_name, self.columns, self.rows[::-1]  # the last row is on top
             lines = list(zip(*self.cells[::-1], strict=True))
         else:
             head, rows, lines = self.row_name, self.rows, list(self.cells)
-            across = tuple(
-                name if name[0].isalpha() else f"{self.column_name}={name}" for name in self.columns
-            )  # a size, or a name
+            # a name, or a size
+            heads = tuple(name if name[0].isalpha() else f"{self.column_name}={name}" for name in self.columns)
 
-        def place(index: int) -> Column[tuple[str, tuple[HeatCell, ...]]]:
-            return Column(across[index], lambda row: Cell(row[1][index].text or "-", row[1][index].value), self.unit)
-
-        columns = [Column[tuple[str, tuple[HeatCell, ...]]](head, lambda row: row[0]), *map(place, range(len(across)))]
         pairs = list(zip(rows, lines, strict=True))
-        return table(self.title, columns, pairs[::-1] if self.top_first else pairs, self.note)
+        return table(
+            self.title,
+            pairs[::-1] if self.top_first else pairs,
+            Column(head, lambda row: row[0]),
+            *across(
+                range(len(heads)),
+                lambda row, at: Cell(row[1][at].text or "-", row[1][at].value),
+                self.unit,
+                head=heads.__getitem__,
+            ),
+            note=self.note,
+        )
 
 
 @dataclass(frozen=True)
@@ -311,12 +320,15 @@ class ScatterChart(Drawing):
         """A row per dot."""
         known = {(dot.speedup, dot.error) for dot in self.dots}  # a recipe in all linears is not listed twice
         mixes = [self.chosen] if self.chosen is not None and (self.chosen.speedup, self.chosen.error) not in known else []
-        columns: list[Column[Dot]] = [
+
+        return table(
+            self.title,
+            (*self.dots, *mixes),
             Column("Recipe", lambda dot: dot.name),
             Column("Speedup", lambda dot: dot.speedup, "x"),
             Column("Error", lambda dot: dot.error, "%"),
-        ]
-        return table(self.title, columns, (*self.dots, *mixes), self.note)
+            note=self.note,
+        )
 
 
 @dataclass(frozen=True)
@@ -357,12 +369,14 @@ class RankChart(Drawing):
 
     def table(self) -> Table:
         """A row for each point."""
-        columns: list[Column[Ranked]] = [
+        return table(
+            self.title,
+            self.points,
             Column(self.axis, lambda point: point.name),
             Column("Rank", lambda point: point.rank, ",d"),
             Column("Difference from the median", lambda one: difference_cell(one.value, "warning" if one.label else ""), "of 1"),
-        ]
-        return table(self.title, columns, self.points, self.note)
+            note=self.note,
+        )
 
 
 Chart = BarChart | WaterfallChart | CurveChart | HeatMap | ScatterChart | RankChart

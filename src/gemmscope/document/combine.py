@@ -9,7 +9,7 @@ from math import inf
 from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
 from gemmscope.document.step_parts import independent_ratio
-from gemmscope.document.table import BASELINE_CELL, Column, Table, table
+from gemmscope.document.table import BASELINE_CELL, Column, Table, across, grouped, table
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
@@ -50,11 +50,12 @@ def _key(documents: Sequence[Document], document: Document, value: NamedSpeedup 
 
 def speedup_rows(documents: Sequence[Document]) -> list[SpeedupRow]:
     """What was measured, the recipe, and its speedup in every run: the step first, then linears, then GEMMs."""
-    speedups: dict[tuple[str, str], dict[str, Interval]] = {}
-    for document in documents:
-        for speedup in document.speedups:
-            speedups.setdefault((speedup.what, speedup.recipe), {})[_key(documents, document, speedup)] = speedup.speedup
-    rows = [(what, recipe, by_run) for (what, recipe), by_run in speedups.items()]
+    speedups = grouped(
+        ((speedup.what, speedup.recipe), (_key(documents, document, speedup), speedup.speedup))
+        for document in documents
+        for speedup in document.speedups
+    )
+    rows = [(what, recipe, dict(by_run)) for (what, recipe), by_run in speedups.items()]
     return sorted(rows, key=lambda row: _place(row[0]))
 
 
@@ -64,17 +65,14 @@ def _place(what: str) -> int:
 
 def side_by_side_table(documents: Sequence[Document]) -> Table:
     """Every speedup over the BF16 of its own GPU and run, a column per run. Such speedups do not compare the runs themselves."""
-
-    def of_run(key: str) -> Column[SpeedupRow]:
-        return Column(key, lambda row: row[2].get(key), "x")
-
-    columns = [
-        Column[SpeedupRow]("What", lambda row: row[0]),
-        Column[SpeedupRow]("Recipe", lambda row: row[1]),
-        *map(of_run, sources(documents)),
-    ]
-    title = f"Speedup over {BASELINE} on the same GPU and in the same run"
-    return table(title, columns, speedup_rows(documents), phrase("runs-own-baseline"))
+    return table(
+        f"Speedup over {BASELINE} on the same GPU and in the same run",
+        speedup_rows(documents),
+        Column("What", lambda row: row[0]),
+        Column("Recipe", lambda row: row[1]),
+        *across(sources(documents), lambda row, key: row[2].get(key), "x"),
+        note=phrase("runs-own-baseline"),
+    )
 
 
 @dataclass(frozen=True)
@@ -109,16 +107,19 @@ class CommonBaseline:
 
     def table(self) -> Table:
         """A row for each run and recipe."""
-        columns: list[Column[ComparedTime]] = [
+        return table(
+            self.title,
+            self.times,
             Column("GPU", lambda time: time.run),
             Column("Recipe", lambda time: time.recipe),
             Column("ms", lambda time: time.time_ms, "ms"),
             Column(f"{self.unit.capitalize()}/s per GPU", lambda time: time.tokens_per_s, ",.0f", when=self.has_rates),
             Column(
-                f"Speedup over {BASELINE} on {self.baseline}", lambda time: BASELINE_CELL if time.is_baseline else time.over, "x"
+                f"Speedup over {BASELINE} on {self.baseline}",
+                lambda time: BASELINE_CELL if time.is_baseline else time.over,
+                "x",
             ),
-        ]
-        return table(self.title, columns, self.times)
+        )
 
 
 def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
@@ -126,11 +127,12 @@ def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
 
     Steps are compared by tokens/s. Linears are timed for one micro-batch, so only runs with the same batch are compared.
     """
-    times_of: dict[str, list[tuple[str, NamedTime, Document]]] = {}
-    for document in documents:
-        for time in document.times:
-            if 0 < time.time_ms.value < inf:
-                times_of.setdefault(time.what, []).append((_key(documents, document, time), time, document))
+    times_of = grouped(
+        (time.what, (_key(documents, document, time), time, document))
+        for document in documents
+        for time in document.times
+        if 0 < time.time_ms.value < inf
+    )
     compared = []
     for what in sorted(times_of, key=_place):
         first = next(((key, time, document) for key, time, document in times_of[what] if time.recipe == BASELINE), None)

@@ -48,6 +48,15 @@ def phrase(code: str, **facts: Any) -> str:
     return fill(phrases()[code], facts)
 
 
+def notes(applies: Mapping[str, object]) -> str:
+    """The sentences, by their codes, that apply, as one note.
+
+    >>> notes({"numerics-better": True, "plan-close-mark": False})
+    'Lower and further right is better.'
+    """
+    return " ".join(phrase(code) for code, is_so in applies.items() if is_so)
+
+
 def sections(named: Mapping[str, Iterable[Block | None]]) -> tuple[Section, ...]:
     """A section for each title, without blocks that are None, tables without rows, and sections without blocks."""
     filled = {

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from gemmscope import units
 from gemmscope.document.common import command_facts, phrase, sections
 from gemmscope.document.model import Document, Message, Subject
-from gemmscope.document.table import Cell, Column, Table, Value, table
-from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference
+from gemmscope.document.table import Cell, Column, Table, across, ends_text, table
+from gemmscope.results.compare import ComparedRow, CompareResult, EnvironmentDifference
 
 MOST_ROWS, MOST_DIFFERENCES = 14, 4  # of the short view
 CLOSE, NOISY, MISSING = "too close to call", "too noisy", "missing"
@@ -16,12 +16,15 @@ CHANGES = ("compare-changed", "compare-equal")
 
 def compare_document(result: CompareResult, name: str = "") -> Document:
     """Build the Document of the result."""
-    letters, runs = _letters(result), len(result.runs)
-    title = f"Comparison of {runs} {'fleets' if _are_fleets(result) else 'runs'}"
+    runs, fleets = len(result.runs), result.has("fleets-compared")
+    # letters for files: their paths are too long for columns
+    letters = [chr(ord("A") + index) if index < 26 else f"run {index + 1}" for index in range(runs)]
+    title = f"Comparison of {runs} {'fleets' if fleets else 'runs'}"
     # a requested check comes first
     answer, *findings = sorted(result.findings, key=lambda finding: finding.code not in DECISIONS)
     because = [finding for finding in findings if answer.code in DECISIONS and finding.code in CHANGES]
-    changes = [_changes(result, letters, run, [0, run]) for run in range(1, runs - 1)]
+    method = phrase("compare-fleets" if fleets else "compare-runs")
+    changes = [_changes(result, letters, run, [0, run], method) for run in range(1, runs - 1)]
     return Document(
         kind="compare",
         title=title,
@@ -29,31 +32,18 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
         where=" and ".join(result.runs) if runs == 2 else f"{result.runs[0]} to {result.runs[-1]}",
         answer=answer.text,
         because=tuple(finding.text for finding in because),
-        summary=_changes(result, letters, runs - 1, [0, runs - 1], most=MOST_ROWS),
+        summary=_changes(result, letters, runs - 1, [0, runs - 1], method, most=MOST_ROWS),
         context=(*(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)), *_also_different(result)),
         sections=sections(
             {
                 "Environment": [differences_table("Other differences between the runs", result.differences, letters)],
-                "Rows": [_changes(result, letters, runs - 1, range(runs)), *changes],
+                "Rows": [_changes(result, letters, runs - 1, range(runs), method), *changes],
             }
         ),
         messages=tuple(Message.of(finding) for finding in findings if finding not in because),
-        facts={"Method": (("comparison", _method(result)), *command_facts(result))},
+        facts={"Method": (("comparison", method), *command_facts(result))},
         name=name,
     )
-
-
-def _are_fleets(result: CompareResult) -> bool:
-    return result.has("fleets-compared")
-
-
-def _method(result: CompareResult) -> str:
-    return phrase("compare-fleets" if _are_fleets(result) else "compare-runs")
-
-
-def _letters(result: CompareResult) -> list[str]:
-    """Letters for files: their paths are too long for columns."""
-    return [chr(ord("A") + index) if index < 26 else f"run {index + 1}" for index in range(len(result.runs))]
 
 
 def _also_different(result: CompareResult) -> list[str]:
@@ -67,16 +57,18 @@ def _also_different(result: CompareResult) -> list[str]:
 def differences_table(title: str, differences: Sequence[EnvironmentDifference], heads: Sequence[str] = ()) -> Table:
     """What differs in the environment, a row for each name. Without `heads`, values are in the order of their frequency."""
     most = max((len(row.values) for row in differences), default=1)
-
-    def value(place: int, head: str) -> Column[EnvironmentDifference]:
-        return Column(head, lambda row: row.values[place] or None if place < len(row.values) else None)
-
     heads = heads or ["Most common", *(f"Value {place}" for place in range(2, most + 1))]
-    columns = [Column[EnvironmentDifference]("What", lambda row: row.name), *(value(*pair) for pair in enumerate(heads))]
-    return table(title, columns, differences)
+    return table(
+        title,
+        differences,
+        Column("What", lambda row: row.name),
+        *across(range(len(heads)), lambda row, at: dict(enumerate(row.values)).get(at) or None, head=heads.__getitem__),
+    )
 
 
-def _changes(result: CompareResult, letters: list[str], run: int, shown: Sequence[int], most: int | None = None) -> Table:
+def _changes(
+    result: CompareResult, letters: list[str], run: int, shown: Sequence[int], note: str, most: int | None = None
+) -> Table:
     """The change from the first run to another, with the times of the runs `shown`. `most`: only so many rows, the largest change
     first, then those that are too noisy, then the rest."""
     noisy = [row.name for row in result.unresolved()] if run == len(result.runs) - 1 else []
@@ -89,27 +81,18 @@ def _changes(result: CompareResult, letters: list[str], run: int, shown: Sequenc
         rank = last.index(verdict(row)) + 1 if verdict(row) in last else 0
         return rank, -abs(ratio.value - 1) if ratio is not None else 0.0
 
-    def time(index: int) -> Column[ComparedRow]:
-        return Column(f"{letters[index]} ms", lambda row: row.times_ms[index], ".4g", drop=2)
-
-    columns: list[Column[ComparedRow]] = [
-        Column("Row", lambda row: row.name),
-        *map(time, shown),
-        Column("Change", lambda row: row.changes[run - 1].ratio, "of 1"),
-        Column("Interval", lambda row: _interval(row.changes[run - 1]), "d", drop=1),
-        Column("Verdict", lambda row: Cell(verdict(row), level="warning" if verdict(row) in (NOISY, "slower") else "")),
-    ]
-    rows, note = result.rows, _method(result)
+    rows = result.rows
     if most is not None:
         left_out = len(rows) - most
         hidden = phrase("compare-not-shown", rows=units.counted(left_out, "more row")) if left_out > 0 else ""
         rows, note = tuple(sorted(rows, key=order)[:most]), phrase("compare-plus", hidden=hidden)
-    return table(f"{letters[run]} compared with {letters[0]}", columns, rows, note)
-
-
-def _interval(change: Change) -> Value:
-    ratio = change.ratio
-    if ratio is None:
-        return None
-    known = ratio.low is not None and ratio.high is not None
-    return Cell(f"{units.difference(ratio.low or 0.0)} to {units.difference(ratio.high or 0.0)}" if known else "unknown")
+    return table(
+        f"{letters[run]} compared with {letters[0]}",
+        rows,
+        Column("Row", lambda row: row.name),
+        *across(shown, lambda row, index: row.times_ms[index], ".4g", 2, head=lambda index: f"{letters[index]} ms"),
+        Column("Change", lambda row: row.changes[run - 1].ratio, "of 1"),
+        Column("Interval", lambda row: ends_text(row.changes[run - 1].ratio, "unknown"), "d", drop=1),
+        Column("Verdict", lambda row: Cell(verdict(row), level="warning" if verdict(row) in (NOISY, "slower") else "")),
+        note=note,
+    )

@@ -38,7 +38,7 @@ from gemmscope.results.explain import Cause, ExplainResult, StepComparison
 def explain_document(result: ExplainResult, name: str = "") -> Document:
     """Build the Document of the result."""
     account, tables, step_ms = result.account, result.tables, result.account.step_ms
-    file = Path(result.trace).name
+    file, gpu = Path(result.trace).name, result.gpu or "unknown GPU"
     rank = f", rank {result.rank} of {result.world_size}" if result.rank is not None and result.world_size > 1 else ""
     least, median, most = result.step_range_ms or (None, None, None)
     spread = phrase("explain-spread", least=least, median=median, most=most) if least is not None else ""
@@ -48,12 +48,11 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     straggler = [finding for finding in result.findings if finding.code in ("ranks-straggler", "straggler-explained")]
     answer, *more = [*(finding.text for finding in straggler), _verdict(result)]
     purpose, command = _next(result)
-    context = phrase("explain-context", gpu=_gpu(result), rank=rank, kind="inference: " if result.inference else "", steps=steps)
     return Document(
         kind="explain",
         title=f"Profiler trace {file}",
         subject=Subject(f"Profiler trace {file}"),
-        where=_gpu(result),
+        where=gpu,
         answer=answer,
         because=(
             *more,
@@ -66,8 +65,18 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             KeyFigure("Linears in low precision", units.percent(result.low_share), f"of their {result.low_share_of}"),
         ),
         summary=_summary(result),
-        cards=tuple(map(_card, result.causes)),
-        context=(context,),
+        cards=tuple(
+            Card(
+                title=cause.title,
+                cost=f"{cause.cost_ms:.2f} ms per step",
+                speedup=f"{cause.speedup_without:.2f}x",
+                remedy=cause.advice,
+                evidence=_texts(cause.evidence),
+                where=cause.where,
+            )
+            for cause in result.causes
+        ),
+        context=(phrase("explain-context", gpu=gpu, rank=rank, kind="inference: " if result.inference else "", steps=steps),),
         sections=sections(
             {
                 "Where the time goes": [
@@ -101,17 +110,13 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     )
 
 
-def _gpu(result: ExplainResult) -> str:
-    return result.gpu or "unknown GPU"
-
-
 def _next(result: ExplainResult) -> tuple[str, str]:
     """The next useful command, and its purpose."""
     if result.comparisons:
         return phrase("explain-next-step"), "gemmscope step --preset NAME …"
-    file = Path(result.trace).name
+    file = Path(result.trace)
     low = result.low_share > 0 and not result.inference
-    trace = shlex.quote(file) if Path(file).suffix else "TRACE"
+    trace = shlex.quote(file.name) if file.suffix else "TRACE"
     other = f"gemmscope explain {trace} --baseline {'BF16' if low else 'OTHER'}-TRACE"
     return phrase("explain-next-baseline" if low else "explain-next-other"), other
 
@@ -132,17 +137,6 @@ def _summary(result: ExplainResult) -> Table:
 
 def _texts(findings: tuple[Finding, ...]) -> str:
     return " ".join(finding.text for finding in findings)
-
-
-def _card(cause: Cause) -> Card:
-    return Card(
-        title=cause.title,
-        cost=f"{cause.cost_ms:.2f} ms per step",
-        speedup=f"{cause.speedup_without:.2f}x",
-        remedy=cause.advice,
-        evidence=_texts(cause.evidence),
-        where=cause.where,
-    )
 
 
 def _cause_message(place: int, cause: Cause) -> Message:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from gemmscope import units
-from gemmscope.document.common import phrase
+from gemmscope.document.common import notes, phrase
 from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
 from gemmscope.results.explain import (
@@ -14,7 +14,6 @@ from gemmscope.results.explain import (
     CollectiveTotal,
     ExplainResult,
     GemmShapeTotal,
-    IdleFrame,
     LaunchStatistics,
     MemoryPoint,
     PartComparison,
@@ -45,12 +44,14 @@ PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 
 def _shares(title: str, head: str, times_ms: dict[str, float], step_ms: float, share: str, note: str = "") -> Table:
     """Times by name, and their shares of the step."""
-    columns: list[Column[str]] = [
-        Column(head, str),
+    return table(
+        title,
+        times_ms,
+        Column[str](head, str),
         Column("ms per step", lambda name: times_ms[name], ".2f"),
         Column(share, lambda name: times_ms[name] / step_ms, "%"),
-    ]
-    return table(title, columns, times_ms, note)
+        note=note,
+    )
 
 
 def parts_table(account: StepAccount) -> Table:
@@ -77,16 +78,19 @@ def steps_table(each_step: Sequence[TracedStep]) -> Table:
     """A row for each step, if there are several; if there are very many, only the slowest."""
     steps = each_step if len(each_step) > 1 else ()
     slowest = sorted(range(len(steps)), key=lambda place: -steps[place].time_ms)[:MOST_STEPS]
-    columns: list[Column[TracedStep]] = [
+
+    hidden = len(steps) - len(slowest)
+    note = phrase("explain-slowest-steps", shown=MOST_STEPS, steps=len(steps), hidden=hidden) if hidden else ""
+    return table(
+        "Steps",
+        [steps[place] for place in sorted(slowest)],
         Column("Step", lambda step: step.name),
         Column("Extra time of slow steps", _remark),
         Column("ms", lambda step: step.time_ms, ".2f"),
         Column("GPU busy, ms", lambda step: step.busy_ms, ".2f"),
         Column("GPU idle, ms", lambda step: step.idle_ms, ".2f"),
-    ]
-    hidden = len(steps) - len(slowest)
-    note = phrase("explain-slowest-steps", shown=MOST_STEPS, steps=len(steps), hidden=hidden) if hidden else ""
-    return table("Steps", columns, [steps[place] for place in sorted(slowest)], note)
+        note=note,
+    )
 
 
 def _remark(step: TracedStep) -> str:
@@ -97,9 +101,9 @@ def _remark(step: TracedStep) -> str:
 
 def _named_values(title: str, values: dict[str, tuple[Value, str]], *, known: bool = False) -> Table:
     """Names with values, each in its own unit. `known`: without those that have no value."""
-    columns: list[Column[tuple[str, Cell]]] = [Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g")]
+
     rows = [(name, write(value, unit)) for name, (value, unit) in values.items() if value is not None or not known]
-    return table(title, columns, rows)
+    return table(title, rows, Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g"))
 
 
 def numbers_table(result: ExplainResult) -> Table:
@@ -132,17 +136,20 @@ def numbers_table(result: ExplainResult) -> Table:
 
 def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
     """Kernels of no known class: the longest, and the others together."""
-    columns: list[Column[UnknownKernel]] = [
+    rest = unknown[MOST_UNKNOWN:]
+    others: dict[str, Value] = {
+        "Kernel": f"{len(rest)} more",
+        "ms per step": sum(kernel.time_ms for kernel in rest),
+        "Runs per step": sum(kernel.count for kernel in rest),
+    }
+    return table(
+        "Kernels of unknown class",
+        unknown[:MOST_UNKNOWN],
         Column("Kernel", lambda kernel: kernel.name),
         Column("ms per step", lambda kernel: kernel.time_ms, ".3f"),
         Column("Runs per step", lambda kernel: kernel.count, "runs, decimal"),
-    ]
-    return table("Kernels of unknown class", columns, [*unknown[:MOST_UNKNOWN], *_rest_of_unknown(unknown[MOST_UNKNOWN:])])
-
-
-def _rest_of_unknown(rest: Sequence[UnknownKernel]) -> list[UnknownKernel]:
-    time_ms, count = sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)
-    return [UnknownKernel(name=f"{len(rest)} more", time_ms=time_ms, count=count)] if rest else []
+        more=[others] if rest else [],
+    )
 
 
 # --- GEMMs ----------------------------------------------------------------------------------------------------------------
@@ -151,21 +158,38 @@ def _rest_of_unknown(rest: Sequence[UnknownKernel]) -> list[UnknownKernel]:
 def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
     """The GEMMs of each precision."""
     total = sum(row.flops for row in gemms)
-    columns: list[Column[PrecisionTotal]] = [
+    return table(
+        "GEMMs by precision, per step",
+        gemms,
         Column("Precision", lambda row: row.precision),
         Column("GEMMs", lambda row: row.count, ".0f"),
         Column("ms", lambda row: row.time_ms, ".2f"),
         Column("TFLOP", lambda row: row.flops / 1e12 if row.flops > 0 else None, ".2f"),
         Column("Share of FLOPs", lambda row: row.flops / total if row.flops > 0 else None, "%"),
         Column("TFLOP/s", lambda row: row.tflops, ".0f"),
-    ]
-    return table("GEMMs by precision, per step", columns, gemms)
+    )
 
 
 def gemm_shape_table(result: ExplainResult) -> Table:
     """The shapes that take the most time, and the others together."""
     shapes = result.tables.gemm_shapes
-    columns: list[Column[GemmShapeTotal]] = [
+
+    rest, others = shapes[MOST_ROWS:], []
+    if rest:
+        others.append((f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
+    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
+    if shapes and every_ms - known_ms > UNKNOWN * every_ms:
+        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
+        others.append(("size not recorded", max(count, 0.0), every_ms - known_ms))
+    note = {
+        "explain-alignment": True,
+        "explain-sustained": any(row.sustained_share is not None for row in shapes),
+        "explain-better-recipe": any(row.better for row in shapes),
+    }
+    more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, count, time_ms in others]
+    return table(
+        "GEMMs by shape, per step",
+        shapes[:MOST_ROWS],
         Column("M x N x K", _size),
         Column("Pass", _passes),
         Column("Precision", lambda row: row.precision),
@@ -175,7 +199,11 @@ def gemm_shape_table(result: ExplainResult) -> Table:
         Column("Of sustained", lambda row: row.sustained_share, "%, whole"),
         Column("Of roofline", lambda row: row.roofline_share, "%, whole"),
         Column("Bound by", lambda row: row.bound or None, "g"),
-        Column("Alignment", _alignment, "d"),
+        Column(
+            "Alignment",
+            lambda row: Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else ""),
+            "d",
+        ),
         Column("Better recipe", lambda row: row.better or None, "g"),
         Column("ms with it", lambda row: row.better_ms, ",.3f"),
         Column(
@@ -183,19 +211,10 @@ def gemm_shape_table(result: ExplainResult) -> Table:
             lambda row: Cell(f"{row.time_ms / row.better_ms:,.2f}x", row.time_ms / row.better_ms) if row.better_ms else None,
             "x",
         ),
-    ]
-    rest, others = shapes[MOST_ROWS:], []
-    if rest:
-        others.append((f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
-    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
-    if shapes and every_ms - known_ms > UNKNOWN * every_ms:
-        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
-        others.append(("size not recorded", max(count, 0.0), every_ms - known_ms))
-    notes = [phrase("explain-alignment")]
-    notes += [phrase("explain-sustained")] if any(row.sustained_share is not None for row in shapes) else []
-    notes += [phrase("explain-better-recipe")] if any(row.better for row in shapes) else []
-    more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, count, time_ms in others]
-    return table("GEMMs by shape, per step", columns, shapes[:MOST_ROWS], " ".join(notes), more=more, sparse=True)
+        note=notes(note),
+        more=more,
+        sparse=True,
+    )
 
 
 def _size(row: GemmShapeTotal) -> str:
@@ -213,31 +232,34 @@ def _rate(tflops: float | None) -> Value:
     return Cell(f"{tflops:,.1f}", tflops) if tflops is not None and tflops < 10 else tflops
 
 
-def _alignment(row: GemmShapeTotal) -> Cell:
-    return Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else "")
-
-
 # --- causes and comparisons -----------------------------------------------------------------------------------------------
 
 
 def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
     """What each cause costs; evidence and advice are messages."""
     step_ms = result.account.step_ms
-    columns: list[Column[tuple[int, Cause]]] = [
+
+    title = "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them"
+    return table(
+        title,
+        enumerate(result.causes, start=1),
         Column("Cause", lambda row: f"{row[0]}. {row[1].title}"),
         Column("Where", lambda row: row[1].where, drop=2),
         Column("Cost, ms" if short else "Cost, ms per step", lambda row: row[1].cost_ms, ".2f"),
         Column("Share" if short else "Share of step", lambda row: row[1].cost_ms / step_ms, "%", drop=1),
         Column("Speedup if fixed", lambda row: Cell(f"{row[1].speedup_without:.2f}x", row[1].speedup_without), "x"),
-    ]
-    title = "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them"
-    return table(title, columns, enumerate(result.causes, start=1), sparse=short)
+        sparse=short,
+    )
 
 
 def cause_kernels_table(causes: Sequence[Cause]) -> Table:
     """The kernels of each cause."""
-    columns: list[Column[tuple[str, str]]] = [Column("Cause", lambda row: row[0]), Column("Kernel", lambda row: row[1])]
-    return table("Kernels of the causes", columns, [(cause.title, kernel) for cause in causes for kernel in cause.kernels])
+    return table(
+        "Kernels of the causes",
+        [(cause.title, kernel) for cause in causes for kernel in cause.kernels],
+        Column("Cause", lambda row: row[0]),
+        Column("Kernel", lambda row: row[1]),
+    )
 
 
 def comparison_table(comparison: StepComparison) -> Table:
@@ -246,16 +268,19 @@ def comparison_table(comparison: StepComparison) -> Table:
     expected, actual = sum(part.expected_ms or 0.0 for part in known), sum(part.trace_ms for part in known)
     speedup = expected / actual if actual else None
     total = PartComparison(part="total", expected_ms=expected, trace_ms=actual, speedup=speedup)
-    columns: list[Column[PartComparison]] = [
+    return table(
+        comparison.title,
+        (*comparison.parts, total),
         Column("Part", lambda part: part.part),
         Column(f"{comparison.expected}, ms", lambda part: part.expected_ms, ".2f"),
         Column("this trace, ms", lambda part: part.trace_ms, ".2f"),
         Column("Difference, ms", lambda part: part.difference_ms, "+.2f"),
         Column(
-            "Speedup so far", lambda part: Cell(f"{part.speedup:.2f}x", part.speedup) if part.speedup is not None else None, "x"
+            "Speedup so far",
+            lambda part: Cell(f"{part.speedup:.2f}x", part.speedup) if part.speedup is not None else None,
+            "x",
         ),
-    ]
-    return table(comparison.title, columns, (*comparison.parts, total))
+    )
 
 
 # --- attention, collectives, kernels --------------------------------------------------------------------------------------
@@ -268,7 +293,13 @@ def attention_table(totals: Sequence[AttentionTotal]) -> Table:
         shape = (row.batch, row.heads, row.queries, row.keys, row.head_dim)
         return " x ".join(map(str, shape)) if None not in shape else None
 
-    columns: list[Column[AttentionTotal]] = [
+    note = {
+        "explain-causal": any(row.tflops is not None for row in totals),
+        "explain-faster-attention": any(row.faster for row in totals),
+    }
+    return table(
+        "Attention, per step",
+        totals[:MOST_ROWS],
         Column("Implementation", lambda row: row.backend),
         Column("Pass", lambda row: row.pass_name or None),
         Column("Batch x heads x queries x keys x head size", sizes),
@@ -279,15 +310,26 @@ def attention_table(totals: Sequence[AttentionTotal]) -> Table:
         Column("TFLOP/s", lambda row: _rate(row.tflops), ",.0f"),
         Column("Faster", lambda row: row.faster or None, "g"),
         Column("ms with it", lambda row: row.faster_ms, ",.3f"),
-    ]
-    notes = [phrase("explain-causal")] if any(row.tflops is not None for row in totals) else []
-    notes += [phrase("explain-faster-attention")] if any(row.faster for row in totals) else []
-    return table("Attention, per step", columns, totals[:MOST_ROWS], " ".join(notes), sparse=True)
+        note=notes(note),
+        sparse=True,
+    )
 
 
 def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
     """The collectives of each kind, process group and size."""
-    columns: list[Column[CollectiveTotal]] = [
+
+    rest = totals[MOST_ROWS:]
+    sums: dict[str, Value] = {
+        "Collective": f"{len(rest)} more",
+        "Runs": sum(total.count for total in rest),
+        "ms": sum(total.time_ms for total in rest),
+        "Exposed ms": sum(total.exposed_ms for total in rest),
+    }
+    from_ranks = any(total.waiting_from == "other ranks" for total in totals)
+    note = phrase("explain-waiting-of-ranks" if from_ranks else "explain-waiting")
+    return table(
+        "Collectives, per step",
+        totals[:MOST_ROWS],
         Column("Collective", lambda total: total.kind),
         Column("Process group", lambda total: total.group or None),
         Column("Ranks", lambda total: total.ranks, "g"),
@@ -299,30 +341,24 @@ def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
         Column("Transfer ms", lambda total: None if total.waiting_ms is None else total.time_ms - total.waiting_ms, ",.3f"),
         Column("Algorithm GB/s", lambda total: total.algorithm_gbps, ",.1f"),
         Column("Bus GB/s", lambda total: total.bus_gbps, ",.1f"),
-    ]
-    rest = totals[MOST_ROWS:]
-    sums: dict[str, Value] = {
-        "Collective": f"{len(rest)} more",
-        "Runs": sum(total.count for total in rest),
-        "ms": sum(total.time_ms for total in rest),
-        "Exposed ms": sum(total.exposed_ms for total in rest),
-    }
-    from_ranks = any(total.waiting_from == "other ranks" for total in totals)
-    note = phrase("explain-waiting-of-ranks" if from_ranks else "explain-waiting")
-    return table("Collectives, per step", columns, totals[:MOST_ROWS], note, more=[sums] if rest else [], sparse=True)
+        note=note,
+        more=[sums] if rest else [],
+        sparse=True,
+    )
 
 
 def kernels_table(kernels: Sequence[TopKernel], step_ms: float) -> Table:
     """The kernels that take the most time."""
-    columns: list[Column[TopKernel]] = [
+    return table(
+        "Longest kernels, per step",
+        kernels,
         Column("Kernel", lambda kernel: kernel_label(kernel.name)),
         Column("Class", lambda kernel: kernel.kernel_class),
         Column("Runs", lambda kernel: kernel.count, "runs"),
         Column("ms", lambda kernel: kernel.time_ms, ",.3f"),
         Column("Share", lambda kernel: kernel.time_ms / step_ms, "%"),
         Column("Mean µs", lambda kernel: kernel.mean_us, ",.1f"),
-    ]
-    return table("Longest kernels, per step", columns, kernels)
+    )
 
 
 def kernel_label(name: str) -> str:
@@ -363,13 +399,7 @@ def launches_table(launches: LaunchStatistics | None) -> Table | None:
 def idle_frames_table(result: ExplainResult) -> Table:
     """Idle time of the GPU by what the CPU did meanwhile."""
     step_ms, frames = result.account.step_ms, result.tables.idle_frames
-    columns: list[Column[IdleFrame]] = [
-        Column("CPU activity", lambda frame: _frame_name(frame.frame)),
-        Column("Kind", lambda frame: frame.kind),
-        Column("Gaps", lambda frame: frame.gaps, "runs"),
-        Column("Idle ms", lambda frame: frame.time_ms, ",.3f"),
-        Column("Share of step", lambda frame: frame.time_ms / step_ms, "%"),
-    ]
+
     rest_ms = result.account.parts_ms.get(HOST, 0.0) - sum(frame.time_ms for frame in frames)
     rest: dict[str, Value] = {
         "CPU activity": "other",
@@ -377,7 +407,17 @@ def idle_frames_table(result: ExplainResult) -> Table:
         "Share of step": rest_ms / step_ms if step_ms else None,
     }
     more = [rest] if frames and rest_ms > LEAST_REST * step_ms else []
-    return table("GPU idle time by CPU activity, per step", columns, frames, phrase("explain-idle-frames"), more=more)
+    return table(
+        "GPU idle time by CPU activity, per step",
+        frames,
+        Column("CPU activity", lambda frame: _frame_name(frame.frame)),
+        Column("Kind", lambda frame: frame.kind),
+        Column("Gaps", lambda frame: frame.gaps, "runs"),
+        Column("Idle ms", lambda frame: frame.time_ms, ",.3f"),
+        Column("Share of step", lambda frame: frame.time_ms / step_ms, "%"),
+        note=phrase("explain-idle-frames"),
+        more=more,
+    )
 
 
 def _frame_name(name: str) -> str:
@@ -391,24 +431,29 @@ def _frame_name(name: str) -> str:
 
 def allocator_table(calls: Sequence[AllocatorCall]) -> Table:
     """Calls that allocate or free memory."""
-    columns: list[Column[AllocatorCall]] = [
+    return table(
+        "Allocator calls, per step",
+        calls,
         Column("Call", lambda call: call.name),
         Column("Calls", lambda call: call.count, "runs"),
         Column("ms", lambda call: call.time_ms, ",.3f"),
-    ]
-    return table("Allocator calls, per step", columns, calls, phrase("explain-allocator"))
+        note=phrase("explain-allocator"),
+    )
 
 
 def memory_table(points: Sequence[MemoryPoint]) -> Table:
     """Memory over time: the maximum of each interval."""
     every = max(-(-len(points) // MOST_READINGS), 1)
     shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
-    columns: list[Column[MemoryPoint]] = [
+
+    return table(
+        "Memory over time",
+        shown,
         Column("ms", lambda point: point.time_ms, ",.2f"),
         Column("Allocated", lambda point: point.allocated, "B"),
         Column("Reserved", lambda point: point.reserved, "B"),
-    ]
-    return table("Memory over time", columns, shown, phrase("explain-memory"))
+        note=phrase("explain-memory"),
+    )
 
 
 def ranks_table(result: ExplainResult) -> Table:
@@ -417,7 +462,10 @@ def ranks_table(result: ExplainResult) -> Table:
     def name(rank: RankTime) -> Cell:
         return Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank)
 
-    columns: list[Column[RankTime]] = [
+    note = phrase("explain-waits") if result.straggler is not None else ""
+    return table(
+        "Ranks, per step",
+        result.ranks,
         Column("Rank", name),
         Column("Step ms", lambda rank: rank.step_ms, ".2f"),
         Column("Computing ms", lambda rank: rank.computing_ms, ".2f"),
@@ -426,6 +474,6 @@ def ranks_table(result: ExplainResult) -> Table:
         Column("Waits ms", lambda rank: rank.waiting_ms, ".2f"),
         Column("Last to arrive", lambda rank: rank.last_to_arrive, ".1f"),
         Column("Others wait for it ms", lambda rank: rank.delay_ms, ".2f"),
-    ]
-    note = phrase("explain-waits") if result.straggler is not None else ""
-    return table("Ranks, per step", columns, result.ranks, note, sparse=True)
+        note=note,
+        sparse=True,
+    )

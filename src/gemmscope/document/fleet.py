@@ -18,7 +18,7 @@ from gemmscope.document.fleet_tables import (
     value_text,
 )
 from gemmscope.document.model import Document, KeyFigure, Message, Section
-from gemmscope.document.table import Facts
+from gemmscope.document.table import Facts, grouped
 from gemmscope.findings import finding
 from gemmscope.gpu.health import health_problems
 from gemmscope.results.fleet import FleetFigure, FleetResult, Outlier
@@ -165,25 +165,23 @@ def _evidence(view: FleetView) -> Iterator[Message]:
 
 def _health(view: FleetView) -> Iterator[Message]:
     """Problems that the drivers report, of slow GPUs and of all others."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for gpu in view.result.measured:
-        for problem in health_problems(view.result.health_of(gpu), under_load=True):
-            places.setdefault((problem.text, problem.remedy), []).append(gpu.place)
+    places = grouped(
+        ((problem.text, problem.remedy), gpu.place)
+        for gpu in view.result.measured
+        for problem in health_problems(view.result.health_of(gpu), under_load=True)
+    )
     for (text, remedy), own in places.items():
-        yield Message.of(finding("fleet-health-problem", places=own, problem=text, remedy=remedy))
+        yield Message.of(finding("fleet-health-problem", places=[*own], problem=text, remedy=remedy))
 
 
 def _not_measured(result: FleetResult) -> list[Message]:
     """GPUs without a measurement, and the reasons, the most frequent first."""
-    failed = [gpu for gpu in result.gpus if gpu.failure]
-    if not failed:
+    reasons = grouped((gpu.failure, gpu.place) for gpu in result.gpus if gpu.failure)
+    if not reasons:
         return []
-    reasons: dict[str, list[str]] = {}
-    for gpu in failed:
-        reasons.setdefault(gpu.failure, []).append(gpu.place)
     ordered = sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
     listed = [f"{units.names(places, 3)}: {reason}" for reason, places in ordered]
-    return [Message.of(finding("fleet-not-measured", gpus=len(failed), reasons="; ".join(listed)))]
+    return [Message.of(finding("fleet-not-measured", gpus=sum(map(len, reasons.values())), reasons="; ".join(listed)))]
 
 
 def _sections(view: FleetView) -> tuple[Section, ...]:

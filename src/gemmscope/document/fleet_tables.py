@@ -12,7 +12,19 @@ from statistics import median
 from gemmscope import units
 from gemmscope.document.charts import HeatCell, HeatMap, RankChart, Ranked
 from gemmscope.document.common import facts, phrase
-from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, Value, difference_cell, table
+from gemmscope.document.table import (
+    NOTHING,
+    Cell,
+    Column,
+    Facts,
+    Table,
+    Value,
+    across,
+    difference_cell,
+    ends_text,
+    grouped,
+    table,
+)
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult, Outlier
 
@@ -52,21 +64,14 @@ class FleetView:
         return ON_CPU if self.groups and all(name.startswith(ON_CPU) for name in self.groups) else "GPU"
 
     @cached_property
-    def nodes(self) -> dict[str, list[FleetGpu]]:
+    def nodes(self) -> dict[str, tuple[FleetGpu, ...]]:
         """The GPUs of every node."""
-        nodes: dict[str, list[FleetGpu]] = {}
-        for gpu in self.result.gpus:
-            nodes.setdefault(gpu.node, []).append(gpu)
-        return nodes
+        return grouped((gpu.node, gpu) for gpu in self.result.gpus)
 
     @cached_property
-    def _called(self) -> tuple[dict[str, list[Outlier]], dict[str, list[Outlier]]]:
-        """The outliers by place, and whole nodes by node."""
-        places: dict[str, list[Outlier]] = {}
-        nodes: dict[str, list[Outlier]] = {}
-        for outlier in self.result.outliers:
-            (nodes if outlier.whole_node else places).setdefault(outlier.where, []).append(outlier)
-        return places, nodes
+    def _called(self) -> dict[tuple[str, bool], tuple[Outlier, ...]]:
+        """The outliers by their place, or by their node if they are whole nodes."""
+        return grouped(((outlier.where, outlier.whole_node), outlier) for outlier in self.result.outliers)
 
     @cached_property
     def slowest_nodes(self) -> list[str]:
@@ -75,8 +80,7 @@ class FleetView:
 
     def outliers_of(self, gpu: FleetGpu) -> list[Outlier]:
         """The outliers of a GPU: its own, and those of its whole node."""
-        places, nodes = self._called
-        return [*places.get(gpu.place, ()), *nodes.get(gpu.node, ())]
+        return [*self._called.get((gpu.place, False), ()), *self._called.get((gpu.node, True), ())]
 
     def is_slow(self, gpu: FleetGpu) -> bool:
         return any(outlier.side == "slow" for outlier in self.outliers_of(gpu))
@@ -202,7 +206,14 @@ def summary_table(view: FleetView) -> Table | None:
     def verdict(gpu: FleetGpu) -> Cell:
         return _warn("not measured" if gpu.failure else _side(view, gpu), warn=bool(gpu.failure) or view.is_slow(gpu))
 
-    columns: list[Column[FleetGpu]] = [
+    more = len(view.result.gpus) - len(listed)
+    compared = any(view.worst(gpu) is not None for gpu in listed)
+    notes = [phrase("fleet-not-shown", gpus=units.counted(more, f"more {kind}"))] if more > 0 else []
+    notes += [phrase("fleet-speed", kind=kind)] if compared else []
+    title = f"{kind}s, slowest first" if compared else f"{kind}s"
+    shown = table(
+        title,
+        listed,
         Column(kind, lambda gpu: gpu.place),
         Column("Outlier", verdict),
         Column("Speed", lambda gpu: _difference(view, gpu, warn=True), "of 1"),
@@ -211,41 +222,37 @@ def summary_table(view: FleetView) -> Table | None:
         Column("W", lambda gpu: gpu.condition.power_w, ".0f", drop=3),
         Column("°C", lambda gpu: gpu.condition.temperature_c, ".0f", drop=2),
         Column("Limited by", throttled_text, drop=4),
-    ]
-    more = len(view.result.gpus) - len(listed)
-    compared = any(view.worst(gpu) is not None for gpu in listed)
-    notes = [phrase("fleet-not-shown", gpus=units.counted(more, f"more {kind}"))] if more > 0 else []
-    notes += [phrase("fleet-speed", kind=kind)] if compared else []
-    title = f"{kind}s, slowest first" if compared else f"{kind}s"
-    shown = table(title, columns, listed, " ".join(notes), sparse=True)
+        note=" ".join(notes),
+        sparse=True,
+    )
     return shown if listed and len(shown.columns) > 1 else None
 
 
 def outlier_table(view: FleetView) -> Table:
     """Every outlier in every figure."""
-    columns: list[Column[Outlier]] = [
+    return table(
+        "Outliers",
+        [*view.slow, *view.fast],
         Column("GPU", lambda outlier: f"{outlier.where} (whole node)" if outlier.whole_node else outlier.where),
         Column("Metric", lambda outlier: outlier.figure),
         Column("Outlier", lambda outlier: _warn(outlier.side, warn=outlier.side == "slow")),
         Column("Speed", lambda outlier: difference_cell(outlier.ratio, "warning" if outlier.side == "slow" else ""), "of 1"),
-        Column("95% interval", lambda outlier: _ends(outlier.ratio)),
+        Column("95% interval", lambda outlier: ends_text(outlier.ratio)),
         Column("Score", lambda outlier: outlier.score, ".1f"),
         Column("Other metrics", lambda one: ", ".join(f"{name} {units.difference(x)}" for name, x in one.also.items()) or None),
         Column("Also different", lambda outlier: " ".join(dict.fromkeys(fact.text for fact in outlier.evidence)) or None),
-    ]
-    return table("Outliers", columns, [*view.slow, *view.fast], phrase("fleet-outliers"), sparse=True)
-
-
-def _ends(ratio: Interval) -> str | None:
-    if ratio.low is None or ratio.high is None:
-        return None
-    return f"{units.difference(ratio.low)} to {units.difference(ratio.high)}"
+        note=phrase("fleet-outliers"),
+        sparse=True,
+    )
 
 
 def figure_table(view: FleetView) -> Table:
     """The median of every figure, and how far GPUs are from it."""
     kind = view.kind
-    columns: list[Column[FleetFigure]] = [
+
+    return table(
+        f"Metrics over all {kind}s",
+        view.result.figures,
         Column("Metric", figure_name),
         Column(f"{kind} type", lambda figure: figure.group if len(view.groups) > 1 else None),
         Column(f"{kind}s", lambda figure: figure.gpus, ",d"),
@@ -255,8 +262,9 @@ def figure_table(view: FleetView) -> Table:
         Column("Chip-to-chip spread", lambda figure: _share_range(figure.spread), "%"),
         Column(f"Noise of one {kind}", lambda figure: figure.noise, "%"),
         Column("Outlier limit", lambda figure: figure.limit, "%"),
-    ]
-    return table(f"Metrics over all {kind}s", columns, view.result.figures, phrase("fleet-metrics", kind=kind), sparse=True)
+        note=phrase("fleet-metrics", kind=kind),
+        sparse=True,
+    )
 
 
 def _rate(figure: FleetFigure) -> float | None:
@@ -290,51 +298,56 @@ def node_table(view: FleetView) -> Table | None:
     def counted(gpus: Sequence[bool]) -> Cell:
         return _warn(str(sum(gpus)) if any(gpus) else None, float(sum(gpus)), warn=any(gpus))
 
-    columns: list[Column[list[FleetGpu]]] = [
+    rows: list[Sequence[FleetGpu]] = [view.nodes[node] for node in view.slowest_nodes]
+    return table(
+        f"Nodes, by their slowest {kind}",
+        rows,
         Column("Node", lambda gpus: gpus[0].node),
-        Column(f"{kind}s", len, "g"),
+        Column(f"{kind}s", lambda gpus: len(gpus), "g"),
         Column("Slow", lambda gpus: counted([view.is_slow(gpu) for gpu in gpus]), "d"),
         Column("Not measured", lambda gpus: counted([bool(gpu.failure) for gpu in gpus]), "d"),
         Column("Speed, median of times", middle, "of 1"),
         Column("Speed of the slowest", lambda gpus: slowest(gpus)[1], "of 1"),
         Column("Hottest °C", lambda gpus: max(filter(None, (gpu.condition.temperature_c for gpu in gpus)), default=None), ".0f"),
         Column(f"Slowest {kind}", lambda gpus: slowest(gpus)[0]),
-    ]
-    rows = [view.nodes[node] for node in view.slowest_nodes]
-    return table(f"Nodes, by their slowest {kind}", columns, rows, phrase("fleet-node-speed", kind=kind), sparse=True)
+        note=phrase("fleet-node-speed", kind=kind),
+        sparse=True,
+    )
 
 
 def gpu_table(view: FleetView) -> Table:
     """A row for each GPU with all its figures, the slowest first."""
-    kind, unit_of = view.kind, {figure.name: figure.unit for figure in view.result.figures}
+    kind = view.kind
     varying = dict.fromkeys(name for gpu in view.result.gpus for name in gpu.versions)
     versions = {gpu.place: view.result.versions_of(gpu) for gpu in view.result.gpus} if varying else {}
 
-    def metric(figure: FleetFigure) -> Column[FleetGpu]:
-        return Column(figure_name(figure), lambda gpu: value_cell(gpu.figures.get(figure.name), unit_of[figure.name]), "ms")
-
-    def version(name: str) -> Column[FleetGpu]:
-        return Column(name, lambda gpu: versions[gpu.place].get(name) or None)
-
-    columns: list[Column[FleetGpu]] = [
+    return table(
+        f"Every {kind}, slowest first",
+        view.ordered,
         Column(kind, lambda gpu: gpu.place),
         Column(f"{kind} type", lambda gpu: gpu.group or None),
         Column("Outlier", lambda gpu: _warn(_side(view, gpu), warn=view.is_slow(gpu))),
         Column("Speed", lambda gpu: _difference(view, gpu), "of 1"),
         Column("Slowest metric", lambda gpu: _metric(view, gpu)),
-        *map(metric, {figure.name: figure for figure in view.result.figures}.values()),
+        *across(
+            {figure.name: figure for figure in view.result.figures}.values(),
+            lambda gpu, figure: value_cell(gpu.figures.get(figure.name), figure.unit),
+            "ms",
+            head=figure_name,
+        ),
         Column("SM clock MHz", lambda gpu: gpu.condition.sm_mhz, ".0f"),
         Column("Power W", lambda gpu: gpu.condition.power_w, ".0f"),
         Column("Power limit W", lambda gpu: gpu.condition.power_limit_w, ".0f"),
         Column("Temperature °C", lambda gpu: gpu.condition.temperature_c, ".0f"),
         Column("Repeats", lambda gpu: gpu.repeats, "g"),
         Column("Limited by", throttled_text),
-        *map(version, varying),
+        *across(varying, lambda gpu, name: versions[gpu.place].get(name) or None),
         Column("Not measured because", lambda gpu: _warn(gpu.failure, warn=bool(gpu.failure))),
         Column("UUID", lambda gpu: gpu.uuid or None),
         Column("Run file", lambda gpu: gpu.file or None),
-    ]
-    return table(f"Every {kind}, slowest first", columns, view.ordered, phrase("fleet-conditions"), sparse=True)
+        note=phrase("fleet-conditions"),
+        sparse=True,
+    )
 
 
 def health_table(view: FleetView) -> Table | None:
@@ -345,11 +358,13 @@ def health_table(view: FleetView) -> Table | None:
         return None
     health = {gpu.place: gpu.condition.health if gpu.failure else view.result.health_of(gpu) for gpu in view.ordered}
 
-    def state(name: str) -> Column[FleetGpu]:
-        return Column(name.replace("_", " "), lambda gpu: _state(health[gpu.place].get(name)), "d")
-
-    columns = [Column[FleetGpu]("GPU", lambda gpu: gpu.place), *map(state, names)]
-    return table("Memory errors and links of every GPU", columns, view.ordered, sparse=True)
+    return table(
+        "Memory errors and links of every GPU",
+        view.ordered,
+        Column("GPU", lambda gpu: gpu.place),
+        *across(names, lambda gpu, name: _state(health[gpu.place].get(name)), "d", head=lambda name: name.replace("_", " ")),
+        sparse=True,
+    )
 
 
 def _state(value: int | str | None) -> Value:

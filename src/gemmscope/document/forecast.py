@@ -229,7 +229,7 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     rows = [(gpu, name) for gpu in gpus for name in gpu.linears.recipes]
     what = "linears of one micro-batch on one rank" + (", and the training step" if first is not None else "")
     note = phrase("forecast-means", unit=first.unit.capitalize()) if first is not None else ""
-    return table(f"FORECAST: {what} [90% error bar]", columns, rows, note)
+    return table(f"FORECAST: {what} [90% error bar]", rows, *columns, note=note)
 
 
 StepRow = tuple[str, StepTimes, StepTime]
@@ -267,13 +267,15 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
 
 def _pairs(step: StepTimes, prefix: str) -> Table:
     """Every low precision over every other: which of them are too close to call."""
-    columns: list[Column[tuple[str, str]]] = [
+
+    pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
+    return table(
+        f"{prefix}FORECAST: recipes compared with each other: speedup of the training step",
+        pairs,
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         Column("Speedup [90% error bar]", lambda pair: called_cell(step.speedup(pair[1], pair[0])), "x"),
-    ]
-    pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
-    return table(f"{prefix}FORECAST: recipes compared with each other: speedup of the training step", columns, pairs)
+    )
 
 
 def _memory(gpu: GpuForecast, prefix: str) -> Table:
@@ -282,13 +284,19 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
     def of_recipe(memory: RecipeMemory) -> Column[str]:
         return Column(memory.recipe, lambda use: getattr(memory, use), "B")
 
-    columns = [Column[str]("Use", MEMORY_USES.get), *map(of_recipe, gpu.memory)]
     fits = {memory.recipe: Cell(memory.fit, level="" if memory.fit in ("fits", "tight") else "warning") for memory in gpu.memory}
     first = gpu.memory[0]
     staged = first.stage or first.in_flight > 1
     where = phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight) if staged else ""
     title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
-    return table(title, columns, MEMORY_USES, where + phrase("memory-computed"), more=[{"Use": "Fits", **fits}])
+    return table(
+        title,
+        MEMORY_USES,
+        Column("Use", MEMORY_USES.get),
+        *map(of_recipe, gpu.memory),
+        note=where + phrase("memory-computed"),
+        more=[{"Use": "Fits", **fits}],
+    )
 
 
 def _exchanged(step: StepTimes, prefix: str) -> Table | None:
@@ -297,16 +305,19 @@ def _exchanged(step: StepTimes, prefix: str) -> Table | None:
     time = time or step.recipes[0]
     if not time.exchanged:
         return None
-    columns: list[Column[Exchanged]] = [
+
+    title = f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})"
+    return table(
+        title,
+        time.exchanged,
         Column("Exchange", lambda one: phrase(f"exchange-{one.kind}")),
         Column("Over", lambda one: "CPU link" if one.kind == "offload" else "network" if one.crosses else "NVLink"),
         Column("Exposed share", lambda one: one.basis),
         Column("Total ms", lambda one: one.time_ms, ".1f"),
         Column("Hidden ms", lambda one: one.time_ms - one.exposed_ms, ".1f"),
         Column("Exposed ms [90% error bar]", _exposed, ".1f"),
-    ]
-    title = f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})"
-    return table(title, columns, time.exchanged, phrase("exchange-hidden"))
+        note=phrase("exchange-hidden"),
+    )
 
 
 def _exposed(one: Exchanged) -> Cell:

@@ -6,7 +6,7 @@ from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment, Shade
 from gemmscope.document.common import clock_facts, sample_text
 from gemmscope.document.palette import REST, op_keys, part_key
-from gemmscope.document.table import Facts
+from gemmscope.document.table import Facts, grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
@@ -24,10 +24,7 @@ Tasks = Mapping[tuple[str, str, str], Sequence[TaskResult]]
 
 def by_op(tasks: Sequence[TaskResult]) -> Tasks:
     """The tasks of every op, recipe and mode."""
-    groups: dict[tuple[str, str, str], list[TaskResult]] = {}
-    for result in tasks:
-        groups.setdefault((result.task.case.op, result.task.recipe, result.task.mode), []).append(result)
-    return groups
+    return grouped(((result.task.case.op, result.task.recipe, result.task.mode), result) for result in tasks)
 
 
 def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChart:
@@ -82,25 +79,22 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
     """Speedup and TFLOP/s of bare GEMMs against their size."""
     square = all(case.tokens == case.inputs == case.outputs for case in linears.cases)
     axis = "side of square matrices" if square else "M x K x N"
-    speedups: dict[str, list[Point]] = {}
-    rates: dict[str, list[Point]] = {}
+    speedups, rates = list[tuple[str, Point]](), list[tuple[str, Point]]()
     for name in linears.columns(mode):
         for case in linears.cases:
             if (cell := linears.op_time(case.op, name, mode)) is None:
                 continue
             at = str(case.tokens) if square else case.op
             facts = op_facts(linears, case, cell, name, cell.total_ms.value, ("fprop",), tasks)
-            point = Point(at, rate(case, cell), facts, "FALLBACK" if cell.fallbacks else "")
-            rates.setdefault(name, []).append(point)
+            rates.append((name, Point(at, rate(case, cell), facts, "FALLBACK" if cell.fallbacks else "")))
             if (speedup := linears.speedup(name, mode, case.op)) is not None:
-                speedups.setdefault(name, []).append(Point(at, speedup, facts))
+                speedups.append((name, Point(at, speedup, facts)))
     title = start + MODE_TITLES[mode]
-    gains, reached = ({name: tuple(points) for name, points in series.items()} for series in (speedups, rates))
     charts = []
     if speedups:
-        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, gains, main=True))
+        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, grouped(speedups), main=True))
     if rates:
-        charts.append(CurveChart(f"{title}: rate", axis, reached, "TFLOP/s", main=not speedups, figure=True))
+        charts.append(CurveChart(f"{title}: rate", axis, grouped(rates), "TFLOP/s", main=not speedups, figure=True))
     return charts
 
 

@@ -18,6 +18,7 @@ from gemmscope.document.table import (
     Table,
     Value,
     called_cell,
+    grouped,
     speedup_cell,
     table,
 )
@@ -25,7 +26,7 @@ from gemmscope.findings import Level
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
-from gemmscope.results.linears import Linears, Memory
+from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES, Pass, gemm_size
 
@@ -153,11 +154,7 @@ def linears_summary(linears: Linears) -> Table | None:
         return time.total_ms.times(case.count) if time is not None else None
 
     first, times = "M x K x N" if linears.bare else "Op", f"{BASELINE} ms"
-    columns: list[Column[Case]] = [
-        Column(first, lambda case: case.op),
-        Column(times, baseline, "ms", drop=1),
-        *(Column(name, partial(_short_speedup, linears, mode, name), "x") for name in names),
-    ]
+
     sums = [
         {
             first: phrase(f"linears-all-{mode}"),
@@ -171,7 +168,15 @@ def linears_summary(linears: Linears) -> Table | None:
     left_out = len(linears.cases) - len(largest)
     note = phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else ""
     title = f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}"
-    return table(title, columns, [case for case in linears.cases if case.op in largest], note, more=sums)
+    return table(
+        title,
+        [case for case in linears.cases if case.op in largest],
+        Column(first, lambda case: case.op),
+        Column(times, baseline, "ms", drop=1),
+        *(Column(name, partial(_short_speedup, linears, mode, name), "x") for name in names),
+        note=note,
+        more=sums,
+    )
 
 
 def _short_total(linears: Linears, mode: Mode, name: str) -> Cell:
@@ -190,17 +195,19 @@ def _summary(linears: Linears, start: str) -> Table:
         time: Column[str] = Column(f"{MODE_TITLES[mode]} ms", partial(_total, linears, mode), "ms")
         return [time, Column(f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x")]
 
-    columns: list[Column[str]] = [
-        Column("Recipe", str),
-        *(column for mode in linears.modes for column in of_mode(mode)),
-        Column("Quantization", shares.get, "%", when=quantizes),
-        Column("Speedup kept", partial(_kept, linears), "%", when=both and quantizes),
-    ]
     note = _what_is_timed(linears, linears.modes[0])
     if both and not linears.as_te_benchmark:
         note = phrase("linears-both-modes") + (f" {phrase('linears-speedup-kept')}" if quantizes else "")
     bar = "90% error bar" if linears.forecast else "95% interval"
-    return table(f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]", columns, linears.recipes, note)
+    return table(
+        f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]",
+        linears.recipes,
+        Column("Recipe", str),
+        *(column for mode in linears.modes for column in of_mode(mode)),
+        Column("Quantization", shares.get, "%", when=quantizes),
+        Column("Speedup kept", partial(_kept, linears), "%", when=both and quantizes),
+        note=note,
+    )
 
 
 def _total(linears: Linears, mode: Mode, name: str) -> Interval | None:
@@ -230,13 +237,15 @@ def _kept(linears: Linears, name: str) -> float | None:
 
 
 def _pairs(linears: Linears, start: str) -> Table:
-    columns: list[Column[tuple[str, str]]] = [
+
+    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
+    return table(
+        f"{start}Recipes compared with each other: speedup of all linears",
+        pairs,
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         *(Column(MODE_TITLES[mode], partial(_pair, linears, mode), "x") for mode in linears.modes),
-    ]
-    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
-    return table(f"{start}Recipes compared with each other: speedup of all linears", columns, pairs)
+    )
 
 
 def _pair(linears: Linears, mode: Mode, pair: tuple[str, str]) -> Cell:
@@ -263,16 +272,20 @@ def _what_is_timed(linears: Linears, mode: Mode) -> str:
 def _times(linears: Linears, mode: Mode, start: str) -> Table:
     """Milliseconds and TFLOP/s of every pass and op, then the sums."""
     bare, names = linears.bare, linears.columns(mode)
-    columns: list[Column[tuple[Case, Pass | None]]] = [
+
+    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
+    title = f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)"
+    return table(
+        title,
+        rows,
         Column("Op", lambda row: row[0].op, when=not bare),
         Column("Pass", lambda row: row[1] or ALL, when=not bare),
         Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),
         Column("Count", lambda row: row[0].count, "g", when=not bare),
         *(Column(name, partial(_time, linears, mode, name), "ms") for name in names),
-    ]
-    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
-    title = f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)"
-    return table(title, columns, rows, _what_is_timed(linears, mode), more=[] if bare else _sums(linears, mode, names))
+        note=_what_is_timed(linears, mode),
+        more=[] if bare else _sums(linears, mode, names),
+    )
 
 
 def _shape(case: Case, pass_name: Pass | None) -> str:
@@ -322,7 +335,7 @@ def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
     ]
     rows = [(case.op, one) for case in linears.cases for one in (*PASSES, ALL)]
     known = [row for row in rows if row[1] == ALL or any(column.cell(row) != NOTHING for column in columns[2:])]
-    return table(f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}", columns, known)
+    return table(f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}", known, *columns)
 
 
 def _op_speedup(linears: Linears, mode: Mode, name: str, row: tuple[str, str]) -> Cell:
@@ -348,17 +361,19 @@ def _whole_op(linears: Linears, mode: Mode, name: str, op: str, left: str = f"le
 def _quantization(linears: Linears, start: str) -> Table:
     """Milliseconds of one execution by what is quantized, and their share of the op's time."""
     names = [name for name in linears.recipes if any(cell.quantization_ms for cell in linears.ops if cell.recipe == name)]
-    columns: list[Column[tuple[str, str]]] = [
-        Column("Op", lambda row: row[0]),
-        Column("Quantized", lambda row: row[1]),
-        *(Column(name, partial(_quantized, linears, name), "ms") for name in names),
-    ]
+
     rows = []
     for case in linears.cases if names else ():
         cells = [linears.op_time(case.op, name, "autocast") for name in names]
         labels = dict.fromkeys(label for cell in cells if cell is not None for label in cell.quantize_ms)
         rows += [(case.op, label) for label in (*labels, ALL)]
-    return table(f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)", columns, rows)
+    return table(
+        f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)",
+        rows,
+        Column("Op", lambda row: row[0]),
+        Column("Quantized", lambda row: row[1]),
+        *(Column(name, partial(_quantized, linears, name), "ms") for name in names),
+    )
 
 
 def _quantized(linears: Linears, name: str, row: tuple[str, str]) -> Value:
@@ -373,14 +388,16 @@ def _quantized(linears: Linears, name: str, row: tuple[str, str]) -> Value:
 
 
 def _memory(linears: Linears, start: str) -> Table:
-    columns: list[Column[Memory]] = [
+    return table(
+        f"{start}Weights and kept inputs",
+        linears.memory,
         Column("Recipe", lambda memory: memory.recipe),
         Column("BF16 weights", lambda memory: memory.weights_bytes, "B"),
         Column("Quantized copies", lambda memory: memory.copies_bytes, "B"),
         Column("Weights in total", lambda memory: memory.weights_bytes + memory.copies_bytes, "B"),
         Column("X kept for backward", lambda memory: memory.kept_bytes, "B"),
-    ]
-    return table(f"{start}Weights and kept inputs", columns, linears.memory, phrase("linears-memory"))
+        note=phrase("linears-memory"),
+    )
 
 
 def _evidence(linears: Linears, start: str) -> Table:
@@ -393,7 +410,9 @@ def _evidence(linears: Linears, start: str) -> Table:
     ]  # fmt: skip
     for place in (6, 5, 4):
         proofs = _merged(proofs, place)
-    columns: list[Column[tuple[str, ...]]] = [
+    return table(
+        f"{start}Precision of every pass, proven by kernel names",
+        proofs,
         Column("Recipe", lambda row: row[0]),
         Column("Mode", lambda row: row[4]),
         Column("Pass", lambda row: row[5]),
@@ -401,13 +420,10 @@ def _evidence(linears: Linears, start: str) -> Table:
         Column("Requested", lambda row: row[2]),
         Column("Ran", lambda row: row[3]),
         Column("Verdict", lambda row: Cell(row[1], level=VERDICT_LEVELS.get(row[1], ""))),
-    ]
-    return table(f"{start}Precision of every pass, proven by kernel names", columns, proofs)
+    )
 
 
 def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
     """Rows that differ only at this place become one, with the values there listed."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+    groups = grouped(((*row[:place], *row[place + 1 :]), row[place]) for row in rows)
     return [(*key[:place], units.names(values), *key[place:]) for key, values in groups.items()]

@@ -27,7 +27,7 @@ from gemmscope.document.numerics_tables import (
     summary,
     worst_table,
 )
-from gemmscope.document.table import Facts
+from gemmscope.document.table import Facts, grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import Mix, NumericsResult, RecipeError
@@ -119,10 +119,7 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
 
 def _assumed(result: NumericsResult, recipes: list[str]) -> Iterator[str]:
     """The linears without errors in these recipes, which make their errors smaller."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for recipe, linears in kept_in_baseline(result).items():
-        if recipe in recipes:
-            groups.setdefault(tuple(linears), []).append(recipe)
+    groups = grouped((tuple(linears), recipe) for recipe, linears in kept_in_baseline(result).items() if recipe in recipes)
     for kept, names in groups.items():
         yield phrase("numerics-assumed", recipes=names, listed=units.listed(names), kept=kept, baseline=BASELINE)
 

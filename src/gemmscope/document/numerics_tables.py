@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import phrase
-from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, Value, table
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Key, Table, Value, across, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import (
-    DepthError,
     LinearError,
     Mix,
     NumericsResult,
     OperandError,
     PassError,
     RecipeError,
-    StaleScale,
     decibels,
 )
 from gemmscope.workload.ops import PASSES
@@ -116,16 +113,18 @@ def summary(result: NumericsResult) -> Table:
     def worst(row: RecipeError | Mix) -> RecipeError | None:
         return row if isinstance(row, RecipeError) and row.error else None
 
-    columns: list[Column[RecipeError | Mix]] = [
+    rows: list[RecipeError | Mix] = [*result.recipes, *([chosen] if chosen is not None and chosen.is_mixed else [])]
+    title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
+    starred = partly.keys() & {row.recipe for row in result.recipes}
+    return table(
+        title,
+        rows,
         Column("Recipe", name),
         *_error_columns(result, drop=2),
         Column("Worst", lambda row: error_cell(one.worst_error) if (one := worst(row)) else None, "%"),
         Column("Worst linear", lambda row: one.worst if (one := worst(row)) else None, drop=1),
-    ]
-    rows: list[RecipeError | Mix] = [*result.recipes, *([chosen] if chosen is not None and chosen.is_mixed else [])]
-    title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
-    starred = partly.keys() & {row.recipe for row in result.recipes}
-    return table(title, columns, rows, phrase("numerics-star", baseline=BASELINE) if starred else "")
+        note=phrase("numerics-star", baseline=BASELINE) if starred else "",
+    )
 
 
 def _in_pass(ones: Iterable[LinearError], pass_name: str) -> list[PassError]:
@@ -141,14 +140,16 @@ def _pass_error(pass_name: str, ones: Iterable[LinearError]) -> Cell | None:
 def recipe_table(result: NumericsResult, marked: str) -> Table:
     """Every recipe in all linears, pass by pass."""
 
-    def in_pass(pass_name: str) -> Column[RecipeError | Mix]:
-        def error(row: RecipeError | Mix) -> Cell | None:
-            return _pass_error(pass_name, (linear for linear in result.counted if linear.recipe == row.recipe))
-
-        return Column(pass_name, error, "%")
-
-    columns = [Column[RecipeError | Mix]("Recipe", lambda row: row.recipe), *_error_columns(result), *map(in_pass, PASSES)]
-    return table(f"{marked}Errors of every recipe", columns, result.recipes, phrase("numerics-mean-of-linears"), sparse=True)
+    counted = grouped((linear.recipe, linear) for linear in result.counted)
+    return table(
+        f"{marked}Errors of every recipe",
+        result.recipes,
+        Column("Recipe", lambda row: row.recipe),
+        *_error_columns(result),
+        *across(PASSES, lambda row, one: _pass_error(one, counted.get(row.recipe, ())), "%"),
+        note=phrase("numerics-mean-of-linears"),
+        sparse=True,
+    )
 
 
 def mix_table(result: NumericsResult, marked: str) -> Table | None:
@@ -157,17 +158,20 @@ def mix_table(result: NumericsResult, marked: str) -> Table | None:
     if mixed is None:
         return None
     chosen = mixed.chosen
-    columns: list[Column[Mix]] = [
+
+    note = phrase("numerics-frontier", cost=phrase(f"numerics-cost-of-{mixed.cost}"))
+    note += f" {phrase('numerics-best-mix')}" if chosen is not None else ""
+    return table(
+        f"{marked}Mixes: what to keep in a higher precision",
+        mixed.frontier,
         Column("Recipe", lambda mix: Cell(f"{mix.recipe} *", level="note") if mix == chosen else mix.recipe),
         Column("Higher", lambda mix: mix.higher if mix.is_mixed else None),
         Column("Kept higher", lambda mix: ", ".join(kept_parts(mix, short)) or None),
         Column("Error", lambda mix: error_cell(mix.error), "%"),
         Column("Speedup", lambda mix: _speed(mix.speedup, mix.recipe), "x", when=result.speed_of is not None),
         Column("Kept FLOPs", lambda mix: mix.kept_share, "%"),
-    ]
-    note = phrase("numerics-frontier", cost=phrase(f"numerics-cost-of-{mixed.cost}"))
-    note += f" {phrase('numerics-best-mix')}" if chosen is not None else ""
-    return table(f"{marked}Mixes: what to keep in a higher precision", columns, mixed.frontier, note)
+        note=note,
+    )
 
 
 # --- layers and linears ---------------------------------------------------------------------------------------------------
@@ -231,13 +235,9 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
     )
 
 
-def _errors(linears: Iterable[LinearError], across: Callable[[LinearError], object]) -> dict[tuple[str, object], list[float]]:
+def _errors(linears: Iterable[LinearError], of: Callable[[LinearError], Key]) -> dict[tuple[str, Key], tuple[float, ...]]:
     """The errors of each linear, by what is across the map."""
-    errors: dict[tuple[str, object], list[float]] = {}
-    for linear in linears:
-        if linear.error is not None:
-            errors.setdefault((linear.linear, across(linear)), []).append(linear.error)
-    return errors
+    return grouped(((linear.linear, of(linear)), linear.error) for linear in linears if linear.error is not None)
 
 
 def _is_kept(mix: Mix | None, name: str, layer: int, layers: int) -> bool:
@@ -269,7 +269,9 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
     def error(one: PassError) -> Cell:
         return Cell(error_text(one.relative.value), one.relative.value, one.relative.low, one.relative.high)
 
-    columns: list[Column[LinearError]] = [
+    return table(
+        f"{marked}The linears with the largest errors",
+        rows,
         Column("Recipe", lambda linear: linear.recipe),
         Column("Linear", lambda linear: linear.name),
         Column("Error", lambda linear: error_cell(linear.error), "%"),
@@ -277,16 +279,14 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
         Column("Its error", of_worst(error), "%"),
         Column("Mostly from", of_worst(lambda one: one.operands[0 if one.first_share >= 0.5 else 1].tensor)),
         Column("Share", of_worst(lambda one: max(one.first_share, 1 - one.first_share)), "%"),
-    ]
-    return table(f"{marked}The linears with the largest errors", columns, rows, sparse=True)
+        sparse=True,
+    )
 
 
 def linear_table(result: NumericsResult, marked: str) -> Table:
     """Every linear over all layers, pass by pass, in every recipe."""
-    groups: dict[tuple[str, str], list[LinearError]] = {}
-    for linear in result.linears:
-        if linear.error is not None and linear.recipe != BASELINE:
-            groups.setdefault((linear.recipe, linear.linear), []).append(linear)
+    low = [linear for linear in result.linears if linear.error is not None and linear.recipe != BASELINE]
+    groups = grouped(((linear.recipe, linear.linear), linear) for linear in low)
     counted, order = {linear.linear for linear in result.counted}, [row.recipe for row in result.recipes]
     rows = sorted(groups.values(), key=lambda own: order.index(own[0].recipe) if own[0].recipe in order else len(order))
 
@@ -296,16 +296,19 @@ def linear_table(result: NumericsResult, marked: str) -> Table:
     def name(own: Sequence[LinearError]) -> str:
         return own[0].linear if own[0].linear in counted else f"{own[0].linear} (does not count)"
 
-    columns: list[Column[list[LinearError]]] = [
+    note = phrase("numerics-mean-of-layers")
+    note += f" {phrase('numerics-cosine')}" if any(cosine(own) is not None for own in rows) else ""
+    return table(
+        f"{marked}Errors of every linear, pass by pass",
+        rows,
         Column("Recipe", lambda own: own[0].recipe),
         Column("Linear", name),
         Column("Error", lambda own: error_cell(_rms(linear.error or 0.0 for linear in own)), "%"),
-        *(Column(one, partial(_pass_error, one), "%") for one in PASSES),
+        *across(PASSES, lambda own, one: _pass_error(one, own), "%"),
         Column("Lowest cosine of wgrad", cosine, ".4f"),
-    ]
-    note = phrase("numerics-mean-of-layers")
-    note += f" {phrase('numerics-cosine')}" if any(cosine(own) is not None for own in rows) else ""
-    return table(f"{marked}Errors of every linear, pass by pass", columns, rows, note, sparse=True)
+        note=note,
+        sparse=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -337,8 +340,9 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
                 add(linear.recipe, one.pass_name, operand, share)
         if linear.weight is not None:
             add(linear.recipe, "", linear.weight)
-
-    columns: list[Column[_Operand]] = [
+    return table(
+        f"{marked}Operands of every pass",
+        groups.values(),
         Column("Recipe", lambda own: own.recipe),
         Column("Pass", lambda own: own.pass_name or None),
         Column("Operand", lambda own: own.tensor),
@@ -348,8 +352,9 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
         Column("Underflow", lambda own: max(operand.underflow for operand in own.errors), "%"),
         Column("Saturated", lambda own: max(operand.saturated for operand in own.errors), "%"),
         Column("Octaves", lambda own: max((x.octaves for x in own.errors if x.octaves is not None), default=None), ".0f"),
-    ]
-    return table(f"{marked}Operands of every pass", columns, groups.values(), phrase("numerics-operands"), sparse=True)
+        note=phrase("numerics-operands"),
+        sparse=True,
+    )
 
 
 # --- delayed scaling, depth -------------------------------------------------------------------------------------------------
@@ -357,16 +362,19 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
 
 def stale_table(result: NumericsResult, marked: str) -> Table:
     """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
-    columns: list[Column[StaleScale]] = [
+
+    rows = sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
+    return table(
+        f"{marked}Delayed scaling on recorded steps",
+        rows,
         Column("Linear", lambda stale: stale.name),
         Column("Tensor", lambda stale: stale.tensor),
         Column("Maximum over history", lambda stale: Cell(f"{stale.growth:.2f}x", stale.growth), "x"),
         Column("Saturated", lambda stale: stale.saturated, "%"),
         Column("Error", lambda stale: error_cell(stale.relative), "%"),
         Column("With its own scale", lambda stale: error_cell(stale.fresh_relative), "%"),
-    ]
-    rows = sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
-    return table(f"{marked}Delayed scaling on recorded steps", columns, rows, phrase("numerics-delayed"))
+        note=phrase("numerics-delayed"),
+    )
 
 
 def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
@@ -388,10 +396,13 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
 
 def loss_table(result: NumericsResult, marked: str) -> Table:
     """How much each recipe changes the loss of one batch."""
-    columns: list[Column[DepthError]] = [
+
+    rows = [row for row in result.depth if row.loss is not None]
+    return table(
+        f"{marked}At the end of the model",
+        rows,
         Column("Recipe", lambda row: row.recipe),
         Column("Error of the last layer", lambda row: error_cell(row.forward[-1] if row.forward else None), "%"),
         Column("Loss with the recipe minus without", lambda row: row.loss, "+.2g"),
-    ]
-    rows = [row for row in result.depth if row.loss is not None]
-    return table(f"{marked}At the end of the model", columns, rows, phrase("numerics-one-batch"))
+        note=phrase("numerics-one-batch"),
+    )

@@ -27,6 +27,7 @@ from gemmscope.document.plan_tables import (
     varied_table,
 )
 from gemmscope.document.sweep_tables import spread
+from gemmscope.document.table import grouped
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
@@ -201,24 +202,23 @@ def _layout_blocks(result: PlanResult, point: PlanPoint, prefix: str) -> Iterato
 
 def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:
     """For each recipe, the fastest layout within each memory limit."""
-    by_recipe: dict[str, list[PlanLayout]] = {}
-    for layout in point.layouts:
-        by_recipe.setdefault(layout.recipe, []).append(layout)
+    by_recipe = grouped((layout.recipe, layout) for layout in point.layouts)
     steps = sorted({ceil(layout.memory_gb) for layout in point.layouts if layout.on_front or layout.parts_ms})
     places = [steps[place] for place in spread(len(steps), MOST_PLACES)]
     if len(places) < 2:
         return None
-    series = {}
-    for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1])):
-        points = []
-        for place in places:
-            for layout in [fitting for fitting in layouts if fitting.memory_gb <= place][:1]:
-                tooltip = (("layout", layout_name(layout)), ("memory", f"{layout.memory_gb:.0f} GB"))
-                points.append(Point(str(place), layout.tokens_per_s, tooltip))
-        if points:
-            series[recipe] = tuple(points)
+    series = grouped(
+        (recipe, _point(str(place), layout, ("memory", f"{layout.memory_gb:.0f} GB")))
+        for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1]))
+        for place in places
+        for layout in [fitting for fitting in layouts if fitting.memory_gb <= place][:1]
+    )
     title = f"{prefix}FORECAST: fastest layout within a memory limit"
     return CurveChart(title, "memory of a GPU (GB)", series, unit="tokens/s per GPU", main=main)
+
+
+def _point(place: str, layout: PlanLayout, fact: tuple[str, str]) -> Point:
+    return Point(place, layout.tokens_per_s, (("layout", layout_name(layout)), fact))
 
 
 def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | None:
@@ -239,16 +239,14 @@ def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | Non
 
 def _varied_chart(result: PlanResult) -> CurveChart:
     """The best layout of each recipe over the size that varies."""
-    series: dict[str, list[Point]] = {}
-    for point in result.points:
-        best = best_by_recipe(point)
-        for recipe in result.recipes:
-            if recipe in best:
-                tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))
-                series.setdefault(recipe, []).append(Point(point.place, best[recipe].tokens_per_s, tooltip))
+    layouts = [(point, recipe, best_by_recipe(point).get(recipe)) for point in result.points for recipe in result.recipes]
+    series = grouped(
+        (recipe, _point(point.place, layout, ("parameters", units.parameters(point.parameters))))
+        for point, recipe, layout in layouts
+        if layout is not None
+    )
     title = f"FORECAST: the best layout at each value of {result.varied[0]}"
-    unit = "tokens/s per GPU"
-    return CurveChart(title, result.varied[0], {name: tuple(points) for name, points in series.items()}, unit=unit, main=True)
+    return CurveChart(title, result.varied[0], series, unit="tokens/s per GPU", main=True)
 
 
 def _next_command(result: PlanResult) -> str:

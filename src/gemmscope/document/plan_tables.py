@@ -74,8 +74,15 @@ def summary(result: PlanResult) -> Table | None:
     notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
     title = "Pareto front: the fastest layouts for a given memory [90% error bar]"
-    columns = [*_names(1, 1), *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2})]
-    return table(title, columns, shown, " ".join([*notes, _cost_note(result)]).strip(), sparse=True)
+
+    return table(
+        title,
+        shown,
+        *_names(1, 1),
+        *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2}),
+        note=" ".join([*notes, _cost_note(result)]).strip(),
+        sparse=True,
+    )
 
 
 def _cost_note(result: PlanResult) -> str:
@@ -162,7 +169,11 @@ def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
 
 def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note: str = "") -> Table:
     sizes = ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
-    columns: list[LayoutColumn] = [
+
+    costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
+    return table(
+        title,
+        layouts,
         Column("Recipe", lambda layout: layout.recipe),
         *(Column(size.upper(), partial(_size, size), "g") for size in sizes),
         Column("Micro-batch", lambda layout: layout.micro_batch_size, "g"),
@@ -177,9 +188,9 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note
         Column("Days", lambda layout: days(result, layout), "amount", when=result.tokens is not None),
         Column("Cost", lambda layout: money(result, layout), "amount", when=result.price is not None),
         Column("Remarks", _remarks),
-    ]
-    costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
-    return table(title, columns, layouts, f"{note}{costs}".strip(), sparse=True)
+        note=f"{note}{costs}".strip(),
+        sparse=True,
+    )
 
 
 def _size(name: str, layout: PlanLayout) -> int:
@@ -203,13 +214,15 @@ def _remarks(layout: PlanLayout) -> str | None:
 
 def pruned_table(point: PlanPoint, prefix: str) -> Table:
     """What each rule excluded."""
-    columns: list[Column[Pruned]] = [
+    return table(
+        f"{prefix}What the search excluded",
+        point.pruned,
         Column("Why", _rule),
         Column("Count", lambda rule: rule.count, ",d"),
         Column("Of", lambda rule: rule.unit),
         Column("For example", lambda rule: rule.example or None),
-    ]
-    return table(f"{prefix}What the search excluded", columns, point.pruned, phrase("plan-splits"))
+        note=phrase("plan-splits"),
+    )
 
 
 def _rule(pruned: Pruned) -> str:
@@ -236,17 +249,21 @@ def varied_table(result: PlanResult, *, every: bool = False) -> Table:
         return Column(name, lambda point: point.values[name], "d")
 
     numbers = _numbers(result, {"MFU": 1, "GB": 2, "Days": 2, "Cost": 1}, varied=True)
-    columns: list[Column[PlanPoint]] = [
-        *map(size, result.varied),
-        Column("Parameters", lambda point: _parameters(point.parameters), "g"),
-        *map(of_best, [*_names(3, 4), *numbers]),
-    ]
+
     left_out = (
         phrase("plan-small-models", shown=len(points), models=len(result.points)) if len(points) < len(result.points) else ""
     )
     title = "The best layout of each model [90% error bar]"
     title = "FORECAST: every model in its best layout [90% error bar]" if every else title
-    return table(title, columns, points, left_out, sparse=True)
+    return table(
+        title,
+        points,
+        *map(size, result.varied),
+        Column("Parameters", lambda point: _parameters(point.parameters), "g"),
+        *map(of_best, [*_names(3, 4), *numbers]),
+        note=left_out,
+        sparse=True,
+    )
 
 
 def _parameters(count: int) -> Cell | None:

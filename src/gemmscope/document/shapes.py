@@ -3,16 +3,14 @@
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, phrase, same_model, subject
 from gemmscope.document.model import Document, Message, Section
-from gemmscope.document.table import Cell, Column, Table, Value, table
+from gemmscope.document.table import Cell, Column, Table, Value, across, grouped, table, write
 from gemmscope.results.shapes import Check, ListedGemm, ShapesResult
-from gemmscope.workload.check import Difference
 from gemmscope.workload.ops import gemm_size
-from gemmscope.workload.summary import LayerTotal
 
 MOST_OPS = 14  # of the short view
 CHECKED = ("check-equal", "check-of-recurrences", "check-without-recurrences")
 LINEAR_KINDS = ("linear", "grouped linear")
-WORK = ("Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes")
+WORK = {"Forward FLOPs": "FLOP", "Forward bytes": "B", "Backward FLOPs": "FLOP", "Backward bytes": "B"}
 
 
 def shapes_document(result: ShapesResult, name: str = "") -> Document:
@@ -59,13 +57,16 @@ def _summary(result: ShapesResult) -> Table:
     """A row for each op and size: the sizes of its forward GEMM, and the FLOPs of all its passes."""
     if result.check is not None and result.check.differences:
         return _differences(result.check)
-    ops: dict[tuple[object, ...], list[ListedGemm]] = {}
-    for gemm in result.gemms:
-        size = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)  # of the linear, whichever pass
-        ops.setdefault((gemm.op, gemm.groups, *size), []).append(gemm)
+    # the size of the linear, whichever pass
+    ops = grouped(((gemm.op, gemm.groups, *gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)), gemm) for gemm in result.gemms)
     work = {op: sum(gemm.flops * gemm.count for gemm in gemms) for op, gemms in ops.items()}
     shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
-    columns: list[Column[list[ListedGemm]]] = [
+
+    left_out = f" {phrase('not-shown', rows=units.counted(len(ops) - len(shown), 'smaller op'))}" if len(ops) > len(shown) else ""
+    rows = [gemms for op, gemms in ops.items() if op in shown]
+    return table(
+        "GEMMs of one micro-batch on one rank",
+        rows,
         Column("Op", lambda gemms: gemms[0].op),
         Column("Forward M x K x N", lambda gemms: gemms[0].shape),
         Column("Passes", lambda gemms: ", ".join(dict.fromkeys(gemm.pass_name for gemm in gemms)), drop=3),
@@ -73,14 +74,15 @@ def _summary(result: ShapesResult) -> Table:
         Column("Count", lambda gemms: gemms[0].count, "g", drop=2),
         Column("FLOPs", lambda gemms: sum(gemm.flops * gemm.count for gemm in gemms), "FLOP"),
         Column("Share", lambda gemms: sum(gemm.share for gemm in gemms), "%"),
-    ]
-    left_out = f" {phrase('not-shown', rows=units.counted(len(ops) - len(shown), 'smaller op'))}" if len(ops) > len(shown) else ""
-    rows = [gemms for op, gemms in ops.items() if op in shown]
-    return table("GEMMs of one micro-batch on one rank", columns, rows, phrase("shapes-passes") + left_out, sparse=True)
+        note=phrase("shapes-passes") + left_out,
+        sparse=True,
+    )
 
 
 def _gemms(result: ShapesResult) -> Table:
-    columns: list[Column[ListedGemm]] = [
+    return table(
+        "GEMMs of one micro-batch on one rank",
+        result.gemms,
         Column("Op", lambda gemm: gemm.op),
         Column("Pass", lambda gemm: gemm.pass_name),
         Column("M x K x N", lambda gemm: gemm.shape),
@@ -89,19 +91,13 @@ def _gemms(result: ShapesResult) -> Table:
         Column("FLOPs each", lambda gemm: gemm.flops, "FLOP"),
         Column("FLOPs", lambda gemm: gemm.flops * gemm.count, "FLOP"),
         Column("Share", lambda gemm: gemm.share, "%"),
-    ]
-    return table("GEMMs of one micro-batch on one rank", columns, result.gemms)
+    )
 
 
 def _totals(result: ShapesResult) -> Table:
     """FLOPs per layer, per micro-batch and per step."""
     totals, steps = result.totals, result.totals.micro_batches_per_step
-    columns: list[Column[LayerTotal]] = [
-        Column("Part", lambda layer: f"GEMMs of one {layer.section}"),
-        Column("Layers", lambda layer: layer.layers, "g"),
-        Column("Per micro-batch", lambda layer: layer.gemm_flops, "FLOP"),
-        Column("Per step", lambda _: None, "FLOP"),
-    ]
+
     others = {
         "Attention": totals.attention_flops,
         "Linear attention": totals.scan_flops,
@@ -112,7 +108,15 @@ def _totals(result: ShapesResult) -> Table:
     rows: list[dict[str, Value]] = [
         {"Part": name, "Per micro-batch": once, "Per step": of_step} for name, (once, of_step) in sums.items()
     ]
-    return table(f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)", columns, totals.layers, more=rows)
+    return table(
+        f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)",
+        totals.layers,
+        Column("Part", lambda layer: f"GEMMs of one {layer.section}"),
+        Column("Layers", lambda layer: layer.layers, "g"),
+        Column("Per micro-batch", lambda layer: layer.gemm_flops, "FLOP"),
+        Column("Per step", lambda _: None, "FLOP"),
+        more=rows,
+    )
 
 
 def _others(result: ShapesResult) -> Table:
@@ -131,17 +135,20 @@ def _others(result: ShapesResult) -> Table:
             for name, value in zip(("Count", *WORK), (op.count, *work), strict=True):
                 own[name] = own.get(name, 0.0) + value
 
-    def work_column(head: str) -> Column[str]:
-        return Column(head, lambda op: sums[op][head] or None, "B" if head.endswith("bytes") else "FLOP")
-
-    columns = [Column[str]("Op", str), Column[str]("Count", lambda op: sums[op]["Count"], ".0f"), *map(work_column, WORK)]
-    return table("Everything else (minimum memory traffic in BF16, nothing fused)", columns, sums)
+    return table(
+        "Everything else (minimum memory traffic in BF16, nothing fused)",
+        sums,
+        Column[str]("Op", str),
+        Column("Count", lambda op: sums[op]["Count"], ".0f"),
+        *across(WORK, lambda op, head: write(sums[op][head] or None, WORK[head]), "g"),
+    )
 
 
 def _differences(check: Check) -> Table:
-    columns: list[Column[Difference]] = [
+    return table(
+        "Differences from the live model",
+        check.differences,
         Column("What", lambda difference: difference.what),
         Column("Derived", lambda difference: difference.derived, "g"),
         Column("Traced", lambda difference: difference.traced, "g"),
-    ]
-    return table("Differences from the live model", columns, check.differences)
+    )

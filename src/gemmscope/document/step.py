@@ -27,11 +27,11 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.table import Cell, Column, Facts, Table, table
+from gemmscope.document.table import Cell, Column, Facts, Table, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult, Verified
+from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult
 from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.waterfall import place
 
@@ -159,24 +159,26 @@ def _verified(recipes: tuple[StepTime, ...]) -> Table:
         text = units.time_range(value) if name == BASELINE else units.speedup(value)
         return Cell(text, value.value, value.low, value.high)
 
-    columns: list[Column[tuple[str, Verified]]] = [
+    rows = [(time.recipe, time.verified) for time in recipes if time.verified is not None]
+    return table(
+        "Prediction compared with the real model",
+        rows,
         Column("Recipe", lambda row: row[0]),
         Column("Layers", lambda row: row[1].depth, "d"),
         Column("Predicted [95%]", lambda row: estimate(row[0], row[1].predicted), "x"),
         Column("Real [95%]", lambda row: estimate(row[0], row[1].actual), "x"),
         Column("Error", lambda row: row[1].error, "+.2%"),
         Column("Within intervals", lambda row: Cell(AGREES[row[1].agrees]), "d"),
-    ]
-    rows = [(time.recipe, time.verified) for time in recipes if time.verified is not None]
-    return table("Prediction compared with the real model", columns, rows, phrase("step-verification", baseline=BASELINE))
+        note=phrase("step-verification", baseline=BASELINE),
+    )
 
 
 def _break_even(result: StepResult) -> CurveChart | None:
-    points: dict[str, tuple[Point, ...]] = {}
-    for batch in result.break_even:
-        for name, speedup in batch.speedups.items():
-            point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
-            points[name] = (*points.get(name, ()), point)
+    points = grouped(
+        (name, Point(batch.name, speedup, (("speedup", units.speedup(speedup)),)))
+        for batch in result.break_even
+        for name, speedup in batch.speedups.items()
+    )
     return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points) if points else None
 
 

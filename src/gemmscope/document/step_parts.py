@@ -27,7 +27,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.kept import split_name
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
-from gemmscope.results.step import Cost, StepTime, StepTimes
+from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.waterfall import named_verdict
 
 MOST_ROWS = 12  # of the short view
@@ -47,7 +47,9 @@ def speedup_value(time: StepTime) -> Value:
 
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
-    columns: list[Column[StepTime]] = [
+    return table(
+        "Training step per GPU",
+        times.recipes,
         Column("Recipe", lambda time: time.recipe),
         Column("Step ms", lambda time: time.step_ms, "ms"),
         Column("Speedup [95%]", speedup_value, "x"),
@@ -57,8 +59,8 @@ def step_table(times: StepTimes) -> Table:
         Column("GPU busy ms", lambda time: time.gpu_busy_ms, "ms"),
         Column("Launch ms", lambda time: time.host_ms, "ms"),
         Column("Peak memory", lambda time: time.peak_bytes, "B"),
-    ]
-    return table("Training step per GPU", columns, times.recipes, sparse=True)
+        sparse=True,
+    )
 
 
 def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
@@ -79,7 +81,11 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
     forecast = first.origin == "forecast"
     unfit = any(times.unfit or times.may_not_fit for times in steps.values())
 
-    columns: list[Column[tuple[str, StepTimes, StepTime]]] = [
+    basis = cost_basis(tuple(steps.values()))
+    note = phrase("cost-basis-without-restarts", basis=basis) if basis else ""
+    return table(
+        f"Training step per GPU [{'90% error bar' if forecast else '95% interval'}]",
+        rows,
         Column("GPU", lambda row: row[0], when=several),
         Column("Recipe", lambda row: row[2].recipe),
         Column("Step ms", lambda row: row[2].step_ms, "ms, range", drop=4),
@@ -97,10 +103,9 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
         Column("Days", lambda row: row[2].cost.days if row[2].cost else None, "amount", drop=1),
         Column("GPU-hours", lambda row: row[2].cost.gpu_hours if row[2].cost else None, "amount", drop=7),
         Column("Cost", lambda row: row[2].cost.money if row[2].cost else None, "amount", drop=2),
-    ]
-    basis = cost_basis(tuple(steps.values()))
-    note = phrase("cost-basis-without-restarts", basis=basis) if basis else ""
-    return table(f"Training step per GPU [{'90% error bar' if forecast else '95% interval'}]", columns, rows, note, sparse=True)
+        note=note,
+        sparse=True,
+    )
 
 
 def _total_rate(times: StepTimes, time: StepTime) -> Cell | None:
@@ -178,16 +183,19 @@ def cost_basis(steps: Sequence[StepTimes]) -> str:
 def cost_table(steps: Mapping[str, StepTimes], note: str) -> Table:
     """Days, GPU-hours and money of the full run on each GPU (named "" where there is one), if they were requested."""
     interval = "95%" if any(times.origin == "measured" for times in steps.values()) else "90%"
-    columns: list[Column[tuple[str, str, Cost]]] = [
+
+    rows = [(gpu, time.recipe, time.cost) for gpu, times in steps.items() for time in times.recipes if time.cost is not None]
+    title = "Cost of the full run" if interval == "95%" else "FORECAST: Cost of the full run"
+    return table(
+        title,
+        rows,
         Column("GPU", lambda row: row[0], when="" not in steps),
         Column("Recipe", lambda row: row[1]),
         Column(f"Days [{interval}]", lambda row: row[2].days, "amount"),
         Column("GPU-hours", lambda row: row[2].gpu_hours, "amount"),
         Column("Cost", lambda row: row[2].money, "amount"),
-    ]
-    rows = [(gpu, time.recipe, time.cost) for gpu, times in steps.items() for time in times.recipes if time.cost is not None]
-    title = "Cost of the full run" if interval == "95%" else "FORECAST: Cost of the full run"
-    return table(title, columns, rows, f"{cost_basis(tuple(steps.values()))} {note}".strip())
+        note=f"{cost_basis(tuple(steps.values()))} {note}".strip(),
+    )
 
 
 def step_chart(

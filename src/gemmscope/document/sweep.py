@@ -8,7 +8,7 @@ from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import SPLIT, command_facts, described, facts, gpu_messages, phrase, sections, versions_text
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.sweep_tables import about_sweep, break_even_table, points_table, speedup_of, sweep_summary
-from gemmscope.document.table import Column, Table, table
+from gemmscope.document.table import Column, Table, grouped, table
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepGpu, SweepPoint, SweepResult
@@ -116,14 +116,15 @@ def _until(result: SweepResult) -> str:
 
 def _gpus(gpus: Sequence[SweepGpu]) -> Table:
     """Which GPUs measured the points."""
-    columns: list[Column[SweepGpu]] = [
+    return table(
+        "GPUs that measured the points",
+        gpus,
         Column("GPU", lambda gpu: gpu.place),
         Column("Type", lambda gpu: gpu.name or None),
         Column("Points", lambda gpu: gpu.points, "d"),
         Column("Versions", lambda gpu: versions_text(gpu.versions) or None),
         Column("UUID", lambda gpu: gpu.uuid or None, drop=1),
-    ]
-    return table("GPUs that measured the points", columns, gpus)
+    )
 
 
 def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
@@ -182,9 +183,7 @@ def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
 
 def _begins(sweep: GpuSweep) -> str:
     """The sizes at which recipes are faster than BF16; those that are faster at the same sizes are named together."""
-    groups: dict[str, list[str]] = {}
-    for edge in sweep.break_even:
-        groups.setdefault(_faster_at(sweep, edge), []).append(edge.recipe)
+    groups = grouped((_faster_at(sweep, edge), edge.recipe) for edge in sweep.break_even)
     every = len(sweep.break_even)
     return "; ".join(
         f"{'every recipe' if len(names) == every > 1 else units.names(names)} {where}" for where, names in groups.items()
@@ -209,16 +208,23 @@ def _section(sweep: GpuSweep, *, several: bool = False) -> Section:
 
 
 def _curve(sweep: GpuSweep) -> CurveChart:
-    series: dict[str, list[Point]] = {}
-    for name in sweep.recipes:
-        for point in sweep.points if name != BASELINE else ():
-            if (gain := point.speedups.get(name)) is not None:
-                tooltip = ((sweep.sizes[0], point.place), ("speedup", units.speedup(gain)))
-                mark = HOST_BOUND if name in point.host_bound else ""
-                series.setdefault(name, []).append(Point(point.place, gain, tooltip, mark))
+    size = sweep.sizes[0]
+    curves = grouped(
+        (
+            name,
+            Point(
+                point.place,
+                gain,
+                ((size, point.place), ("speedup", units.speedup(gain))),
+                HOST_BOUND if name in point.host_bound else "",
+            ),
+        )
+        for name in sweep.recipes
+        for point in sweep.points
+        if name != BASELINE and (gain := point.speedups.get(name)) is not None
+    )
     note = phrase("sweep-host-bound", mark=HOST_BOUND) if any(point.host_bound for point in sweep.points) else ""
-    curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(about_sweep(sweep, "curve"), sweep.sizes[0], curves, note=note, main=True)
+    return CurveChart(about_sweep(sweep, "curve"), size, curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:

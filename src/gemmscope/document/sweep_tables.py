@@ -1,13 +1,12 @@
 """The tables of a sweep, forecast or measured, and how it is named in titles: FORECAST everywhere, or never."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import count
+from operator import itemgetter
 
 from gemmscope import units
 from gemmscope.document.common import phrase
-from gemmscope.document.table import Cell, Column, Table, Value, table
-from gemmscope.interval import Interval
+from gemmscope.document.table import Cell, Column, Table, across, grouped, table
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
 
@@ -51,10 +50,6 @@ def spread(length: int, most: int, also: int | None = None) -> list[int]:
     return sorted(places | ({also} if also is not None else set()))
 
 
-def _size_columns(sweep: GpuSweep) -> list[Column[SweepPoint]]:
-    return [Column(size, partial(lambda size, point: point.values[size], size), "d") for size in sweep.sizes]
-
-
 def _time_head(sweep: GpuSweep) -> str:
     """The column of the baseline's time."""
     return f"{BASELINE} step ms" if sweep.subject == "training step" else f"{BASELINE} ms"
@@ -81,7 +76,7 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
     else:
         rows = [(sweep, max(sweep.points, key=speedup_of)) for sweep in sweeps if sweep.points]
     of_point: list[Column[SweepPoint]] = [
-        *_size_columns(first),
+        *across(first.sizes, lambda point, size: point.values[size], "d"),
         Column("Best recipe", lambda point: point.winner.best if point.winner else Cell(_why_not(point), level="warning")),
         Column(f"Speedup over {BASELINE}", lambda point: point.winner.speedup if point.winner else None, "x"),
         Column(
@@ -95,20 +90,18 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
         Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
     ]
-    columns = [
-        Column[tuple[GpuSweep, SweepPoint]](
-            "Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1
-        ),
-        *(Column(own.head, partial(_of_point, own), own.unit, own.drop, own.when) for own in of_point),
-    ]
+
     total = sum(len(sweep.points) for sweep in sweeps)
     shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
     title = about_sweep(first, "summary") if one else "The largest speedup of every GPU [90% error bar]"
-    return table(title, columns, rows, shown if one and len(rows) < total else "", sparse=one)
-
-
-def _of_point(column: Column[SweepPoint], row: tuple[GpuSweep, SweepPoint]) -> Value:
-    return column.cell(row[1])
+    return table(
+        title,
+        rows,
+        Column("Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1),
+        *(column.of(itemgetter(1)) for column in of_point),
+        note=shown if one and len(rows) < total else "",
+        sparse=one,
+    )
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
@@ -141,24 +134,27 @@ def _few_host_bound(point: SweepPoint) -> str | None:
 
 def _plane(sweep: GpuSweep) -> Table:
     """The best recipe as a letter with its speedup, for the values of both sizes."""
-    down, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
+    down, right = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
     by_values = {tuple(point.values[size] for size in sweep.sizes): point for point in sweep.points}
     rows = [down[place] for place in spread(len(down), MOST_ROWS)]
-    shown = [across[place] for place in spread(len(across), MOST_ACROSS)]
+    shown = [right[place] for place in spread(len(right), MOST_ACROSS)]
     numbers = count(1)
     of_recipes = {name: known.letter for name, known in recipes().items()}
     letters = {name: of_recipes.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
-
-    def across_column(value: int) -> Column[int]:
-        return Column(str(value), lambda row: _field(by_values.get((row, value)), letters), "x")
 
     winners = [point.winner for point in sweep.points if point.winner is not None]
     legend = [f"{letters[name]} = {name}" for name in dict.fromkeys(winner.best for winner in winners)]
     legend += ["? = too close to call"] if any(winner.rivals for winner in winners) else []
     legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
     left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(sweep.points) else ""
-    columns = [Column[int](sweep.sizes[0], lambda row: row, "d"), *map(across_column, shown)]
-    return table(f"{about_sweep(sweep, 'plane')}; columns: {sweep.sizes[1]}", columns, rows, f"{', '.join(legend)}.{left_out}")
+
+    return table(
+        f"{about_sweep(sweep, 'plane')}; columns: {sweep.sizes[1]}",
+        rows,
+        Column(sweep.sizes[0], lambda row: row, "d"),
+        *across(shown, lambda row, value: _field(by_values.get((row, value)), letters), "x"),
+        note=f"{', '.join(legend)}.{left_out}",
+    )
 
 
 def _bound(point: SweepPoint) -> bool:
@@ -186,10 +182,12 @@ def points_table(sweep: GpuSweep) -> Table:
     def listed(names: Iterable[str]) -> str | None:
         return ", ".join(names) or None
 
-    columns: list[Column[SweepPoint]] = [
-        *_size_columns(sweep),
+    return table(
+        about_sweep(sweep, "points"),
+        sweep.points,
+        *across(sweep.sizes, lambda point, size: point.values[size], "d"),
         Column(_time_head(sweep), lambda point: point.baseline_ms, "ms"),
-        *(Column(name, partial(_speedup, name), "x") for name in low),
+        *across(low, lambda point, name: point.speedups.get(name), "x"),
         Column("Tokens/s/GPU, best", lambda point: point.tokens_per_s, ",.0f"),
         Column("Memory GB, best", lambda point: point.memory_gb, ".0f"),
         Column("Largest speedup", lambda point: point.winner.speedup if point.winner else None, "x"),
@@ -202,38 +200,34 @@ def points_table(sweep: GpuSweep) -> Table:
         Column("TFLOP/s, best", _rate, "TFLOP/s", when=measured),
         Column("GPU", lambda point: (isinstance(point, MeasuredPoint) and point.gpu) or None, when=measured),
         Column("GPU UUID", lambda point: (isinstance(point, MeasuredPoint) and point.uuid) or None, when=measured),
-    ]
-    return table(about_sweep(sweep, "points"), columns, sweep.points, sparse=measured)
+        sparse=measured,
+    )
 
 
 def _unfit(point: SweepPoint) -> Cell:
     return Cell("all recipes" if point.winner is None else ", ".join(point.unfit), level="warning")
 
 
-def _speedup(name: str, point: SweepPoint) -> Interval | None:
-    return point.speedups.get(name)
-
-
 def break_even_table(sweep: GpuSweep) -> Table:
     """Where each recipe becomes faster than BF16. For two sizes, a column for each value of the second one if there is room, else
     a row for all values with the same answer."""
     title, one = about_sweep(sweep, "break-even"), len(sweep.sizes) == 1
-    groups: dict[tuple[str, int | None], list[str]] = {}
-    begins: dict[str, dict[str, Value]] = {}
-    for edge in sweep.break_even:
-        groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))
-        begins.setdefault(edge.recipe, {})[str(edge.at)] = edge.since if edge.since is not None else Cell("nowhere")
-    places = list(dict.fromkeys(str(edge.at) for edge in sweep.break_even))
+    groups = grouped(((edge.recipe, edge.since), str(edge.at)) for edge in sweep.break_even)
+    begins = {(edge.recipe, str(edge.at)): "nowhere" if edge.since is None else edge.since for edge in sweep.break_even}
+    places = list(dict.fromkeys(at for _, at in begins))
     if one or len(places) > MOST_ACROSS:
-        lines: list[Column[tuple[tuple[str, int | None], list[str]]]] = [
+        return table(
+            title,
+            groups.items(),
             Column("Recipe", lambda group: group[0][0]),
-            Column(f"From {sweep.sizes[0]}", lambda group: Cell("nowhere") if group[0][1] is None else group[0][1], "d"),
+            Column(f"From {sweep.sizes[0]}", lambda group: "nowhere" if group[0][1] is None else group[0][1], "d"),
             Column(f"At {sweep.sizes[-1]}", lambda group: ", ".join(group[1]), when=not one),
-        ]
-        return table(title, lines, groups.items())
+        )
 
-    def place_column(at: str) -> Column[str]:
-        return Column(at, lambda name: begins[name].get(at), "d")
-
-    columns = [Column[str]("Recipe", str), *map(place_column, places)]
-    return table(title, columns, begins, phrase("sweep-break-even", down=sweep.sizes[0], across=sweep.sizes[1]))
+    return table(
+        title,
+        dict.fromkeys(recipe for recipe, _ in begins),
+        Column[str]("Recipe", str),
+        *across(places, lambda name, at: begins.get((name, at)), "d"),
+        note=phrase("sweep-break-even", down=sweep.sizes[0], across=sweep.sizes[1]),
+    )

@@ -1,7 +1,8 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from gemmscope import units
@@ -25,6 +26,9 @@ class Cell:
 
 Value = Cell | Interval | float | str | None
 Row = TypeVar("Row")
+Outer = TypeVar("Outer")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,13 @@ def difference_cell(ratio: Interval | None, level: Level | Literal[""] = "") -> 
     return NOTHING if ratio is None else Cell(units.difference(ratio.value), ratio.value, ratio.low, ratio.high, level)
 
 
+def ends_text(ratio: Interval | None, unknown: str | None = None) -> str | None:
+    """Both ends of a ratio as differences from one: -3.0% to 1.2%; `unknown` where it has no interval."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return None if ratio is None else unknown
+    return f"{units.difference(ratio.low)} to {units.difference(ratio.high)}"
+
+
 def called_cell(ratio: Interval | None) -> Cell:
     """A speedup, and whether it is too close to call."""
     cell = speedup_cell(ratio)
@@ -168,13 +179,40 @@ class Column(Generic[Row]):
     drop: int = 0
     when: bool = True
 
+    def of(self, part: Callable[[Outer], Row | None], missing: Value = None) -> "Column[Outer]":
+        """The same column of rows that have such a row as a part; `missing`: the value where they have none."""
+
+        def value(row: Outer) -> Value:
+            own = part(row)
+            return missing if own is None else self.cell(own)
+
+        return Column(self.head, value, self.unit, self.drop, self.when)
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, tuple[Item, ...]]:
+    """The items of each key, in their order.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': (1, 3), 'b': (2,)}
+    """
+    groups: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
+    return {key: tuple(items) for key, items in groups.items()}
+
+
+def across(
+    keys: Iterable[Key], cell: Callable[[Row, Key], Value], unit: str = "", drop: int = 0, *, head: Callable[[Key], str] = str
+) -> Iterator[Column[Row]]:
+    """A column for each key: `cell` gives the value of a row in it, `head` its head."""
+    return (Column(head(key), partial(lambda key, row: cell(row, key), key), unit, drop) for key in keys)
+
 
 def table(
     title: str,
-    columns: Sequence[Column[Row]],
     rows: Iterable[Row],
+    *columns: Column[Row],
     note: str = "",
-    *,
     more: Iterable[Mapping[str, Value]] = (),
     sparse: bool = False,
 ) -> Table:
@@ -182,7 +220,7 @@ def table(
 
     `sparse`: leave out the columns without text in any row.
 
-    >>> table("Squares", [Column("n", str), Column("n²", lambda n: n * n, "d")], [1, 2], more=[{"n": "sum", "n²": 5}]).rows[-1]
+    >>> table("Squares", [1, 2], Column("n", str), Column("n²", lambda n: n * n, "d"), more=[{"n": "sum", "n²": 5}]).rows[-1]
     (Cell(text='sum', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
     """
     shown = [column for column in columns if column.when]

@@ -39,6 +39,11 @@ def gpu_in_use() -> Gpu | None:
     return gpu or (nvml.gpu(0) if nvml.count() == 1 else None)
 
 
+def versions_of(backend: str) -> dict[str, str]:
+    """The versions of the packages that a backend needs."""
+    return {name: importlib.import_module(name).__version__ for name in frameworks()[backend].packages}
+
+
 def failure_kind(error: Exception, *, on_gpu: bool) -> str:
     """The kind of failure: "out of memory" (less may fit), "CUDA fault" (the process cannot go on) or "error".
 

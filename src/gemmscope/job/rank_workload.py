@@ -6,6 +6,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.grouping import grouped
 from gemmscope.job.load import ModelRun
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.limits import check_size
@@ -155,10 +156,7 @@ def _with_unique_names(linears: list[Linear]) -> list[Linear]:
 
 def _layer(linears: Iterable[Linear], counts: Mapping[str, int]) -> tuple[int | None, dict[str, int] | None]:
     """How many layers there are and how often one runs each op, where all have the same linears; (None, None) where not."""
-    kinds: dict[str, list[Linear]] = {}
-    for op in linears:
-        if op.section not in (EMBEDDING, HEAD, STEP, ""):
-            kinds.setdefault(op.section, []).append(op)
+    kinds = grouped((op.section, op) for op in linears if op.section not in (EMBEDDING, HEAD, STEP, ""))
     layers, shares = 0, []
     for section, inside in kinds.items():
         of_kind = counts[section]

@@ -37,20 +37,22 @@ def step_times(
     names: Sequence[str],
     totals: Totals,
     tokens_per_gpu: float,
+    *,
     real: StepMeasurements | None = None,
     as_deep: StepMeasurements | None = None,
+    captured: StepMeasurements | None = None,
 ) -> StepTimes:
-    """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
+    """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all;
+    `captured`: the steps as CUDA graphs."""
     gpu = spec_of(str(measurements.hello.device.get("name", "")))
     slow = profiled_step(measurements, measurements.deepest(BASELINE))
     times, failures = [], {}
     for name in names:
-        result, step_ms = measurements.deepest(name), measurements.step(name)
-        if result is None or step_ms is None:
-            reasons = [variant.failure for variant in measurements.of(name) if variant.failure]
-            failures[name] = reasons[0] if reasons else "no step of it was timed"
+        step_ms = measurements.step(name)
+        if step_ms is None:
+            failures[name] = measurements.failure(name) or "no step of it was timed"
             continue
-        fast = profiled_step(measurements, result)
+        fast = profiled_step(measurements, measurements.deepest(name))
         explained = _explained(name, slow, fast) if name != BASELINE and slow is not None and fast is not None else {}
         model_tflops = totals.model_flops * totals.micro_batches_per_step / step_ms.value / 1e9
         time = StepTime(
@@ -65,10 +67,14 @@ def step_times(
             parts_ms=fast.parts_ms() if fast is not None else {},
             attention_kernels=attention_kernels(fast.kernels) if fast is not None else {},
             verified=_verified(as_deep or measurements, real, name) if real is not None else None,
+            captured=_captured(captured, name) if captured is not None else None,
             **explained,
         )
         times.append(time)
-    return _compared(StepTimes(origin="measured", recipes=tuple(times), failures=failures), measurements)
+    not_captured = {time.recipe: captured.failure(time.recipe) for time in times if captured and time.captured is None}
+    reasons = {name: reason for name, reason in not_captured.items() if reason}  # else it was interrupted before that
+    compared = StepTimes(origin="measured", recipes=tuple(times), failures=failures, not_captured=reasons)
+    return _compared(compared, measurements)
 
 
 def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:
@@ -77,6 +83,13 @@ def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, A
     named_share, unknown = unknown_kernels([*slow.kernels, *fast.kernels])
     why = verdict(levels, recipe(name), fast.kernels)
     return {"waterfall": levels, "named_share": named_share, "unknown_kernels": unknown, "verdict": why}
+
+
+def _captured(captured: StepMeasurements, name: str) -> CapturedTime | None:
+    """The step of a recipe as a CUDA graph; None if it could not be captured."""
+    step_ms = captured.step(name)
+    speedup = captured.speedup(name) if name != BASELINE else None
+    return CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
 
 
 def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
@@ -89,21 +102,6 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     winner = find_winner(over_baseline, lambda name, over: known.get((name, over))) if BASELINE in names else None
     recipes = [time.model_copy(update={"speedup": over_baseline.get(time.recipe)}) for time in times.recipes]
     return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
-
-
-def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
-    """The times with the step of every recipe as a CUDA graph beside the launched one, or why it could not be captured."""
-    recipes, reasons = [], dict(times.not_captured)
-    for time in times.recipes:
-        name = time.recipe
-        step_ms = captured.step(name)
-        if step_ms is None:
-            failures = [variant.failure for variant in captured.of(name) if variant.failure]
-            reasons |= {name: failures[0]} if failures else {}  # else it was interrupted before that
-        speedup = captured.speedup(name) if name != BASELINE else None
-        as_graph = CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
-        recipes.append(time.model_copy(update={"captured": as_graph}))
-    return times.model_copy(update={"recipes": tuple(recipes), "not_captured": reasons})
 
 
 def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:
@@ -139,13 +137,11 @@ def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> fl
 
 def _verified(measurements: StepMeasurements, real: StepMeasurements, name: str) -> Verified | None:
     """The real step beside the prediction of as many layers; None if one of them is missing."""
-    actual, predicted = real.speedup(name, real=True), measurements.speedup(name)
-    if name == BASELINE:
-        actual, predicted = real.step(name, real=True), measurements.step(name)
-    deepest = real.of(name, real=True)
-    if actual is None or predicted is None or not deepest or deepest[0].variant.depth != measurements.layers:
+    predicted, actual = (store.step(name) if name == BASELINE else store.speedup(name) for store in (measurements, real))
+    deepest = real.deepest(name)
+    if actual is None or predicted is None or deepest is None or deepest.variant.depth != measurements.layers:
         return None  # a shallower real model is a different model
-    return Verified(depth=deepest[0].variant.depth, predicted=predicted, actual=actual)
+    return Verified(depth=deepest.variant.depth, predicted=predicted, actual=actual)
 
 
 @dataclass(frozen=True)

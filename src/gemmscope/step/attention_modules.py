@@ -19,7 +19,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> None:
         super().__init__()
-        self.kit, hidden = kit, plan.hidden_size
+        self.kit, hidden = kit, plan.model.hidden_size
         turned = spec.latent.rope_dim if spec.latent else spec.rotary_dim or spec.head_dim
         rotary = kit.rotary(turned, plan.sequence_length) if (spec.rotary or spec.latent) and turned % 2 == 0 else None
         self.core: nn.Module | None = None
@@ -28,22 +28,22 @@ class SelfAttention(nn.Module):
             self.projections: nn.Module = LatentAttention(kit, norm, plan, spec, rotary)
         else:
             self.core = Core(kit, spec, plan, rotary)
-            if plan.separate_projections and not spec.stored_fused:
+            if plan.run.separate_projections and not spec.stored_fused:
                 self.projections = SeparateProjections(kit, spec, hidden, norm)
             else:  # by one GEMM
                 self.projections = kit.norm_linear(norm, hidden, sum(projected_widths(spec)), bias=spec.qkv_bias)
         self.out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
-        self.selective = plan.recompute == "selective"
+        self.selective = plan.run.recompute == "selective"
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        with self.kit.high_precision("qkv"):
+        with self.kit.autocast_of("qkv"):
             inner = self.projections(x, **how)
         if self.core is not None:
             first, *rest = inner if isinstance(inner, tuple) else (inner,)
             first = mark(first, "attention")
             inner = self.kit.checkpoint(self.core, first, *rest) if self.selective else self.core(first, *rest)
         inner = mark(inner, "attn out")
-        with self.kit.high_precision("attn out"):
+        with self.kit.autocast_of("attn out"):
             return self.out(inner, **how)
 
 
@@ -69,7 +69,7 @@ class Core(nn.Module):
         self.widths = projected_widths(spec)
         self.kept = _kept(kit, spec, plan) if spec.shares_kv else ()
         self.scales = torch.ones(self.sequence, 1, 1, device=kit.device, dtype=kit.precision) if spec.temperature else None
-        self.norms = QkNorms(kit, plan.norm, spec) if spec.qk_norm is not None else None
+        self.norms = QkNorms(kit, plan.model.norm, spec) if spec.qk_norm is not None else None
         sequence = plan.sequence_length
         chunk = min(spec.chunk or sequence, sequence)  # chunks that divide the sequence are sequences of their own
         masked = spec.sinks or (spec.window is not None and spec.window < sequence) or sequence % chunk != 0
@@ -179,10 +179,11 @@ class LatentAttention(nn.Module):
 
     def __init__(self, kit: Kit, norm: NormSpec | None, plan: StackPlan, spec: AttentionSpec, rotary: nn.Module) -> None:
         super().__init__()
-        latent, hidden, inner = spec.latent, plan.hidden_size, plan.norm
+        latent, hidden, inner = spec.latent, plan.model.hidden_size, plan.model.norm
         assert latent is not None
         self.spec, self.latent, self.sequence, self.rotary = spec, latent, plan.sequence_length, rotary
-        self.kit, self.selective, self.attention = kit, plan.recompute == "selective", FullAttention(spec, plan.sequence_length)
+        self.kit, self.selective = kit, plan.run.recompute == "selective"
+        self.attention = FullAttention(spec, plan.sequence_length)
         plain = spec.head_dim - latent.rope_dim
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         if latent.q_rank is None:

@@ -8,6 +8,7 @@ Nothing is exchanged: what other ranks would send, in forward and in backward, l
 every operation has the sizes that it has in training, and communication takes no time.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -91,8 +92,8 @@ class Experts(nn.Module):
 
     def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, norm: NormSpec | None, shards: Shards) -> None:
         super().__init__()
-        hidden, rows = plan.hidden_size, plan.expert_rows
-        self.shards, self.splits = shards, plan.expert_tp if shards.parts > 1 else 1  # ranks that split each expert
+        hidden, rows = plan.model.hidden_size, plan.expert_rows
+        self.shards, self.splits = shards, plan.run.expert_tp if shards.parts > 1 else 1  # ranks that split each expert
         make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision}
         self.spec, self.rows = spec, rows
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
@@ -105,7 +106,7 @@ class Experts(nn.Module):
         self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1, "shared expert") if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
-        self.routing = kit.routing(plan.tokens * self.splits // shards.parts, rows)
+        self.routing = kit.routing(plan.run.tokens * self.splits // shards.parts, rows)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
@@ -129,10 +130,10 @@ class LayerInput(nn.Module):
 
     def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
         super().__init__()
-        self.gating = kit.linear(plan.hidden_size, width, bias=False)
-        self.projection = kit.linear(width, plan.hidden_size, bias=False)
-        self.norm = kit.norm(plan.norm, plan.hidden_size)
-        self.fixed = torch.randn(plan.tokens // plan.shares, width, device=kit.device, dtype=kit.precision)
+        self.gating = kit.linear(plan.model.hidden_size, width, bias=False)
+        self.projection = kit.linear(width, plan.model.hidden_size, bias=False)
+        self.norm = kit.norm(plan.model.norm, plan.model.hidden_size)
+        self.fixed = torch.randn(plan.run.tokens // plan.shares, width, device=kit.device, dtype=kit.precision)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
@@ -149,10 +150,10 @@ class Block(nn.Module):
     def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, shards: Shards, *, kept: bool = False) -> None:
         """`kept`: a mix keeps all of it in a higher precision."""
         super().__init__()
-        self.kit, self.shards, self.kept, hidden = kit, shards, kept, plan.hidden_size
+        self.kit, self.shards, self.kept, hidden = kit, shards, kept, plan.model.hidden_size
         sharded = shards.parts > 1
         places = norm_places(layer)
-        norm = plan.norm
+        norm = plan.model.norm
         both = layer.attention is not None and layer.mixer is not None
         self.parallel = places.shared
         own = None if self.parallel or both or sharded or not places.before else norm
@@ -172,9 +173,7 @@ class Block(nn.Module):
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        if not self.kept:
-            return self._run(x, **how)
-        with self.kit.kept_layer():
+        with self.kit.autocast(kept=True) if self.kept else nullcontext():
             return self._run(x, **how)
 
     def _run(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -194,7 +193,7 @@ class Block(nn.Module):
     def _fed_forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         """What the feed-forward block adds."""
         assert self.feed_forward is not None
-        with self.kit.high_precision("mlp"):
+        with self.kit.autocast_of("mlp"):
             if self.routes:
                 return self.feed_forward(x, **how)
             return self.shards.kept(self.feed_forward(self.shards.gathered(x), **how))
@@ -215,12 +214,11 @@ class Prediction(nn.Module):
 
     def __init__(self, kit: Kit, plan: StackPlan, shards: Shards) -> None:
         super().__init__()
-        assert plan.prediction is not None
-        hidden = plan.hidden_size
-        self.kit, self.tp, self.shards = kit, plan.tp, shards
-        self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
-        self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
-        self.block = Block(kit, plan.prediction, plan, shards)
+        hidden = plan.model.hidden_size
+        self.kit, self.tp, self.shards = kit, plan.run.tp, shards
+        self.of_state, self.of_token, self.last = (kit.norm(plan.model.norm, hidden) for _ in range(3))
+        self.projection = kit.linear(2 * hidden, hidden // plan.run.tp, bias=False)
+        self.block = Block(kit, plan.model.predicting, plan, shards)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
         joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
@@ -236,5 +234,5 @@ def _feed_forward(
         return None
     if isinstance(spec, MoeSpec):
         return Experts(kit, plan, spec, norm, shards)
-    separate = plan.separate_projections and not spec.stored_fused
-    return kit.mlp(norm, plan.hidden_size, spec, separate=separate)
+    separate = plan.run.separate_projections and not spec.stored_fused
+    return kit.mlp(norm, plan.model.hidden_size, spec, separate=separate)

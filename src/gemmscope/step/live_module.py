@@ -211,7 +211,7 @@ class ModuleStep:
         for path in live.layers:
             parent, _, name = path.rpartition(".")
             holder = objective.module.get_submodule(parent)
-            setattr(holder, name, kit.compile_layer(holder.get_submodule(name)))
+            setattr(holder, name, kit.compile(holder.get_submodule(name)))
         self._parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
         whole = kit.compiled == "whole" or (kit.compiled == "layers" and not live.layers)
         self._objective = objective.compiled() if whole else objective
@@ -229,7 +229,7 @@ class ModuleStep:
         self.kit.convert(objective, [f"module.{path}" for path in self.conversion.converted])
 
     def _forward(self) -> torch.Tensor:
-        with self.kit.low_precision():
+        with self.kit.autocast():
             loss: torch.Tensor = self._objective(*self.live.built.args, **self.live.built.kwargs)
         return loss
 

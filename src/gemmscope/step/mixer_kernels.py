@@ -107,14 +107,13 @@ class MixerKernels:
             (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"),
         )
         if package != FLA:
-            out: torch.Tensor = scan(
-                x, dt, a, b, c, chunk, D=skip, dt_bias=dt_bias, dt_softplus=dt_bias is not None, dt_limit=dt_limit
-            )
-            return out.to(x.dtype)
+            softplus = dt_bias is not None
+            out = scan(x, dt, a, b, c, chunk, D=skip, dt_bias=dt_bias, dt_softplus=softplus, dt_limit=dt_limit)
+            return _output(out).to(x.dtype)
         step = functional.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit) if dt_bias is not None else dt.float()
         repeats = x.shape[2] // b.shape[2]
         b, c = (tensor.repeat_interleave(repeats, dim=2) if repeats > 1 else tensor for tensor in (b, c))
-        out, _ = scan(c, b, x * step[..., None].to(x.dtype), step * a.float(), scale=1.0)
+        out = _output(scan(c, b, x * step[..., None].to(x.dtype), step * a.float(), scale=1.0))
         return out + x * skip[:, None].to(x.dtype) if skip is not None else out
 
     def lightning(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -126,11 +125,9 @@ class MixerKernels:
             (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"),
         )
         if package == FLA:
-            out: torch.Tensor = attend(q, k, v, g_gamma=decay, scale=1.0)[0]
-            return out
+            return _output(attend(q, k, v, g_gamma=decay, scale=1.0))
         ones = torch.ones(v.shape[:3], device=v.device, dtype=v.dtype)
-        out = attend(v, ones, decay, k, q, LIGHTNING_CHUNK)
-        return out.to(v.dtype)
+        return _output(attend(v, ones, decay, k, q, LIGHTNING_CHUNK)).to(v.dtype)
 
     def delta_rule(
         self,
@@ -167,7 +164,7 @@ class MixerKernels:
             choices.append((TRANSFORMERS, "transformers.models.mamba.modeling_mamba", "mamba_selective_scan"))
         _, scan = self._first("selective scan", *choices)
         x, dt, b, c, z = (tensor.transpose(1, 2) for tensor in (x, dt, b, c, z))
-        out: torch.Tensor = scan(x, dt, a, b, c, D=skip, z=z, delta_bias=dt_bias, delta_softplus=True)
+        out = _output(scan(x, dt, a, b, c, D=skip, z=z, delta_bias=dt_bias, delta_softplus=True))
         return out.transpose(1, 2).to(x.dtype)
 
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
@@ -178,12 +175,9 @@ class MixerKernels:
             (FLA, "fla.modules.causal_conv1d", "causal_conv1d"),
             (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "causal_conv1d_fn"),
         )
-        out: torch.Tensor
         if package == FLA:
-            out = convolve(x, weight, bias, activation=activation)[0]
-            return out
-        out = convolve(x.transpose(1, 2), weight, bias, activation=activation)
-        return out.transpose(1, 2)
+            return _output(convolve(x, weight, bias, activation=activation))
+        return _output(convolve(x.transpose(1, 2), weight, bias, activation=activation)).transpose(1, 2)
 
     def gated_norm(
         self,
@@ -225,13 +219,11 @@ class MixerKernels:
         shared: bool,
     ) -> torch.Tensor | None:
         """The same in one kernel; None where there is none."""
-        out: torch.Tensor
         try:
             if shared and not gate_first:
                 _, norm = self._first("gated norm", (FLA, "fla.modules.norm.fused_norm_gate", "rms_norm_gated"))
                 heads = x.reshape(-1, group), z.reshape(-1, group)
-                out = norm(*heads, weight, None, activation="sigmoid" if sigmoid else "swish", eps=eps)
-                return out.view(x.shape)
+                return _output(norm(*heads, weight, None, activation="sigmoid" if sigmoid else "swish", eps=eps)).view(x.shape)
             if shared or sigmoid:
                 return None
             _, norm = self._first(
@@ -241,8 +233,13 @@ class MixerKernels:
             )
         except MissingKernelError:
             return None
-        out = norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first)
-        return out
+        return _output(norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first))
+
+
+def _output(result: Any) -> torch.Tensor:
+    """The output of a kernel: what it returns, or the first of several."""
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return output
 
 
 def _delta_rule(
@@ -250,17 +247,14 @@ def _delta_rule(
 ) -> torch.Tensor:
     """One of the delta rules; recent kernels also compute the decay and the write strength."""
     q, k, v, decay, beta = inputs
-    out: torch.Tensor
     if package == FLA and "use_beta_sigmoid_in_kernel" in signature(rule).parameters:
         gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten()}
-        out = rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates)[0]
-        return out
+        return _output(rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates))
     scale = a_log.float().exp().view(-1, *(1,) * (decay.dim() - 3))
     gate = -scale * functional.softplus(decay.float() + dt_bias.float().view(decay.shape[2:]))
     if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
         q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
-    out = rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
-    return out
+    return _output(rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True))
 
 
 @cache

@@ -15,6 +15,7 @@ from gemmscope.model.layer_spec import MixerSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark
+from gemmscope.workload.mixers import input_widths
 
 
 def mixer_of(kit: Kit, hidden: int, spec: MixerSpec, sequence: int, norm: NormSpec | None) -> nn.Module:
@@ -34,7 +35,7 @@ class Mixer(nn.Module):
     def __init__(self, kit: Kit, hidden: int, spec: MixerSpec, sequence: int, norm: NormSpec | None) -> None:
         super().__init__()
         self.kit, self.spec, self.sequence = kit, spec, sequence
-        self.columns = self.input_columns()
+        self.columns = input_widths(spec)
         width = sum(self.columns.values())
         self.prepare(hidden, norm)
         self.projection = kit.norm_linear(None if self.normed_apart else norm, hidden, width, bias=spec.in_bias)
@@ -50,10 +51,6 @@ class Mixer(nn.Module):
 
     def prepare(self, hidden: int, norm: NormSpec | None) -> None:
         """Create what this kind has besides projections and convolution."""
-
-    def input_columns(self) -> dict[str, int]:
-        """Names and widths of the outputs of the input projection, in order."""
-        raise NotImplementedError
 
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         """[batch, sequence, inner] from the convolved and the plain columns."""
@@ -110,11 +107,6 @@ class Mamba2(Mixer):
         heads = self.spec.heads
         self.a_log, self.skip, self.dt_bias = (self.parameter(heads, exact=True) for _ in range(3))
 
-    def input_columns(self) -> dict[str, int]:
-        spec = self.spec
-        gate = {"z": spec.inner} if spec.gated else {}
-        return {**gate, "v": spec.inner, "k": spec.keys, "q": spec.keys, "a": spec.heads}
-
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         spec = self.spec
         x = parts["v"].unflatten(-1, (spec.heads, spec.value_dim))
@@ -138,9 +130,6 @@ class Mamba(Mixer):
         self.skip = self.parameter(spec.inner, exact=True)
         weighted = (spec.rank, spec.key_dim, spec.key_dim) if spec.state_norm == "weighted" else ()
         self.state_weights = nn.ParameterList(self.parameter(width) for width in weighted)
-
-    def input_columns(self) -> dict[str, int]:
-        return {"v": self.spec.inner, "z": self.spec.inner}
 
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         spec, x = self.spec, parts["v"]
@@ -166,11 +155,6 @@ class GatedDelta(Mixer):
     def prepare(self, hidden: int, norm: NormSpec | None) -> None:  # noqa: ARG002
         self.a_log, self.dt_bias = (self.parameter(self.spec.heads, exact=True) for _ in range(2))
 
-    def input_columns(self) -> dict[str, int]:
-        spec = self.spec
-        gate = {"z": spec.inner} if spec.gated else {}
-        return {"q": spec.keys, "k": spec.keys, "v": spec.inner, **gate, "b": spec.heads, "a": spec.heads}
-
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         spec = self.spec
         q, k = (parts[name].unflatten(-1, (spec.groups, spec.key_dim)) for name in ("q", "k"))
@@ -193,9 +177,6 @@ class Kda(GatedDelta):
         self.ups = nn.ModuleList(kit.linear(spec.rank, width, bias=False) for width in widths)
         self.a_log = self.parameter(spec.heads, exact=True)
         self.dt_bias = self.parameter(spec.heads * spec.key_dim, exact=True)
-
-    def input_columns(self) -> dict[str, int]:
-        return {"q": self.spec.keys, "k": self.spec.keys, "v": self.spec.inner, "b": self.spec.heads}
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         x = self.norm(x)
@@ -220,10 +201,6 @@ class Lightning(Mixer):
         self.decay = -rates
         self.out_norm = self.kit.norm(NormSpec(), self.spec.inner) if self.spec.norm else nn.Identity()
 
-    def input_columns(self) -> dict[str, int]:
-        spec = self.spec
-        return {"q": spec.keys, "k": spec.keys, "v": spec.inner, **({"z": spec.inner} if spec.gated else {})}
-
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         spec = self.spec
         sizes = {"q": spec.key_dim, "k": spec.key_dim, "v": spec.value_dim}
@@ -238,10 +215,6 @@ class ShortConvolution(Mixer):
     """A gated short convolution (LFM2): the product of two parts of the projection is convolved, and multiplied by the third."""
 
     convolved = ("v",)
-
-    def input_columns(self) -> dict[str, int]:
-        inner = self.spec.inner
-        return {"q": inner, "k": inner, "v": inner}
 
     def mix(self, projected: torch.Tensor, **how: Any) -> torch.Tensor:
         assert self.conv_weight is not None

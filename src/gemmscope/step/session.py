@@ -13,7 +13,7 @@ from gemmscope.options.measuring import StepOptions
 from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepSettings, StepTimes, VariantResult
-from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times, with_captured
+from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.stack_plan import StackPlan
 from gemmscope.step.step_campaign import StepCampaign
@@ -61,14 +61,13 @@ class StepSession:
         together."""
         predicted = self.run(f"running the step of {of} in {', '.join(self.recipes)} …")
         real, as_deep = self.verify() if options.verify and not self.interrupted else (None, None)
-        verified = [campaign.results if campaign is not None else None for campaign in (real, as_deep)]
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
-        times = step_times(predicted.results, self.recipes, summed, run.tokens_per_gpu, *verified)
-        times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
         graphs = self.capture(depth) if options.cuda_graphs and not self.interrupted else None
-        if graphs is not None:
-            times = with_captured(times, graphs.results)
+        beside = {"real": real, "as_deep": as_deep, "captured": graphs}
+        measured = {name: campaign.results for name, campaign in beside.items() if campaign is not None}
+        times = step_times(predicted.results, self.recipes, summed, run.tokens_per_gpu, **measured)
+        times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
         recommended, mixed = self.recommend(predicted, times, try_mixed=options.try_mixed)
         batches = self.break_even(times) if options.break_even and not self.interrupted else ()
         runs = [campaign for campaign in (predicted, real, as_deep, graphs, mixed) if campaign is not None]

@@ -68,11 +68,11 @@ class Stack(nn.Module):
         super().__init__()
         self.plan, self.kit = plan, kit
         make: dict[str, Any] = {"device": device, "dtype": kit.precision}
-        vocabulary, hidden = plan.vocab_size, plan.hidden_size
+        vocabulary, hidden = plan.model.vocab_size, plan.model.hidden_size
         self.embedding = nn.Embedding(vocabulary, hidden, **make) if vocabulary and plan.embeds else None
-        self.head = nn.Linear(hidden, vocabulary, bias=plan.head_bias, **make) if vocabulary and plan.heads else None
-        self.final_norm = kit.norm(plan.norm, hidden) if plan.heads else nn.Identity()
-        tied = self.head if plan.tied_embeddings else None
+        self.head = nn.Linear(hidden, vocabulary, bias=plan.model.head_bias, **make) if vocabulary and plan.heads else None
+        self.final_norm = kit.norm(plan.model.norm, hidden) if plan.heads else nn.Identity()
+        tied = self.head if plan.model.tied_embeddings else None
         if tied is not None:
             tied.weight = None
         self.ends = weights.adopt(self, -1)
@@ -80,14 +80,14 @@ class Stack(nn.Module):
             tied.weight = self.embedding.weight
         self.shards = Shards(kit, plan.shares)
         blocks, self.inner = [], []
-        for layer, slot, kept in zip(plan.layers, plan.slots, kept_layers(plan, kit.recipe.kept), strict=True):
+        for layer, slot, kept in zip(plan.model.layers, plan.slots, kept_layers(plan, kit.recipe.kept), strict=True):
             block = Block(kit, layer, plan, self.shards, kept=kept)
             self.inner += weights.adopt(block, slot)
             blocks.append(kit.finish(block, kept=kept))
         self.blocks = nn.ModuleList(blocks)
+        count = plan.model.prediction_layers
         predictions = [
-            Prediction(kit, plan, self.shards)
-            for _ in range(min(plan.predictions, 1) if plan.prediction_shared else plan.predictions)
+            Prediction(kit, plan, self.shards) for _ in range(min(count, 1) if plan.model.prediction_shared else count)
         ]
         for number, prediction in enumerate(predictions):
             self.inner += weights.adopt(prediction, -2 - number)
@@ -97,14 +97,14 @@ class Stack(nn.Module):
         """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
         tokens = x = self.shards.kept(self.embedding(x) if self.embedding is not None else x)
         how = self.kit.arguments(first=first)
-        with self.kit.low_precision():
+        with self.kit.autocast():
             for block in self.blocks:
                 run = partial(block, **how)
-                x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
+                x = self.kit.checkpoint(run, x) if self.plan.run.recompute == "full" else run(x)
             predicted, further = x, []
-            for number in range(self.plan.predictions):  # each goes on where the one before ended
+            for number in range(self.plan.model.prediction_layers):  # each goes on where the one before ended
                 run = partial(self.predictions[number % len(self.predictions)], **how)
-                full = self.plan.recompute == "full"
+                full = self.plan.run.recompute == "full"
                 predicted = self.kit.checkpoint(run, predicted, tokens) if full else run(predicted, tokens)
                 further.append(predicted)
         loss = self._loss(self.final_norm(mark(x, "head")), labels)
@@ -130,7 +130,7 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
-        self._model = kit.compile_whole(self.stack)
+        self._model = kit.compile(self.stack, "whole")
         self._first_part = "model" if kit.compiled == "whole" else "embedding"  # marks inside would split what is compiled
         self._weights, self._real = weights, real
         self._every = updated = [*self.stack.inner, *self.stack.ends]
@@ -188,11 +188,11 @@ def _optimizer(parameters: list[nn.Parameter], weights: Weights) -> torch.optim.
 
 
 def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    vocabulary = plan.vocab_size
-    labels = torch.randint(vocabulary, (plan.tokens,), device=device) if vocabulary else torch.zeros(0, device=device)
+    vocabulary = plan.model.vocab_size
+    labels = torch.randint(vocabulary, (plan.run.tokens,), device=device) if vocabulary else torch.zeros(0, device=device)
     if vocabulary and plan.embeds:
-        return torch.randint(vocabulary, (plan.tokens,), device=device), labels
-    return torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True), labels
+        return torch.randint(vocabulary, (plan.run.tokens,), device=device), labels
+    return torch.randn(plan.run.tokens, plan.model.hidden_size, device=device, dtype=precision, requires_grad=True), labels
 
 
 class GraphMemory:

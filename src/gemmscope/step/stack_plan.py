@@ -17,15 +17,16 @@ from math import gcd
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
-from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec
+from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher
-from gemmscope.recipe.recipes import recipe
+from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.roles import kit_part, name_of
 from gemmscope.step.module_plan import ModulePlan
+from gemmscope.toml import load_data
 from gemmscope.workload import sharding
-from gemmscope.workload.derive import derive
-from gemmscope.workload.mixers import input_widths
+from gemmscope.workload.derive import Workload, derive
+from gemmscope.workload.ops import Linear
 
 MOST_WEIGHTS = 4  # layers that have their own weights, over all kinds, unless there are more kinds
 MOST_KINDS = 12
@@ -64,76 +65,74 @@ def norm_places(layer: LayerSpec) -> NormPlaces:
 
 @dataclass(frozen=True)
 class StackPlan:
-    """One rank's step: `layers` in the order they run, `slots[i]` the weights that layer i uses, `expert_rows` by layer."""
+    """One rank's step: `model` and `run` as they are there. Its layers are those of this rank, in the order they run and with the
+    sizes of its share; `slots[i]` are the weights that layer i uses."""
 
-    hidden_size: int
-    layers: tuple[LayerSpec, ...]
+    model: ModelSpec
+    run: RunSpec
     slots: tuple[int, ...]
-    norm: NormSpec
-    vocab_size: int | None
-    tied_embeddings: bool
-    head_bias: bool
-    micro_batch_size: int
-    sequence_length: int
-    expert_rows: tuple[int, ...] = ()
+    linears: tuple[tuple[str, int, int], ...]  # that a recipe may quantize: role, input and output features
+    expert_rows: tuple[int, ...] = ()  # by expert
     embeds: bool = True  # the first pipeline stage does
     heads: bool = True  # the last one does
-    accumulation: int = 1
-    recompute: str = "none"
-    separate_projections: bool = False
-    predictions: int = 0  # layers of multi-token prediction, after the last one
-    prediction: LayerSpec | None = None
-    prediction_shared: bool = False  # they use the same weights
-    tp: int = 1
-    expert_tp: int = 1
-    sequence_parallel: bool = False
     layers_before: int = 0  # on earlier pipeline stages
     layers_after: int = 0  # on later ones
 
     @property
     def depth(self) -> int:
-        return len(self.layers)
+        return len(self.model.layers)
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.sequence_length
+    def micro_batch_size(self) -> int:
+        return self.run.micro_batch_size
+
+    @property
+    def sequence_length(self) -> int:
+        return self.run.sequence_length
+
+    @property
+    def accumulation(self) -> int:
+        return self.run.gradient_accumulation
 
     @property
     def shares(self) -> int:
         """How many ranks share the tokens outside the blocks that tensor parallelism splits."""
-        return self.tp if self.sequence_parallel else 1
+        return self.run.tp if self.run.sequence_parallel else 1
 
-    def low_precision_sizes(self) -> dict[str, int]:
-        """The sizes of all GEMMs that may run in low precision, by name."""
-        sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
-        if self.prediction is not None:
-            sizes["output of the prediction layer's projection"] = self.hidden_size // self.tp
-        for layer in dict.fromkeys((*self.layers, *((self.prediction,) if self.prediction is not None else ()))):
-            sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
-            sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
-            if isinstance(layer.mlp, MoeSpec):
-                sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
-                shared = layer.mlp.shared
-                sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
-                sizes |= {"experts' width": layer.mlp.latent} if layer.mlp.latent is not None else {}
-            elif layer.mlp is not None:
-                sizes["intermediate size"] = layer.mlp.intermediate_size
-        return sizes
+    def misaligned(self, recipe: Recipe) -> str:
+        """Why its GEMMs do not run in a recipe, in the words of a forecast; empty if they do."""
+        reasons = (
+            f"{name_of(role)}: {reason}"
+            for role, inputs, outputs in self.linears
+            if (reason := recipe.misaligned({"tokens": self.run.tokens, "input features": inputs, "output features": outputs}))
+        )
+        return next(reasons, "")
 
     @property
     def period(self) -> int:
         """The fewest layers in which every kind has its exact share."""
-        return self.depth // gcd(*Counter(self.layers).values())
+        return self.depth // gcd(*Counter(self.model.layers).values())
+
+    def weights(self, most: int) -> dict[int, float]:
+        """Depths to run, the deepest of at most `most` layers, with the weight of each in the step of the whole model: on the
+        line through two of them."""
+        if not 1 < most < self.depth:
+            return {min(most, self.depth): 1.0}
+        half = most // 2
+        beyond = (self.depth - most) / (most - half)
+        return {most: 1 + beyond, half: -beyond}
 
     def with_depth(self, depth: int) -> StackPlan:
         """So many of its layers: each kind keeps its share, and they are chosen evenly."""
-        chosen = evenly_chosen(self.layers, depth)
-        return replace(self, layers=tuple(self.layers[i] for i in chosen), slots=tuple(self.slots[i] for i in chosen))
+        chosen = evenly_chosen(self.model.layers, depth)
+        model = replace(self.model, layers=tuple(self.model.layers[i] for i in chosen))
+        return replace(self, model=model, slots=tuple(self.slots[i] for i in chosen))
 
     def with_batch(self, micro_batch_size: int, sequence_length: int) -> StackPlan:
         """The same layers on another batch."""
-        rows = tuple(max(16, row * micro_batch_size * sequence_length // self.tokens // 16 * 16) for row in self.expert_rows)
-        return replace(self, micro_batch_size=micro_batch_size, sequence_length=sequence_length, expert_rows=rows)
+        run = replace(self.run, micro_batch_size=micro_batch_size, sequence_length=sequence_length)
+        rows = tuple(max(16, row * run.tokens // self.run.tokens // 16 * 16) for row in self.expert_rows)
+        return replace(self, run=run, expert_rows=rows)
 
     def padded(self, multiple: int) -> StackPlan:
         """The plan with experts' tokens padded to a multiple of what a recipe needs (they are multiples of 16 already)."""
@@ -176,72 +175,46 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
             f"remove {option('cp')}, or use gemmscope forecast, which supports it",
         )
-    stage = derive(model, run).stage
+    workload = derive(model, run)
+    stage = workload.stage
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
     if not chosen:
         message = f"pipeline stage {stage} has no layers, so low precision cannot speed up its step"
         raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
-    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
-    layers = tuple(_of_rank(layer, run) for layer in chosen)
+    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None and (embeds or heads) else None
     predicts = model.prediction_layers > 0 and heads and vocab is not None
     every = (*chosen, model.predicting) if predicts else chosen
     moe = next((layer.mlp for layer in every if isinstance(layer.mlp, MoeSpec)), None)
+    of_rank = replace(
+        model,
+        layers=tuple(_of_rank(layer, run) for layer in chosen),
+        vocab_size=vocab,
+        tied_embeddings=model.tied_embeddings and embeds and heads,
+        prediction_layers=model.prediction_layers if predicts else 0,
+        prediction_layer=_of_rank(model.predicting, run),
+    )
+    linears = [op for op in workload.ops if isinstance(op, Linear) and op.facts.part == "GEMMs"]
     plan = StackPlan(
-        hidden_size=model.hidden_size,
-        layers=layers,
-        slots=share_weights(layers),
-        norm=model.norm,
-        vocab_size=vocab if embeds or heads else None,
+        model=of_rank,
+        run=run,
+        slots=share_weights(of_rank.layers),
+        linears=tuple(dict.fromkeys((op.role, op.inputs, op.outputs) for op in linears)),
+        expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
         embeds=embeds,
         heads=heads,
-        tied_embeddings=model.tied_embeddings and embeds and heads,
-        head_bias=model.head_bias,
-        micro_batch_size=run.micro_batch_size,
-        sequence_length=run.sequence_length,
-        expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
-        accumulation=run.gradient_accumulation,
-        recompute=run.recompute,
-        separate_projections=run.separate_projections,
-        predictions=model.prediction_layers if predicts else 0,
-        prediction=_of_rank(model.predicting, run) if predicts else None,
-        prediction_shared=model.prediction_shared,
-        tp=run.tp,
-        expert_tp=run.expert_tp,
-        sequence_parallel=run.sequence_parallel,
         layers_before=first,
         layers_after=len(model.layers) - last,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    return padded, _differences(model, run, every)
-
-
-def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
-    sizes = {"attention's output width": spec.out_width}
-    if spec.latent is not None:
-        latent, plain = spec.latent, spec.head_dim - spec.latent.rope_dim
-        sizes |= {"width of queries": spec.q_width, "key/value rank": latent.kv_rank}
-        sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
-        sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
-        return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
-    if separate and not spec.stored_fused:
-        names = ("width of queries", "width of keys", "width of values")
-        return sizes | dict(zip(names, projected_widths(spec), strict=False))
-    return sizes | {"width of queries, keys and values": sum(projected_widths(spec))}  # by one GEMM
+    return padded, _differences(model, run, every, workload)
 
 
 def projected_widths(spec: AttentionSpec) -> list[int]:
     """The widths of queries, keys and values; fewer if keys are values too, or are those of another layer."""
     widths = [spec.q_proj_width, spec.k_width, spec.v_width]
     return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
-
-
-def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
-    sizes = {"mixer's output width": spec.inner, "mixer's input width": sum(input_widths(spec).values())}
-    if spec.kind == "kda":
-        sizes |= {"rank of the mixer's gates": spec.rank, "width of the mixer's decay": spec.heads * spec.key_dim}
-    return sizes
 
 
 def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
@@ -285,20 +258,23 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
     return replace(mlp, intermediate_size=mlp.intermediate_size // parts)
 
 
-def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
+def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...], workload: Workload) -> list[Finding]:
     """What the stack does not run as the model does."""
     mlps = [layer.mlp for layer in layers]
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
     norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
-    beside = [name_of(linear.role) for layer in dict.fromkeys(layers) for linear in layer.extra]
-    beside = list(dict.fromkeys([*beside, *(name_of(linear.role) for linear in (*model.first_linears, *model.last_linears))]))
+    known = load_data("gemmscope.step", "stack_ops.toml")
+    not_run = [op for op in workload.ops if op.role not in (*known["run"], *known["told"])]
+    linears = list(dict.fromkeys(op.name for op in not_run if isinstance(op, Linear)))
+    others = list(dict.fromkeys(op.name for op in not_run if not isinstance(op, Linear)))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
         "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
         "some-norms-not-run": bool(norms),
-        "extra-linears-not-run": bool(beside),
+        "extra-linears-not-run": bool(linears),
+        "ops-not-run": bool(others),
         "activation-replaced": bool(unknown),
         "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
         "quantized-after-gather": run.sequence_parallel and run.tp > 1,
@@ -308,7 +284,8 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     facts = {
         "some-norms-not-run": {"norms": list(map(str, norms))},
         "activation-replaced": {"activations": unknown},
-        "extra-linears-not-run": {"linears": beside},
+        "extra-linears-not-run": {"linears": linears},
+        "ops-not-run": {"ops": others},
     }
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 

@@ -54,33 +54,23 @@ class StepCampaign(Campaign[StepMeasurements]):
         return self.plan.depth if self.most_layers is None else min(self.plan.depth, self.most_layers)
 
     def _empty(self, depth: int) -> StepMeasurements:
-        return StepMeasurements(self._variants(depth), self.plan.depth, self._weights(depth))
-
-    def _weights(self, depth: int) -> dict[int, float] | None:
-        """The depths to run of a live model that is not run at its whole depth, with their weights in the estimate."""
-        return self.plan.weights(depth) if isinstance(self.plan, ModulePlan) else None
-
-    def _variants(self, depth: int) -> list[Variant]:
-        """Every recipe at this depth; if it is not the whole one, also at those that the whole one is extrapolated from."""
-        depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
-        depths = list(self._weights(depth) or depths)
+        """Every recipe at this depth; if it is not the whole one, at the depths that the whole one is extrapolated from."""
+        weights = {depth: 1.0} if self.real else self.plan.weights(depth)
         plans = [*(PartialRecipe(recipe) for recipe in self.recipes), *self.mixed]
-        return [
-            Variant(plan.recipe, layers, plan.left_out, self.real, self.captured_depth is not None)
-            for plan in plans
-            for layers in depths
-        ]
+        captured = self.captured_depth is not None
+        variants = [Variant(plan.recipe, layers, plan.left_out, self.real, captured) for plan in plans for layers in weights]
+        return StepMeasurements(variants, self.plan.depth, weights)
 
     @property
     def silence_s(self) -> float:
         """A step of many micro-batches takes longer; and Triton tunes the kernels of mixers when they first run."""
-        layers = self.plan.layers if isinstance(self.plan, StackPlan) else ()
+        layers = self.plan.model.layers if isinstance(self.plan, StackPlan) else ()
         tuning = TUNING if any(layer.mixer is not None for layer in layers) else 1.0
         return self.settings.silence_s * max(tuning, self.plan.accumulation / 4)
 
     @property
     def part(self) -> str:
-        variants = [variant.to_json() for variant in self._variants(self.first_depth)]
+        variants = [result.variant.to_json() for result in self._empty(self.first_depth).tasks.values()]
         return fingerprint_of(self.plan, self.settings, variants)
 
     def run(self) -> StepMeasurements:
@@ -131,10 +121,10 @@ class StepCampaign(Campaign[StepMeasurements]):
     def uncertainties(self, tasks: Sequence[str]) -> list[Uncertainty]:  # noqa: ARG002
         """The uncertainty of every speedup; if only the baseline is run, that of its time."""
         others = [name for name in self.recipes if name != BASELINE]
-        intervals = [self.results.speedup(name, real=self.real) for name in others]
-        intervals += [self.results.speedup(plan.recipe, plan.left_out, real=self.real) for plan in self.mixed]
+        intervals = [self.results.speedup(name) for name in others]
+        intervals += [self.results.speedup(plan.recipe, plan.left_out) for plan in self.mixed]
         if not others:
-            intervals = [self.results.step(BASELINE, real=self.real)]
+            intervals = [self.results.step(BASELINE)]
         return [Uncertainty(interval.half_width) for interval in intervals if interval is not None]
 
 

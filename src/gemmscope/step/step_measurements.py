@@ -5,6 +5,7 @@ of their steps, each times a weight: on the line through two depths, or so that 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from gemmscope.results.step import Variant, VariantResult
 
 
 class StepMeasurements(ResultStore[VariantResult]):
-    """All variants of a step by their name."""
+    """All variants of a step by their name. `layers`: of the whole model; `weights`: of each depth in its step, if several are
+    run."""
 
-    def __init__(self, variants: Iterable[Variant], layers: int, weights: Mapping[int, float] | None = None) -> None:
+    def __init__(self, variants: Iterable[Variant], layers: int, weights: Mapping[int, float] = MappingProxyType({})) -> None:
         super().__init__({variant.name: VariantResult(variant) for variant in variants})
-        self.layers = layers  # of the whole model
-        self.weights = weights  # of each depth in the whole model; None: on the line through the two deepest
+        self.layers, self.weights = layers, weights
 
     def take(self, message: Message) -> None:
         """Record one message of the worker."""
@@ -43,14 +44,14 @@ class StepMeasurements(ResultStore[VariantResult]):
         must hold for the steps of another process too, which begin in another state."""
         return noise_of((self.pieces[name] for name, result in self.tasks.items() if result.measured), swings=False)
 
-    def of(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> list[VariantResult]:
+    def of(self, recipe: str, left_out: tuple[str, ...] = ()) -> list[VariantResult]:
         """The variants of one plan, the deepest first."""
-        chosen = [
-            result
-            for result in self.tasks.values()
-            if (result.variant.recipe, result.variant.left_out, result.variant.real) == (recipe, left_out, real)
-        ]
+        chosen = [one for one in self.tasks.values() if (one.variant.recipe, one.variant.left_out) == (recipe, left_out)]
         return sorted(chosen, key=lambda result: -result.variant.depth)
+
+    def failure(self, recipe: str) -> str:
+        """Why a recipe has no step; empty if that is not known."""
+        return next((result.failure for result in self.of(recipe) if result.failure), "")
 
     def deepest(self, recipe: str) -> VariantResult | None:
         """The deepest variant of a recipe that was measured."""
@@ -61,23 +62,17 @@ class StepMeasurements(ResultStore[VariantResult]):
         flat = [piece for burst in self.pieces[result.variant.name] for piece in burst]
         return sum(flat) / len(flat)
 
-    def step(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> Interval | None:
-        """Milliseconds of the whole model's step (`real`: of the depth that was run)."""
-        bursts, weights = self._line(self.of(recipe, left_out, real=real))
+    def step(self, recipe: str, left_out: tuple[str, ...] = ()) -> Interval | None:
+        """Milliseconds of the whole model's step."""
+        bursts, weights = self._summands(recipe, left_out)
         return interval_of(bursts, lambda means: _weighted(weights, means), self.noise(), 0) if bursts else None
 
     def speedup(
-        self,
-        recipe: str,
-        left_out: tuple[str, ...] = (),
-        *,
-        over: str = BASELINE,
-        over_left_out: tuple[str, ...] = (),
-        real: bool = False,
+        self, recipe: str, left_out: tuple[str, ...] = (), *, over: str = BASELINE, over_left_out: tuple[str, ...] = ()
     ) -> Interval | None:
         """The step's speedup over another plan."""
-        slow, slow_weights = self._line(self.of(over, over_left_out, real=real))
-        fast, fast_weights = self._line(self.of(recipe, left_out, real=real))
+        slow, slow_weights = self._summands(over, over_left_out)
+        fast, fast_weights = self._summands(recipe, left_out)
         if not slow or not fast:
             return None
         split = len(slow)
@@ -88,31 +83,20 @@ class StepMeasurements(ResultStore[VariantResult]):
         return interval_of([*slow, *fast], ratio, self.noise(), 0)
 
     def extrapolated(self, recipe: str, quantity: Callable[[VariantResult], float | None]) -> float | None:
-        """A quantity of the whole model: as it was measured, or on the line through two depths."""
-        measured = [result for result in self.of(recipe) if result.measured]
-        weights = self._weights([result.variant for result in measured])
-        values = [quantity(result) for result in measured[: len(weights)]]
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
-            return None
-        return sum(weight * value for weight, value in zip(weights, known, strict=True))
+        """A quantity of the whole model, from those of the depths that were run; None if one of them is missing."""
+        terms = [(self._weight(result), quantity(result)) for result in self.of(recipe)]
+        known = [weight * value for weight, value in terms if value is not None]
+        return sum(known) if known and len(known) == len(terms) else None
 
-    def _line(self, results: list[VariantResult]) -> tuple[list[Bursts], list[float]]:
+    def _summands(self, recipe: str, left_out: tuple[str, ...]) -> tuple[list[Bursts], list[float]]:
         """What to add up, with which weights, to get the whole model's step; nothing if a part is missing."""
-        if not results or not all(result.measured for result in results):
+        results = self.of(recipe, left_out)
+        if not all(result.measured for result in results):
             return [], []
-        weights = self._weights([result.variant for result in results])
-        return [self.pieces[result.variant.name] for result in results[: len(weights)]], weights
+        return [self.pieces[result.variant.name] for result in results], [self._weight(result) for result in results]
 
-    def _weights(self, variants: Sequence[Variant]) -> list[float]:
-        """The weights of the first of these variants, the deepest first; those beyond are not needed."""
-        depths = [variant.depth for variant in variants]
-        if len(variants) < 2 or variants[0].real or depths[0] == self.layers:
-            return [1.0][: len(variants)]
-        if self.weights is not None and set(depths) == set(self.weights):
-            return [self.weights[depth] for depth in depths]
-        beyond = (self.layers - depths[0]) / (depths[0] - depths[1])
-        return [1 + beyond, -beyond]
+    def _weight(self, result: VariantResult) -> float:
+        return self.weights.get(result.variant.depth, 1.0)
 
 
 def _weighted(weights: Sequence[float], means: Sequence[Floats]) -> Floats:

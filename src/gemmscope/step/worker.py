@@ -7,7 +7,6 @@ A *variant* is a recipe, with the parts that are left in BF16, at a depth. All v
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
 from gemmscope.engine.timer import Burst, busy_ms, done_burst, elapsed_ms, kernel_run, segments
-from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
+from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind, versions_of
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.kits import KITS
@@ -59,12 +58,9 @@ class StepWorker(MeasuringProcess):
         self.kit = self.load(KITS)
         if self.kit is None:
             return
-        versions = {"torch": torch.__version__}
-        if self.on_gpu:
-            versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
         if isinstance(self.plan, ModulePlan) and not self._tried(self.plan):
             return
-        self.say(Hello(versions, self.device_facts()))
+        self.say(Hello(versions_of(self.request["backend"]), self.device_facts()))
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):

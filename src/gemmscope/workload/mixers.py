@@ -71,19 +71,19 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def input_widths(part: MixerSpec) -> dict[str, int]:
-    """Columns of the input projection by letter: queries, keys, values, output gate, write strength (b), decay (a)."""
+    """Columns of the input projection in the order of the models' own code, by letter: queries, keys, values, output gate, write
+    strength (b), decay (a)."""
     if part.kind == "short convolution":
         return {"q": part.inner, "k": part.inner, "v": part.inner}
     if part.kind == "selective scan":
         return {"v": part.inner, "z": part.inner}
+    gate = {"z": part.inner} if part.gated else {}
+    if part.kind == "ssd":
+        return {**gate, "v": part.inner, "k": part.keys, "q": part.keys, "a": part.heads}
     widths = {"q": part.keys, "k": part.keys, "v": part.inner}
     if part.kind == "kda":
         return widths | {"b": part.heads}
-    if part.gated:
-        widths["z"] = part.inner
-    if part.kind == "ssd":
-        return widths | {"a": part.heads}
-    return widths | ({"b": part.heads, "a": part.heads} if part.kind == "gated delta rule" else {})
+    return widths | gate | ({"b": part.heads, "a": part.heads} if part.kind == "gated delta rule" else {})
 
 
 def _scan_parameters(part: MixerSpec) -> int:

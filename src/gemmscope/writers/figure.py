@@ -20,6 +20,7 @@ from matplotlib.figure import Figure, FigureBase
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, RankChart, ScatterChart, WaterfallChart
 from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
+from gemmscope.document.table import grouped
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -163,11 +164,12 @@ def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
 
 def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
     """Group charts of the same kind and unit, wherever they are in the document; waterfalls also by GPU."""
-    groups: dict[tuple[Any, ...], list[Chart]] = {}
-    for chart in charts:
+
+    def kind(chart: Chart) -> tuple[Any, ...]:
         own = chart.title.split(":")[0] if isinstance(chart, WaterfallChart) else getattr(chart, "axis", "")
-        groups.setdefault((type(chart), getattr(chart, "unit", ""), own), []).append(chart)
-    for group in groups.values():
+        return type(chart), getattr(chart, "unit", ""), own
+
+    for group in grouped((kind(chart), chart) for chart in charts).values():
         for first in range(0, len(group), MOST_PANELS):
             yield _block(group[first : first + MOST_PANELS])
 

@@ -13,7 +13,7 @@ the one that is summed over, and along which values share a scale.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,7 +88,7 @@ class Operands:
         with torch.no_grad():
             for name, result in results.items():
                 expected = self._references[name]
-                error = float((result[:SLICE].double() - expected).norm() / expected.norm())
+                error = float((result[: len(expected)].double() - expected).norm() / expected.norm())
                 if not error < LARGEST_ERROR:  # also true for NaN
                     raise ArithmeticError(f"the result of {name} is wrong: relative error {error:.3g} against float64")
                 worst = max(worst, error)
@@ -120,23 +120,21 @@ class BackendOptions:
     as_te_benchmark: bool = False  # linears run forward alone, on inputs that need no gradient
 
 
-@dataclass(frozen=True)
-class TimedStep:
-    """One set of buffers: what is timed, its error, and the order of the passes where it is known."""
+def training_step(
+    call: Callable[..., torch.Tensor], x: torch.Tensor, weights: Sequence[torch.Tensor], grad: torch.Tensor, passes: Sequence[str]
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Forward and backward of a linear, which returns the results of its passes and leaves no gradients."""
 
-    step: Callable[[], Any]
-    error: float
-    order: tuple[str, ...] = ()
+    def step() -> dict[str, Any]:
+        y = call(x)
+        if "dgrad" in passes:
+            y.backward(grad)
+        results = {"fprop": y.detach(), "dgrad": x.grad, "wgrad": weights[0].grad}
+        for tensor in (x, *weights):
+            tensor.grad = None
+        return {name: results[name] for name in passes}
 
-
-def one_after_another(sets: Sequence[TimedStep], note: str = "") -> Prepared:
-    """A task that runs on each set of buffers in turn."""
-
-    def run() -> None:
-        for timed in sets:
-            timed.step()
-
-    return Prepared(run, len(sets), max(timed.error for timed in sets), note, sets[0].order)
+    return step
 
 
 class Backend:
@@ -146,10 +144,6 @@ class Backend:
 
     def __init__(self, operands: OperandStore, options: BackendOptions) -> None:
         self._operands, self._options = operands, options
-
-    def versions(self) -> Mapping[str, str]:
-        """The versions of the packages that it uses."""
-        return {"torch": torch.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         """Why this GPU or these versions cannot run the recipe; empty if they can."""
@@ -163,5 +157,15 @@ class Backend:
         """Work that is done for all tasks at once before they are prepared one by one, such as compiling kernels in parallel."""
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        """Allocate, quantize where the mode requires it, check the result against float64, and return what will be timed."""
+        """What will be timed: the task on each of so many sets of buffers in turn."""
+        sets = [self.prepare_set(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
+
+        def run() -> None:
+            for one in sets:
+                one.run()
+
+        return replace(sets[0], run=run, copies=copies, error=max(one.error for one in sets))
+
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
+        """Allocate, quantize where the mode requires it, and check the result against float64, on one set of buffers."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 import torch
 
-from gemmscope.bench.backends.base import Backend
+from gemmscope.bench.backends.base import Backend, Operands, training_step
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.workload.cases import Task
@@ -21,22 +21,12 @@ class CpuBackend(Backend):
             return "nothing is quantized on the CPU, so there are no weights to cache"
         return "grouped GEMMs are not measured on the CPU" if task.case.rows else ""
 
-    def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:  # noqa: ARG002
-        operands = self._operands.get(task.case)
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
-        passes = (task.pass_name,) if task.pass_name else task.case.passes
-        gemms = {name: operands.plain_gemm(name, precision) for name in passes}
-        error = operands.error({name: multiply() for name, multiply in gemms.items()})
         if task.mode == "pre-quantized":
-            return Prepared(gemms[task.pass_name], 1, error)
-        x, weight, grad = (tensor.to(precision).detach() for tensor in (operands.x, operands.weights[0], operands.grad))
-        x.requires_grad_()
-        weight.requires_grad_()
-
-        def step() -> None:
-            y = torch.nn.functional.linear(x, weight)
-            if "dgrad" in task.case.passes:
-                y.backward(grad)
-                x.grad = weight.grad = None
-
-        return Prepared(step, 1, error)
+            gemm = operands.plain_gemm(task.pass_name, precision)
+            return Prepared(gemm, 1, operands.error({task.pass_name: gemm()}))
+        x, weight = (tensor.to(precision).detach().requires_grad_() for tensor in (operands.x, operands.weights[0]))
+        grad = operands.grad.to(precision)
+        step = training_step(lambda x: torch.nn.functional.linear(x, weight), x, [weight], grad, task.case.passes)
+        return Prepared(step, 1, operands.error(step()))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional
 from torch.nn.functional import pad
 
-from gemmscope.bench.backends.base import FACTORS, Backend, Factor, Operands, TimedStep, one_after_another
+from gemmscope.bench.backends.base import FACTORS, Backend, Factor, Operands
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.precisions import number_format as format_facts
 from gemmscope.recipe.precisions import precision_facts
@@ -175,22 +175,11 @@ class TorchBackend(Backend):
             return f"an expert has {uneven} tokens, and grouped GEMMs need a multiple of {ROWS_MULTIPLE_OF}"
         return ""
 
-    def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        sets = []
-        for copy in range(copies):
-            operands = self._operands.get(task.case, copy)
-            gemm = (_grouped_gemm if task.case.rows else _gemm)(task, recipe, operands)
-            sets.append(TimedStep(gemm, operands.error({task.pass_name: _of_first_expert(task, operands, gemm())})))
-        prepared = one_after_another(sets)
-        prepared.run()
-        return prepared
-
-
-def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> torch.Tensor:
-    """The part of a grouped GEMM that has a float64 reference: that of the first expert."""
-    if not task.case.rows:
-        return result
-    return result[0] if task.pass_name == "wgrad" else result[: operands.rows]
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
+        gemm = (_grouped_gemm if task.case.rows else _gemm)(task, recipe, operands)
+        result = gemm()
+        first = result[0] if task.case.rows and task.pass_name == "wgrad" else result  # of experts, the first has a reference
+        return Prepared(gemm, 1, operands.error({task.pass_name: first}))
 
 
 def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:

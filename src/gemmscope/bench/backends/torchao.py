@@ -27,7 +27,7 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped, preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_mm_config
 
-from gemmscope.bench.backends.base import Backend, BackendOptions, Operands, OperandStore, TimedStep, one_after_another
+from gemmscope.bench.backends.base import Backend, BackendOptions, Operands, OperandStore, training_step
 from gemmscope.engine.timer import Prepared
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import Recipe, recipe
@@ -58,9 +58,6 @@ class TorchaoBackend(Backend):
         super().__init__(operands, options)
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILED
-
-    def versions(self) -> Mapping[str, str]:
-        return {**super().versions(), "torchao": torchao.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -96,14 +93,10 @@ class TorchaoBackend(Backend):
         if start is not None:
             start()
 
-    def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         note = self._left_in_bf16(task.case, recipe)
         settings = recipe.settings[self.name] if recipe.quantizes and not note else {}
-        make = _autocast if task.mode == "autocast" else _gemm
-        sets = [make(task, settings, self._operands.get(task.case, copy)) for copy in range(copies)]
-        prepared = one_after_another(sets, note)
-        prepared.run()
-        return prepared
+        return replace((_autocast if task.mode == "autocast" else _gemm)(task, settings, operands), note=note)
 
     def _left_in_bf16(self, case: Case, recipe: Recipe) -> str:
         """Why torchao would not convert this layer; empty if it would."""
@@ -150,24 +143,14 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
+def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> Prepared:
     """Forward and backward of the compiled layer. x requires a gradient, because otherwise there would be no dgrad."""
-    x, grad = operands.x.detach().requires_grad_(), operands.grad
     model = _convert(_model(operands.weights[0]), settings)
     weight = model.get_submodule(LAYER).weight
-    call = torch.compile(model, **COMPILED)
-    trains = "dgrad" in task.case.passes
-
-    def step() -> dict[str, Any]:
-        y = call(x)
-        if trains:
-            y.backward(grad)
-        results = {"fprop": y.detach(), "dgrad": x.grad, "wgrad": weight.grad}
-        x.grad = weight.grad = None
-        return {name: results[name] for name in task.case.passes}
-
+    x = operands.x.detach().requires_grad_()
+    step = training_step(torch.compile(model, **COMPILED), x, [weight], operands.grad, task.case.passes)
     error = operands.error(step())
-    return TimedStep(step, error, _order(step, task.case))
+    return Prepared(step, 1, error, order=_order(step, task.case))
 
 
 def _order(step: Callable[[], Any], case: Case) -> tuple[str, ...]:
@@ -193,11 +176,11 @@ def _inside_gemm(call: Any) -> bool:
     return above is not None and (above.name in GEMM_OPS or _inside_gemm(above))
 
 
-def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
+def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> Prepared:
     """The GEMM of one pass, on operands that are cast as the recipe says."""
     make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else None
     step = make(task.pass_name, settings, operands) if make else operands.plain_gemm(task.pass_name)
-    return TimedStep(step, operands.error({task.pass_name: step()}))
+    return Prepared(step, 1, operands.error({task.pass_name: step()}))
 
 
 def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:

@@ -9,8 +9,9 @@ FP8 only in the recipe object.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from gemmscope.bench.backends.base import Backend, Operands, TimedStep, one_after_another
+from gemmscope.bench.backends.base import Backend, Operands, training_step
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.workload.cases import Case, Task
@@ -34,9 +35,6 @@ class TransformerEngineBackend(Backend):
     """Transformer Engine as it is installed."""
 
     name = "transformer_engine"
-
-    def versions(self) -> Mapping[str, str]:
-        return {**super().versions(), "transformer_engine": transformer_engine.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -71,51 +69,31 @@ class TransformerEngineBackend(Backend):
             list(threads.map(quantize, jobs))
         torch.cuda.synchronize()
 
-    def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
+    def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         make = self._autocast if task.mode == "autocast" else self._grouped_gemm if task.case.rows else self._gemm
-        return one_after_another([make(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)])
+        return make(task, recipe, operands)
 
-    def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
+    def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         """Forward and backward of the module. x requires a gradient; else dgrad and the weight's second copy would vanish.
 
         In Transformer Engine's own script they do.
         """
         kept = _start_afresh()
-        x, grad = operands.x.detach().requires_grad_(not self._options.as_te_benchmark), operands.grad
+        x = operands.x.detach().requires_grad_(not self._options.as_te_benchmark)
         call, parameters = _module(task.case, operands)
         precision = self._recipe(recipe)
-        first: dict[str, Any] = {"is_first_microbatch": True} if self._options.cache_weights else {}
-        later: dict[str, Any] = {"is_first_microbatch": False} if self._options.cache_weights else {}
+        first, later = ({"is_first_microbatch": value} if self._options.cache_weights else {} for value in (True, False))
 
-        def forward(which: dict[str, Any] = later) -> torch.Tensor:
+        def forward(x: torch.Tensor, which: dict[str, Any] = later, _kept: Any = kept) -> torch.Tensor:
             with te.autocast(enabled=True, recipe=precision) if precision is not None else contextlib.nullcontext():
                 return call(x, **which)
 
-        def forget() -> None:
-            x.grad = None
-            for parameter in parameters:
-                parameter.grad = None
+        make = partial(training_step, x=x, weights=parameters, grad=operands.grad, passes=task.case.passes)
+        make(partial(forward, which=first))()  # delayed scaling has its scales from the second step on
+        step = make(forward)
+        return Prepared(step, 1, operands.error(step()))
 
-        trains = "dgrad" in task.case.passes
-
-        def step(_kept: Any = kept) -> None:
-            y = forward()
-            if trains:
-                y.backward(grad)
-                forget()
-
-        forward(first).backward(grad)  # delayed scaling has its scales from the second step on
-        forget()
-        y = forward()
-        rows, results = operands.rows, {"fprop": y.detach()[: operands.rows]}
-        if trains:
-            y.backward(grad)
-            results |= {"dgrad": x.grad[:rows], "wgrad": parameters[0].grad}
-        error = operands.error(results)
-        forget()
-        return TimedStep(step, error)
-
-    def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
+    def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         """The GEMM of one pass on operands that the recipe's quantizers made."""
         precision = self._recipe(recipe)
         quantizers = self._quantizers(precision)
@@ -126,9 +104,9 @@ class TransformerEngineBackend(Backend):
         def gemm() -> Any:
             return general_gemm(quantized[left], quantized[right], out_dtype=torch.bfloat16, **settings)
 
-        return TimedStep(gemm, operands.error({task.pass_name: gemm()[0]}))
+        return Prepared(gemm, 1, operands.error({task.pass_name: gemm()[0]}))
 
-    def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
+    def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
         """The same for experts: one GEMM for each expert that has tokens, as `te.GroupedLinear` runs them."""
         precision = self._recipe(recipe)
         rows = task.case.rows
@@ -156,8 +134,7 @@ class TransformerEngineBackend(Backend):
             general_grouped_gemm(quantized[left], quantized[right], out, [None] * len(busy), torch.bfloat16, **settings)
 
         gemm()
-        first = out[0] if task.pass_name == "wgrad" else out[0][: rows[busy[0]]]
-        return TimedStep(gemm, operands.error({task.pass_name: first}) if busy[0] == 0 else float("nan"))
+        return Prepared(gemm, 1, operands.error({task.pass_name: out[0]}) if busy[0] == 0 else float("nan"))
 
     def _quantizers(self, precision: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
         """The quantizers of X, W and dY, for both directions, with the layout that the GEMMs need."""

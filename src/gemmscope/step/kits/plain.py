@@ -81,24 +81,18 @@ class Kit:
 
     def mlp(self, norm: NormSpec | None, hidden: int, spec: MlpSpec, *, separate: bool = False) -> nn.Module:
         """A feed-forward block; `norm`: before it. `separate`: gate and up are a GEMM each."""
-        if norm is not None and not separate:
-            return self.norm_mlp(norm, hidden, spec)
-        block = self._separate_feed_forward(hidden, spec) if separate and spec.gated else self._feed_forward(hidden, spec)
+        block = self._feed_forward(hidden, spec, separate=separate and spec.gated)
         return Chain(self.norm(norm, hidden), block) if norm is not None else block
 
-    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        return Chain(self.norm(norm, hidden), self._feed_forward(hidden, spec))
-
-    def _separate_feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
-        gate, up = (self.linear(hidden, spec.intermediate_size, bias=spec.up_bias) for _ in range(2))
-        down = self.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
-        return FeedForward(spec, self.part("mlp up", up), self.part("mlp down", down), self.part("mlp up", gate))
-
-    def _feed_forward(self, hidden: int, spec: MlpSpec, name: str = "mlp", norm: NormSpec | None = None) -> nn.Module:
-        """A feed-forward block of two linears, each in its own precision; `norm`: before the first."""
-        up = self.norm_linear(norm, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
-        down = self.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
-        return FeedForward(spec, self.part(f"{name} up", up), self.part(f"{name} down", down))
+    def _feed_forward(
+        self, hidden: int, spec: MlpSpec, name: str = "mlp", norm: NormSpec | None = None, *, separate: bool = False
+    ) -> nn.Module:
+        """A feed-forward block of linears that each have their own precision; `norm`: before the first."""
+        width = spec.intermediate_size
+        gate = self.part(f"{name} up", self.linear(hidden, width, bias=spec.up_bias)) if separate else None
+        up = self.norm_linear(norm, hidden, 2 * width if spec.gated and not separate else width, bias=spec.up_bias)
+        down = self.linear(width, hidden, bias=spec.down_bias)
+        return FeedForward(spec, self.part(f"{name} up", up), self.part(f"{name} down", down), gate)
 
     def part(self, name: str, module: nn.Module) -> nn.Module:
         """A part of a layer, in a higher precision if it is kept so."""
@@ -115,14 +109,11 @@ class Kit:
     def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:  # noqa: ARG002
         """Convert a layer of the stack, where the framework does, and compile it, if layers are compiled one by one. `kept`: a
         mix keeps all of it in a higher precision."""
-        return self.compile_layer(block)
+        return self.compile(block)
 
-    def compile_layer(self, layer: nn.Module) -> nn.Module:
-        return compiled_module(layer) if self.compiled == "layers" else layer
-
-    def compile_whole(self, model: nn.Module) -> nn.Module:
-        """Everything from the inputs to the loss, if it is compiled as a whole."""
-        return compiled_module(model) if self.compiled == "whole" else model
+    def compile(self, module: nn.Module, what: str = "layers") -> nn.Module:
+        """One of the layers, or the whole model from its inputs to the loss, if that is what is compiled."""
+        return compiled_module(module) if self.compiled == what else module
 
     def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
         """Why a linear of a live module, called with so many rows, cannot run in this recipe; empty if it can."""
@@ -145,17 +136,13 @@ class Kit:
         plain.weight, plain.bias = linear.weight, linear.bias
         return plain
 
-    def low_precision(self) -> AbstractContextManager[Any]:
-        """The context in which all layers run."""
+    def autocast(self, *, kept: bool = False) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """The context in which all layers run. `kept`: that of a layer, or a part, that a mix keeps in a higher precision."""
         return nullcontext()
 
-    def high_precision(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+    def autocast_of(self, part: str) -> AbstractContextManager[Any]:
         """The context of a part that may be left out of low precision."""
-        return nullcontext()
-
-    def kept_layer(self) -> AbstractContextManager[Any]:
-        """The context of a layer that a mix keeps in a higher precision."""
-        return nullcontext()
+        return self.autocast(kept=True) if part in self.left_out else nullcontext()
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:  # noqa: ARG002
         """Arguments of its modules that depend on the micro-batch: whether it is the step's first (None: the only one)."""
@@ -201,7 +188,7 @@ class HigherPart(nn.Module):
         self.kit, self.name, self.module = kit, name, module
 
     def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
-        with self.kit.high_precision(self.name):
+        with self.kit.autocast_of(self.name):
             return self.module(x, *rows, **how)
 
 

@@ -20,11 +20,6 @@ class TorchaoKit(Kit):
 
     name = "torchao"
 
-    def __init__(
-        self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda", compiled: str = "layers"
-    ) -> None:
-        super().__init__(recipe, left_out, device, compiled)
-
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
         for chosen in (self.recipe, *([recipe_named(self.recipe.kept.recipe)] if self.recipe.kept is not None else [])):
             if chosen.quantizes and "float8" not in chosen.settings.get(self.name, {}):
@@ -33,7 +28,7 @@ class TorchaoKit(Kit):
             return ""
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
-        return self.recipe.misaligned({"tokens": plan.tokens})
+        return self.recipe.misaligned({"tokens": plan.run.tokens})
 
     def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:
         higher = recipe_named(self.recipe.kept.recipe) if self.recipe.kept is not None else None
@@ -43,7 +38,7 @@ class TorchaoKit(Kit):
             self._convert(
                 block, lambda module, name: _fits(module, name) and (kept or bool(parts_of(name) & self.left_out)), higher
             )
-        return self.compile_layer(block)
+        return self.compile(block)
 
     def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over rows

@@ -51,7 +51,7 @@ class TransformerEngineKit(Kit):
         self._higher = _recipe_of(recipe_named(recipe.kept.recipe)) if recipe.kept is not None else None
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
-        return "" if isinstance(plan, ModulePlan) else self.recipe.misaligned(plan.low_precision_sizes())
+        return "" if isinstance(plan, ModulePlan) else plan.misaligned(self.recipe)
 
     def _converted(self, linear: nn.Linear) -> nn.Module:
         make: dict[str, Any] = {"params_dtype": linear.weight.dtype, "device": self.device}
@@ -81,7 +81,9 @@ class TransformerEngineKit(Kit):
             return self.linear(inputs, outputs, bias=bias)
         return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
-    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
+    def mlp(self, norm: NormSpec | None, hidden: int, spec: MlpSpec, *, separate: bool = False) -> nn.Module:
+        if norm is None or separate:
+            return super().mlp(norm, hidden, spec, separate=separate)
         if len(self.left_out & {"mlp up", "mlp down"}) == 1:  # LayerNormMLP has one precision for both
             return self._feed_forward(hidden, spec, norm=norm)
         whole = te.LayerNormMLP(
@@ -103,21 +105,13 @@ class TransformerEngineKit(Kit):
     def routing(self, tokens: int, rows: tuple[int, ...]) -> Routing:
         return FusedRouting(tokens, rows, self.device) if hasattr(te, "moe_permute") else super().routing(tokens, rows)
 
-    def low_precision(self) -> AbstractContextManager[Any]:
+    def autocast(self, *, kept: bool = False) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
         if self._precision is None:
             return nullcontext()
-        entered: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=self._precision)
+        precision = self._higher if kept else self._precision
+        entered: AbstractContextManager[Any] = te.autocast(enabled=precision is not None, recipe=precision)
         return entered
-
-    def high_precision(self, part: str) -> AbstractContextManager[Any]:
-        return self.kept_layer() if part in self.left_out else nullcontext()
-
-    def kept_layer(self) -> AbstractContextManager[Any]:
-        if self._precision is None:
-            return nullcontext()
-        left: AbstractContextManager[Any] = te.autocast(enabled=self._higher is not None, recipe=self._higher)
-        return left
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:
         return {"is_first_microbatch": first}
