@@ -1,6 +1,6 @@
 """The linears of a model in every precision: three GEMMs each, and the quantization of X, W and dY."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -178,28 +178,27 @@ class Forecaster:
             quantize_ms["W"] *= one_way(recipe(name), self.chip)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
-    def in_step(self, linears: Mapping[str, Iterable[tuple[Case, int, int]]]) -> LinearTimes:
-        """The linears of every recipe in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it
-        for every point."""
+    def in_step(self, linears: Iterable[tuple[Case, int, int]], name: str) -> LinearTimes:
+        """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
+        point."""
+        formats, quantizes, costs, factor = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        for name, counted in linears.items():
-            formats, quantizes, costs, factor = self.costs(name)
-            for case, count, runs in counted:
-                tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
-                for pass_name in case.passes:
-                    key = (formats[pass_name], (tokens, inputs, outputs, groups, pass_name))
-                    if key not in known:
-                        self.prepare([case], [name])
-                    (gemm_ms, own_part, shared_part), least_share = known[key]
-                    time_ms = gemm_ms * factor * (count * runs if pass_name == "fprop" else count)
-                    value += time_ms
-                    squares += (time_ms * own_part) ** 2
-                    shared += time_ms * shared_part
-                    least += time_ms * least_share
-                if quantizes:
-                    share = costs.in_step * count
-                    activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
-                    weights += costs.time_ms(case.weights) * share
+        for case, count, runs in linears:
+            tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
+            for pass_name in case.passes:
+                key = (formats[pass_name], (tokens, inputs, outputs, groups, pass_name))
+                if key not in known:
+                    self.prepare([case], [name])
+                (gemm_ms, own_part, shared_part), least_share = known[key]
+                time_ms = gemm_ms * factor * (count * runs if pass_name == "fprop" else count)
+                value += time_ms
+                squares += (time_ms * own_part) ** 2
+                shared += time_ms * shared_part
+                least += time_ms * least_share
+            if quantizes:
+                share = costs.in_step * count
+                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
+                weights += costs.time_ms(case.weights) * share
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
         return LinearTimes(gemms, least, *casts)

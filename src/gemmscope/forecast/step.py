@@ -147,7 +147,7 @@ class StepForecast:
 
     def _linears_in(self, step: StepEstimate, name: str, linears: Mapping[str, list[CountedCase]]) -> Estimate:
         """The time of some linears in a step, casts included, at the clock of that step."""
-        every, some = self._gemms(name), self.forecaster.in_step(linears)
+        every, some = self._gemms(name), self._in_recipes(linears)
         clock = step.parts["GEMMs"].value / every.gemms.value if every.gemms.value else 0.0
         casts = some.casts(self._weight_casts).times(self._slower * self.run.gradient_accumulation)
         return total([some.gemms.times(clock), casts])
@@ -231,11 +231,16 @@ class StepForecast:
     def _gemms(self, name: str) -> LinearTimes:
         """All linears. A traced model has some that stay in BF16 beside the quantized ones."""
         if self.model is not None and recipe(name).kept is None:
-            return self.forecaster.in_step({name: self.quantized})
+            return self._in_recipes({name: self.quantized})
         linears = by_recipe(self.quantized, self.assigned(name))
         if self.model is None:
             linears[BASELINE] = [*linears.get(BASELINE, []), *self._plain]
-        return self.forecaster.in_step(linears)
+        return self._in_recipes(linears)
+
+    def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
+        times = [self.forecaster.in_step(cases, name) for name, cases in linears.items() if cases]
+        gemms, least_ms, activations, weights = zip(*times, strict=True) if times else ((), (), (), ())
+        return LinearTimes(total(gemms), sum(least_ms), total(activations), total(weights))
 
     def _mean(self, name: str, value: Callable[[str], float]) -> float:
         """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
