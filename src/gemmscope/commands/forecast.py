@@ -131,11 +131,12 @@ class _ForecastTask:
             by_layer = layers_finding(step_forecast, step, layers) if layers else None
             other_ways = [graphs_finding(step_forecast, step), by_layer, eager_finding(step_forecast)]
             repeated = accumulation_finding(step_forecast, step)
+        formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
         return GpuForecast(
             gpu=chip.name,
             title=chip.title,
             capability=chip.architecture,
-            basis=_basis(chip, self.clocks, names),
+            basis=tuple(model().basis(chip, fmt, self.clocks, in_training=True).description for fmt in formats),
             linears=linears,
             step=step,
             memory=memory,
@@ -280,12 +281,6 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             f"{subject.name} has no linear layers, and low precision speeds up only these", "gemmscope shapes lists what it runs"
         )
     return linears
-
-
-def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
-    """What the GEMMs of every format on this GPU are based on."""
-    formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
-    return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
 
 
 def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None) -> Iterator[Finding]:
