@@ -6,6 +6,7 @@ from math import gcd, prod
 from typing import Any
 
 from gemmscope.explain.gemms import Size
+from gemmscope.explain.recorded_trace import as_list, as_table
 from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
@@ -53,15 +54,12 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
 
 def recorded_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
     """Mean SM clock in MHz during the recording, the highest possible, and the throttle reasons; None if not recorded."""
-    clock = facts.get("clock")
-    if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
-        return None
-    readings = [reading for reading in clock["readings"] if isinstance(reading, dict) and _is_clock(reading.get("sm_mhz"))]
+    clock = as_table(facts.get("clock"))
+    readings = [reading for reading in map(as_table, as_list(clock.get("readings"))) if _is_clock(reading.get("sm_mhz"))]
     highest = clock.get("max_sm_mhz")
     if not readings or not _is_clock(highest):
         return None
-    throttled = [reading.get("throttle") for reading in readings]
-    reasons = sorted({str(reason) for reasons in throttled if isinstance(reasons, list) for reason in reasons})
+    reasons = sorted({str(reason) for reading in readings for reason in as_list(reading.get("throttle"))})
     return sum(reading["sm_mhz"] for reading in readings) / len(readings), float(highest or 0.0), reasons
 
 

@@ -140,7 +140,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
     again = [item for item in step.items if item.scope.phase == "recomputed"]
     time = step.ms(again)
     if time > WAITING * step.step_ms:
-        gemms = [item for item in again if item.is_gemm]
+        gemms = [item for item in again if item.work_class.is_gemm]
         counts = {name: step.per_step([item for item in again if item.name == kind]) for name, kind in REPEATED.items()}
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),

@@ -108,7 +108,7 @@ class StepEvidence:
     @cached_property
     def gemms(self) -> list[TimedWork]:
         """The GEMMs of linears, without those of attention and of the output head."""
-        gemms = [item for item in self.items if item.is_gemm and item.scope.phase != "optimizer"]
+        gemms = [item for item in self.items if item.work_class.is_gemm and item.scope.phase != "optimizer"]
         return [item for item in gemms if not item.gemm.head and "bmm" not in item.gemm.layer]
 
     @cached_property

@@ -104,7 +104,7 @@ class Replay:
 
     @cached_property
     def _graphs(self) -> list[_StepGraph]:
-        steps = list(zip(self._view.steps.chosen, self._view.by_step(), strict=True))
+        steps = list(zip(self._view.steps.chosen, self._view.by_step, strict=True))
         every = 1 + sum(len(items) for _, items in steps) // MOST_WORK
         return [_graph(self._view, step, items) for step, items in steps[::every]]
 

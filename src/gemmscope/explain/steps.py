@@ -11,12 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError, option
 from gemmscope.explain.recorded_trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import optimizer_spans
 from gemmscope.explain.trace_file import HOW_TO_RECORD
+from gemmscope.grouping import grouped
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
@@ -151,26 +153,24 @@ def _with_optimizer(trace: RecordedTrace, windows: list[RecordedStep]) -> list[R
 
 def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Translate windows on the CPU to spans on the GPU, through the launches made in them."""
-    firsts: list[GpuWork | None] = [None] * len(windows)
-    lasts = [0.0] * len(windows)
-    earlier = 0.0  # end of the work that was launched before the recording or the first window
-    for work in trace.work:
-        call = trace.launches.get(work.correlation)
-        at = _window_of(windows, call.start) if call is not None else None
-        if at is not None:
-            firsts[at] = firsts[at] or work
-            lasts[at] = max(lasts[at], work.end)
-        elif not any(firsts[:1]) and (call is None or call.start < windows[0].begin):
-            earlier = max(earlier, work.end)
-    launching = [(window, first, last) for window, first, last in zip(windows, firsts, lasts, strict=True) if first is not None]
+    calls = [trace.launches.get(work.correlation) for work in trace.work]
+    places = (_window_of(windows, call.start) if call is not None else None for call in calls)
+    inside = grouped(zip(places, zip(trace.work, calls, strict=True), strict=True))
+    launching = [(window, [work for work, _ in inside[at]]) for at, window in enumerate(windows) if at in inside]
     if not launching:  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
-    window, first, _ = launching[0]
-    waited = first.start - trace.launches[first.correlation].end > QUEUED_US or earlier > window.begin
+    window, first = launching[0][0], launching[0][1][0]
+    begun = inside[0][0][0].start if 0 in inside else inf
+    # Ends of work that was launched before the recording or the first window
+    earlier = (
+        work.end for work, call in inside.get(None, ()) if work.start < begun and (not call or call.start < windows[0].begin)
+    )
+    waited = first.start - trace.launches[first.correlation].end > QUEUED_US or max(earlier, default=0.0) > window.begin
+    lasts = [max(work.end for work in own) for _, own in launching]
     begins = [first.start if waited else min(window.begin, first.start)]
-    begins += [max(window.begin, before) for (_, _, before), (window, _, _) in pairwise(launching)]
-    ends = [max(last, window.end) for window, _, last in launching]
-    steps = [RecordedStep(window.name, begin, end) for (window, _, _), begin, end in zip(launching, begins, ends, strict=True)]
+    begins += [max(window.begin, before) for (window, _), before in zip(launching[1:], lasts, strict=False)]
+    ends = [max(last, window.end) for (window, _), last in zip(launching, lasts, strict=True)]
+    steps = [RecordedStep(window.name, begin, end) for (window, _), begin, end in zip(launching, begins, ends, strict=True)]
     return _until_next(steps, ends[-1])
 
 

@@ -191,9 +191,9 @@ def _reason(trace: RecordedTrace, begin: float, end: float, call: Call | None, s
         return "launch not recorded"
     if call.start <= begin:
         return "between kernels" if end - begin < SHORT_US else "other stream"
-    calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
-    previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
+    at = bisect_left(host.calls, call.start)
+    previous = host.calls[at - 1] if at else begin
     # A function of a framework may take long before it launches.
     entered = min((operator.start for operator in scope.operators), default=call.start)
     silent_from = max(previous, awaited or previous, begin - NO_LAUNCH_US)

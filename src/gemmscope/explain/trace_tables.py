@@ -8,7 +8,7 @@ from itertools import groupby
 from math import inf
 from typing import Literal
 
-from gemmscope.explain.attention_speed import attention_totals
+from gemmscope.explain.attention_speed import attention_rows
 from gemmscope.explain.collectives import collective_totals, collectives_of
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_speed import gemm_shapes
@@ -146,7 +146,7 @@ def explain_tables(diagnosis: TraceDiagnosis, waits_us: Mapping[int, float]) -> 
     step, view = diagnosis.evidence, diagnosis.view
     return ExplainTables(
         gemm_shapes=gemm_shapes(step),
-        attention=attention_totals(step),
+        attention=tuple(row for row, _ in attention_rows(step)),
         collectives=collective_totals(collectives_of(view), view.count, view.trace.world_size, waits_us),
         kernels=top_kernels(step),
         launches=launch_statistics(step),
