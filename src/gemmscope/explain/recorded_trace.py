@@ -82,6 +82,16 @@ class CollectiveMessage:
 
 
 @dataclass(slots=True)
+class Call:
+    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+
+
+@dataclass(slots=True)
 class GpuWork:
     """A kernel, copy or memset on the GPU."""
 
@@ -94,20 +104,11 @@ class GpuWork:
     external: Any
     copy: bool = False
     message: CollectiveMessage | None = None  # of a collective
+    call: Call | None = None  # that launched it, if that was recorded
 
     @property
     def time(self) -> float:
         return self.end - self.start
-
-
-@dataclass(slots=True)
-class Call:
-    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
-
-    name: str
-    start: float
-    end: float
-    thread: Any
 
 
 @dataclass(slots=True)
@@ -190,6 +191,8 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     trace.inference = (trace.has_operators or in_engine) and not trace.trains
     _require_gpu_work(trace)
     _one_device(trace)
+    for work in trace.work:
+        work.call = trace.launches.get(work.correlation)
     _drop_false_ids(trace)
     _align(trace)
     _from_zero(trace)
@@ -302,7 +305,7 @@ def _drop_false_ids(trace: RecordedTrace) -> None:
     if not kernels or any(work.external != work.correlation for work in kernels):
         return
     operators = trace.operators_by_id()
-    pairs = [(operators.get(work.external), trace.launches.get(work.correlation)) for work in kernels]
+    pairs = [(operators.get(work.external), work.call) for work in kernels]
     inside = [
         operator.start <= call.start <= operator.end for operator, call in pairs if operator is not None and call is not None
     ]
@@ -313,7 +316,7 @@ def _drop_false_ids(trace: RecordedTrace) -> None:
 
 def _align(trace: RecordedTrace) -> None:
     """Correct the GPU clock where kernels would start before their launch, or much too late after it."""
-    lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    lags = sorted(work.start - work.call.start for work in trace.work if work.call is not None)
     if not lags:
         return
     least = lags[len(lags) // 200]
