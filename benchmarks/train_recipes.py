@@ -89,9 +89,10 @@ def in_recipe(model: Llama, recipe: str, settings: Settings, seed: int) -> Preci
         from gemmscope.numerics.evaluation.emulate import Emulation
 
         name, on_gpu = recipe.removeprefix(EMULATED), settings.device != "cpu"
-        how = _without_randomness("NVFP4") if name == PLAIN_NVFP4 else name
-        how_to_run = compiled() if on_gpu else {"seed": seed}
-        emulation = Emulation(model, how, why_kept=lambda path: "the head" if path == "lm_head" else "", **how_to_run)
+        how, base = compiled() if on_gpu else {"seed": seed}, "NVFP4" if name == PLAIN_NVFP4 else name
+        emulation = Emulation(model, base, why_kept=lambda path: "the head" if path == "lm_head" else "", **how)
+        if name == PLAIN_NVFP4:
+            emulation.passes = _without_randomness(base)
         return lambda: emulation
     if recipe in REAL:
         from gemmscope.recipe.recipes import recipe as find_recipe

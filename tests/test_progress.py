@@ -16,7 +16,7 @@ from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.messages import Begin, Hello, Message, Ready, Round, Sampled
 from gemmscope.options.measuring import TimingOptions
-from gemmscope.progress import Console, PoolProgress, ProgressLine, Tenths, TimeLeft
+from gemmscope.progress import Console, PoolProgress, ProgressLine, Tenths
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 
@@ -99,11 +99,11 @@ def test_time_left(tmp_path: Path, timing: TimingOptions, half_width: float | No
     now = [100.0]
     campaign = campaign_for_progress(tmp_path, timing)
     campaign.rule.started = now[0]
-    estimate = TimeLeft(campaign, clock=lambda: now[0])
-    assert estimate.seconds(0, None) is None
-    estimate.begin(0)
+    estimate = ProgressLine(campaign, clock=lambda: now[0])
+    assert estimate.seconds_left(0, None) is None
+    estimate.text(Begin("", "measuring"), campaign.results)
     now[0] += 8
-    assert estimate.seconds(4, half_width) == pytest.approx(left)
+    assert estimate.seconds_left(4, half_width) == pytest.approx(left)
     campaign.recording.journal.close()
 
 

@@ -201,46 +201,19 @@ def rounds_left(rounds: int, half_width: float | None, target: float, least: int
     return max(rounds * ((half_width / target) ** 2 - 1), float(least - rounds), 0.0)
 
 
-class TimeLeft:
-    """Seconds left, from the rounds so far and how fast they came."""
-
-    def __init__(self, campaign: Campaign[Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._campaign, self._clock = campaign, clock
-        self._since: float | None = None
-        self._rounds_then = 0
-
-    def begin(self, rounds: int) -> None:
-        """Rounds begin now; `rounds` were there before (resumed, or of a worker that died)."""
-        if self._since is None:
-            self._since, self._rounds_then = self._clock(), rounds
-
-    def seconds(self, rounds: int, half_width: float | None) -> float | None:
-        """The seconds left; None if they are not known."""
-        rule, rounds_in_all = self._campaign.rule, self._campaign.rounds
-        seen = rounds - self._rounds_then
-        if self._since is None or seen < 1:
-            return None
-        per_round = (self._clock() - self._since) / seen
-        if rounds_in_all is not None:
-            return max(rounds_in_all - seen, 0) * per_round
-        missing = rounds_left(rounds, half_width, rule.target, rule.least_rounds)
-        limit = max(rule.longest_s - (self._clock() - rule.started), (rule.least_rounds - rounds) * per_round, 0.0)
-        if missing is None:
-            return limit if math.isfinite(limit) else None
-        return min(missing * per_round, limit)
-
-
 class ProgressLine:
     """The text of the live line."""
 
-    def __init__(self, campaign: Campaign[Any]) -> None:
-        self._campaign, self._time_left = campaign, TimeLeft(campaign)
+    def __init__(self, campaign: Campaign[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._campaign, self._clock = campaign, clock
+        self._since, self._rounds_then = math.nan, 0  # when rounds began, and how many were there: resumed, or of a dead worker
 
     def text(self, message: Message, results: ResultStore[Any]) -> str:
         """The line after this message; empty if nothing changes."""
         rounds = results.complete_rounds
         if isinstance(message, Begin) and message.what == "measuring":
-            self._time_left.begin(rounds)
+            if math.isnan(self._since):
+                self._since, self._rounds_then = self._clock(), rounds
             return "" if rounds else "first round"
         if isinstance(message, Begin):
             return STAGES.get(message.what, "")
@@ -251,7 +224,22 @@ class ProgressLine:
 
     def _measuring(self, results: ResultStore[Any]) -> str:
         widest = self._campaign.widest()
-        left = self._time_left.seconds(results.complete_rounds, widest)
+        left = self.seconds_left(results.complete_rounds, widest)
         what = "speedups" if len(self._campaign.recipes) > 1 else "times"
         known = f", {what} known to ±{widest:.1%}" if widest is not None and math.isfinite(widest) else ""
         return f"round {results.complete_rounds}{known}" + (f", about {left:.0f} s left" if left is not None else "")
+
+    def seconds_left(self, rounds: int, half_width: float | None) -> float | None:
+        """The seconds left, from the rounds so far and how fast they came; None if they are not known."""
+        rule, rounds_in_all = self._campaign.rule, self._campaign.rounds
+        seen = rounds - self._rounds_then
+        if math.isnan(self._since) or seen < 1:
+            return None
+        per_round = (self._clock() - self._since) / seen
+        if rounds_in_all is not None:
+            return max(rounds_in_all - seen, 0) * per_round
+        missing = rounds_left(rounds, half_width, rule.target, rule.least_rounds)
+        limit = max(rule.longest_s - (self._clock() - rule.started), (rule.least_rounds - rounds) * per_round, 0.0)
+        if missing is None:
+            return limit if math.isfinite(limit) else None
+        return min(missing * per_round, limit)

@@ -13,11 +13,10 @@ import gemmscope as gs
 from gemmscope.commands import numerics
 from gemmscope.numerics.evaluation.requests import (
     REQUEST,
-    CheckpointSource,
     ComputedErrors,
     ErrorsRequest,
-    SyntheticSource,
     TensorsOpened,
+    TensorSource,
     from_line,
     to_line,
 )
@@ -48,8 +47,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[ErrorsRequest]:
         asked.append(request)
         assert from_line(REQUEST, to_line(REQUEST, request)) == request, "the worker gets the same"
         recipes = tuple(name for name in request.recipes if name != "BF16")
-        origin = request.source.kind if isinstance(request.source, SyntheticSource) else request.source.path
-        facts = opened(source=request.source.type, origin=origin, model_name="tiny", layers=3, tokens=512)
+        facts = opened(source=request.source.kind, origin=request.source.origin, model_name="tiny", layers=3, tokens=512)
         progress(21, 21)
         return ComputedErrors(facts, 21, list(linear_errors(3, recipes)), complete=True)
 
@@ -76,8 +74,7 @@ def test_a_gpu_is_forecast_for_the_model(run: Run, requests: list[ErrorsRequest]
     assert outcome.out.startswith("SYNTHETIC")
     assert "FORECAST" in outcome.out
     assert requests[0].recipes == ("MXFP8", "NVFP4")
-    assert isinstance(requests[0].source, SyntheticSource)
-    assert requests[0].source.kind == "outliers"
+    assert (requests[0].source.kind, requests[0].source.origin) == ("synthetic", "outliers")
     assert list(requests[0].source.sizes) == ["QKV Proj", "Attn Out", "MLP Gate+Up", "MLP Down"]  # no head
 
 
@@ -85,7 +82,7 @@ def test_a_measured_step_gives_speeds(run: Run, requests: list[ErrorsRequest], t
     recorded_step("llama8b").save(tmp_path / "step.json")
     outcome = run(f"numerics --checkpoint weights --speed {tmp_path}/step.json --recipes fp8current,nvfp4 --csv -")
     assert outcome.code == 0
-    assert requests[0].source == CheckpointSource("weights")
+    assert requests[0].source == TensorSource("checkpoint", "weights")
     assert "FP8Current" in outcome.out
 
 

@@ -177,7 +177,11 @@ def test_a_missing_fact_is_one_error_and_not_one_for_every_linear(monkeypatch: p
 
     monkeypatch.setattr(worker, "operands", missing)
     with pytest.raises(MissingFactError) as caught:
-        next(worker.compute(requests.ErrorsRequest(requests.SyntheticSource("normal", {"a": (64, 64)}), ("MXFP8",))))
+        next(
+            worker.compute(
+                requests.ErrorsRequest(requests.TensorSource("synthetic", "normal", sizes={"a": (64, 64)}), ("MXFP8",))
+            )
+        )
     assert caught.value.key == "recipes.MXFP8"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, in_shell
-from gemmscope.job.load import ModelRun, choose_run, load_model, model_run
+from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.model import megatron, torchtitan
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
@@ -321,8 +321,8 @@ def mended(asked: dict[str, int], text: str) -> dict[str, int]:
 def test_a_module_brings_its_inputs_and_an_image_has_no_sequence(source: ModelSource, missing: tuple[str, ...]) -> None:
     if missing:
         with pytest.raises(UserError) as caught:
-            choose_run(source, {})
+            model_run(source)
         assert [name for name in ("micro_batch_size", "sequence_length") if name in str(caught.value)] == list(missing)
-    choice = choose_run(source, dict.fromkeys(missing, 4))
+    choice = model_run(source, **dict.fromkeys(missing, 4))
     assert choice.settled == set(missing)
     assert choice.run.inputs is None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest, RecordingSource
+from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest, TensorSource
 from support.commands import run_numerics
 
 torch = pytest.importorskip("torch", reason="modules need torch")
@@ -63,7 +63,7 @@ def depth_errors(module: nn.Module, batch: Any, recipes: list[str], loss: Any = 
 
 def report_of(subject: DepthModel, *recipes: str) -> DepthReport:
     """What a worker sends for a request."""
-    return depth_report(ErrorsRequest(RecordingSource("any"), recipes), subject)
+    return depth_report(ErrorsRequest(TensorSource("recording", "any"), recipes), subject)
 
 
 IDS = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -43,16 +43,16 @@ def tables(draw: st.DrawFn) -> tuple[ErrorTable, Speeds]:
     present = np.array([[draw(st.booleans()) for _ in range(linears)] for _ in range(layers)]) | np.eye(*shape, dtype=bool)
     squares = {"BF16": np.zeros(shape), **{name: table(values) * present for name in NAMES[1:]}}
     flops = table(values) * present
-    speeds = {"BF16": Savings(0.0, 0.0, 0.0, flops)}
+    speeds = {"BF16": Savings((0.0, 0.0, 0.0), flops)}
     times = flops / flops.sum()  # in BF16
     for name in NAMES[1:]:
         saved = times * table(st.floats(-0.3, 0.75))  # of each cell's own time: some are slower in low precision
         runs = np.array([[draw(st.integers(0, 9)) > 0 for _ in range(linears)] for _ in range(layers)])  # the rest saves nothing
         total = saved.sum() if abs(saved.sum()) > 1e-6 else 1e-6
-        speeds[name] = Savings(total, total - 0.05, total + 0.05, saved / total * runs)
+        speeds[name] = Savings((total, total - 0.05, total + 0.05), saved / total * runs)
     linears_named = tuple(f"linear{number}" for number in range(linears))
     cells = ErrorTable(tuple(range(layers)), linears_named, squares, flops / flops.sum(), ("",) * linears)
-    gains = {name: Interval(1 / (1 - saved.total)) for name, saved in speeds.items() if name != "BF16"}
+    gains = {name: Interval(1 / (1 - saved.totals[0])) for name, saved in speeds.items() if name != "BF16"}
     return cells, Speeds(speeds, gains, "measured", "step", "H200")
 
 
@@ -72,7 +72,7 @@ def every_mix(cells: ErrorTable, speeds: Speeds) -> list[tuple[float, float]]:
                 kept = layer < first or layer >= layers - last or linear in chosen
                 name = higher if kept else recipe
                 error += cells.squares[name][layer, linear]
-                time -= speeds.savings[name].total * speeds.savings[name].shares[layer, linear]
+                time -= speeds.savings[name].by_cell[layer, linear]
             parts = (first > 0) + (last > 0) + len(chosen)
             parts += parts > 0 and higher != "BF16"
             points.append((sqrt(error), time + PART_COST * parts))
@@ -115,7 +115,7 @@ def test_keeps_what_costs_least() -> None:
     cells = error_table(both)
     assert cells is not None
     shares = np.array([[0.05, 0.2]] * 4)
-    savings = {"BF16": Savings(0.0, 0.0, 0.0, shares), "NVFP4": Savings(0.5, 0.4, 0.6, shares)}
+    savings = {"BF16": Savings((0.0, 0.0, 0.0), shares), "NVFP4": Savings((0.5, 0.4, 0.6), shares)}
     speeds = Speeds(savings, {"NVFP4": Interval(2.0, 5 / 3, 2.5)}, "measured", "linears", "B200")
     mix = recommend_mix(cells, speeds, 0.0708).chosen
     assert mix is not None
@@ -258,7 +258,7 @@ def test_many_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = error_table(linears)
     assert cells is not None
     shares = random.uniform(0.1, 1.0, (6, 10))
-    savings = {"BF16": Savings(0.0, 0.0, 0.0, cells.flops), "NVFP4": Savings(0.4, 0.4, 0.4, shares / shares.sum())}
+    savings = {"BF16": Savings((0.0, 0.0, 0.0), cells.flops), "NVFP4": Savings((0.4, 0.4, 0.4), shares / shares.sum())}
     speeds = Speeds(savings, {"NVFP4": Interval(1 / 0.6)}, origin="measured", of="linears", gpu="B200")
     listed = recommend_mix(cells, speeds, 0.1).chosen
     monkeypatch.setattr(mixes, "MOST_LISTED", 0)

@@ -239,7 +239,7 @@ def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch)
             self.visible = environment.get("CUDA_VISIBLE_DEVICES")
 
         def send(self, line: bytes) -> None:
-            started.append((self.visible, PlaceSetup.of(json.loads(line))))
+            started.append((self.visible, PlaceSetup(**json.loads(line))))
 
     monkeypatch.setattr("gemmscope.pool.local.WorkerProcess", Recorded)
     places = [LocalPlace(1, "GPU-b", (4, 5)), LocalPlace(0, "GPU-a"), LocalPlace(0, "GPU-a"), LocalPlace(3)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from gemmscope.pool.ray_bridge import OF_THE_NODE, REQUIREMENTS, PackedCode, pack_code
+from gemmscope.pool.ray_bridge import OF_THE_NODE, REQUIREMENTS, pack_code
 
 NOT_NEEDED = ("matplotlib", "rich", "typer")  # what only the driver uses: figures and the command line
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ print(json.dumps(sorted(name for name, module in sys.modules.items() if "site-pa
 
 
 @pytest.fixture(scope="module")
-def bundle() -> PackedCode:
+def bundle() -> bytes:
     return pack_code()
 
 
@@ -43,8 +43,8 @@ def test_every_requirement_travels_or_there_is_a_reason_why_not() -> None:
     assert set(re.findall(r'"([\w-]+)', required[1])) == {*REQUIREMENTS, *NOT_NEEDED, *OF_THE_NODE}
 
 
-def test_a_site_needs_the_bundle_and_numpy_alone(bundle: PackedCode, tmp_path: Path) -> None:
-    zipfile.ZipFile(io.BytesIO(bundle.content)).extractall(tmp_path)
+def test_a_site_needs_the_bundle_and_numpy_alone(bundle: bytes, tmp_path: Path) -> None:
+    zipfile.ZipFile(io.BytesIO(bundle)).extractall(tmp_path)
     packages = str(Path(numpy.__file__).parent.parent)
     ended = subprocess.run(
         [sys.executable, "-I", "-S", "-c", BARE, str(tmp_path), packages], capture_output=True, text=True, check=False
@@ -53,10 +53,10 @@ def test_a_site_needs_the_bundle_and_numpy_alone(bundle: PackedCode, tmp_path: P
     assert {name.partition(".")[0] for name in json.loads(ended.stdout)} <= {"numpy"}
 
 
-def test_the_same_files_make_the_same_bundle(bundle: PackedCode) -> None:
+def test_the_same_files_make_the_same_bundle(bundle: bytes) -> None:
     assert pack_code() == bundle
-    names = zipfile.ZipFile(io.BytesIO(bundle.content)).namelist()
+    names = zipfile.ZipFile(io.BytesIO(bundle)).namelist()
     assert len(set(names)) == len(names)
     assert "code/gemmscope/findings.toml" in names
     assert not [name for name in names if "__pycache__" in name or ".." in name]
-    assert len(bundle.content) < 20e6
+    assert len(bundle) < 20e6

@@ -134,7 +134,7 @@ def test_what_is_no_line_of_a_site(text: str) -> None:
 
 def test_setup_travels() -> None:
     setup = PlaceSetup(cpu=True, cores=[3, 4], near=True, folder="/tmp/x", alive_s=2.0)
-    assert PlaceSetup.of(json.loads(setup.line())) == setup
+    assert PlaceSetup(**json.loads(setup.line())) == setup
 
 
 def test_a_site_pins_itself_to_its_share_of_the_cores_near_its_gpu(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,16 @@ from gemmscope.pool import ray_actor as relay
 from gemmscope.pool.place_messages import PLACE_WORKER, PlaceSetup, unit_line
 from gemmscope.pool.pool import Unit
 from gemmscope.pool.ray_actor import FOLDER, PlaceActor, remove_unused, unpack
-from gemmscope.pool.ray_bridge import PackedCode, pack_code
+from gemmscope.pool.ray_bridge import pack_code
 from support.pools import Script
 from support.processes import MARKER, alive, left_running, wait_until
 
 TESTS = Path(__file__).resolve().parents[1]
+DIGEST = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
-def bundle() -> PackedCode:
+def bundle() -> bytes:
     return pack_code()
 
 
@@ -45,9 +46,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     assert list(folder.iterdir()) == []
 
 
-def start(bundle: PackedCode, module: str = PLACE_WORKER, **setup: Any) -> PlaceActor:
+def start(bundle: bytes, module: str = PLACE_WORKER, **setup: Any) -> PlaceActor:
     begin = PlaceSetup(cpu=True, **setup).line().decode()
-    return PlaceActor(bundle.content, bundle.digest, module, begin)
+    return PlaceActor(bundle, DIGEST, module, begin)
 
 
 def received(site: PlaceActor, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 120.0) -> list[dict[str, Any]]:
@@ -72,10 +73,10 @@ def test_it_uses_the_standard_library_alone() -> None:
     assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"ray"}
 
 
-def test_a_site_from_the_bundle(bundle: PackedCode, temporary: Path) -> None:
+def test_a_site_from_the_bundle(bundle: bytes, temporary: Path) -> None:
     """Two actors of one node share what was unpacked; the last one removes it."""
     first, second = start(bundle, alive_s=0.2), start(bundle, alive_s=0.2)
-    folder = temporary / f"{FOLDER}{os.getuid()}-{bundle.digest}"
+    folder = temporary / f"{FOLDER}{os.getuid()}-{DIGEST}"
     try:
         assert received(first, lambda lines: any(line["type"] == "hello" for line in lines))
         ask(first, Unit("a", Script("answer", {"µ": [1, None]})))
@@ -97,7 +98,7 @@ def test_a_site_from_the_bundle(bundle: PackedCode, temporary: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_a_site_started_ends_with_it(bundle: PackedCode, temporary: Path, tmp_path: Path) -> None:
+def test_what_a_site_started_ends_with_it(bundle: bytes, temporary: Path, tmp_path: Path) -> None:
     site = start(bundle)
     try:
         assert received(site, lambda lines: any(line["type"] == "hello" for line in lines))
@@ -110,7 +111,7 @@ def test_what_a_site_started_ends_with_it(bundle: PackedCode, temporary: Path, t
     assert site.poll(120.0)[1] == f"signal {signal.SIGKILL}"
 
 
-def test_how_a_site_ended(bundle: PackedCode, temporary: Path) -> None:
+def test_how_a_site_ended(bundle: bytes, temporary: Path) -> None:
     """One that dies, and one that never starts: the last line of its error output says why."""
     broken = start(bundle, "gemmscope.no_such_site")
     dying = start(bundle)
@@ -142,7 +143,7 @@ def test_the_environment_of_a_site(temporary: Path, monkeypatch: pytest.MonkeyPa
     assert own["PYTHONPATH"].split(os.pathsep) == [str(temporary / "code"), str(TESTS)]
 
 
-def test_many_actors_unpack_and_remove_at_the_same_time(bundle: PackedCode, temporary: Path) -> None:
+def test_many_actors_unpack_and_remove_at_the_same_time(bundle: bytes, temporary: Path) -> None:
     small = make_small_zip()
 
     def use(_: int) -> bool:

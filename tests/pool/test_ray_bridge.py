@@ -15,7 +15,7 @@ from gemmscope.pool import ray as ray_module
 from gemmscope.pool import ray_bridge
 from gemmscope.pool.pool import PlaceFound, PlaceLost, PlaceRefused
 from gemmscope.pool.ray import RayPool
-from gemmscope.pool.ray_bridge import Bridge, PackedCode
+from gemmscope.pool.ray_bridge import Bridge
 from gemmscope.signals import defer_signals
 
 HELLO = json.dumps({"type": "hello"})
@@ -78,7 +78,7 @@ def messages(answers: list[Answer], enough: Callable[[list[dict[str, Any]]], boo
     told: list[dict[str, Any]] = []
 
     async def serve() -> None:
-        bridge = Bridge(pretended_ray(answers), REQUEST, outgoing_to(told), PackedCode(b"", "digest"))
+        bridge = Bridge(pretended_ray(answers), REQUEST, outgoing_to(told), b"")
         watching = asyncio.create_task(bridge._watch())
         for _ in range(12_000):
             await asyncio.sleep(0.01)
@@ -128,7 +128,7 @@ def test_a_slot_that_is_over_before_it_begins_starts_no_actor() -> None:
     begun: list[str] = []
 
     async def serve() -> None:
-        bridge = Bridge(pretended_ray([waits]), REQUEST, outgoing_to([]), PackedCode(b"", "digest"))
+        bridge = Bridge(pretended_ray([waits]), REQUEST, outgoing_to([]), b"")
         bridge.nodes["a"] = ray_bridge.Node("host", 0.0)
         bridge._actor = begun.append  # type: ignore[method-assign, assignment]
         bridge._start("a", delay_s=0.01)
@@ -151,7 +151,7 @@ def test_a_ray_that_does_not_tell_which_gpus_are_free() -> None:
     ray = pretended_ray([waits])
     ray.nodes = lambda: [{"NodeID": "a", "Alive": True, "NodeManagerHostname": "host", "Resources": {"GPU": 2.0}}]
     actors, ray.remote = ray.remote, lambda what: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=fail))
-    bridge = Bridge(ray, REQUEST | {"cpu": False}, outgoing_to(told), PackedCode(b"", "digest"))
+    bridge = Bridge(ray, REQUEST | {"cpu": False}, outgoing_to(told), b"")
     bridge._relay = actors(None)
 
     async def look() -> None:

@@ -264,11 +264,11 @@ def test_marks_come_in_the_order_of_the_parts() -> None:
     with recording() as marks:
         llama.run()
     layer = ["qkv", "attention", "attn out", "mlp"]
-    forward = [part for part, way in marks.labels if way == "forward"]
-    backward = [part for part, way in marks.labels if way == "backward"]
+    forward = [part for part, way in marks if way == "forward"]
+    backward = [part for part, way in marks if way == "backward"]
     assert forward == ["embedding", *(layer * 6), "head", "loss"]
     assert backward == ["loss", "head", *(list(reversed(layer)) * 6)]
-    assert marks.labels[-1] == ("optimizer", "step")
+    assert marks[-1] == ("optimizer", "step")
 
 
 def test_tensor_parallel_ranks_are_narrower() -> None:

@@ -319,6 +319,7 @@ def test_a_module_that_reads_values_runs_on_the_cpu(file: Path, name: str) -> No
         built.module(*built.args).sum().backward()
     flops = sum(gemm.flops * gemm.count for gemm in trace.gemms)
     flops += sum(2 * gemm.m * gemm.k * gemm.n * gemm.batch * gemm.count for gemm in trace.batched_gemms)
+    flops += sum(2 * op.count * m * k * n * batch for op in trace.attentions for _, m, k, n, batch in op.batched_gemms())
     assert flops == counter.get_total_flops()
 
 

@@ -184,7 +184,7 @@ def test_attention_flops(model_type: str) -> None:
     trace = live(config, run)
     attention = [op.total().flops for op in derive(model, run).ops if isinstance(op, Attention)]
     assert "explicit" not in trace.masks
-    assert sum(op.total().flops for op in trace.batched_gemms) == sum(attention)
+    assert sum(op.total().flops for op in trace.attentions) == sum(attention)
 
 
 @pytest.mark.parametrize(

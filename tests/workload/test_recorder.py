@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+factory = pytest.importorskip("gemmscope.workload.factory", reason="tracing needs torch")
 prune = pytest.importorskip("torch.nn.utils.prune", reason="tracing needs torch")
 
 nn = torch.nn
@@ -19,8 +21,8 @@ Key = tuple[str, int, int, int, int]
 
 
 def record(module: Any, *inputs: Any) -> ModuleTrace:
-    trace_worker.move_to_meta(module)
-    return trace_worker.trace(module, tuple(value.to("meta") for value in inputs), {})
+    factory.move_to_meta(module)
+    return trace_worker.trace_built(factory.Built(module, tuple(value.to("meta") for value in inputs), {}))
 
 
 def gemms(result: ModuleTrace) -> Counter[Key]:
@@ -175,6 +177,7 @@ def test_attention_is_the_same_fused_or_not(fused: bool) -> None:
     batched: Counter[Key] = Counter()
     for gemm in result.batched_gemms:
         batched[(gemm.direction, gemm.m, gemm.k, gemm.n, gemm.batch)] += gemm.count
+    batched.update(gemm for op in result.attentions for gemm in op.batched_gemms())
     assert batched == Counter(
         {
             ("forward", 3, 4, 3, 4): 1,
@@ -226,8 +229,10 @@ class TorchsOwn(nn.Module):
 )
 def test_masks_of_attention(layer: Any, visible: str, mask: str) -> None:
     result = record(Wrapped(layer), TOKENS)
-    assert {str(gemm.visible) for gemm in result.batched_gemms} == {visible}
-    assert sum(gemm.count for gemm in result.batched_gemms) == 6
+    [op] = result.attentions
+    assert (op.count, op.forward_runs, op.backward_runs) == (1, 1, 1)
+    assert op.pairs == float(Fraction(visible) * op.queries * op.keys)
+    assert not result.batched_gemms
     assert result.masks == {mask: 1}
 
 
@@ -270,7 +275,7 @@ def test_recomputed_attention_is_attention(reentrant: bool) -> None:
     """Also inside the backward pass, attention is one call of a fused kernel."""
     result = record(Wrapped(CheckpointedAttention(reentrant)), TOKENS)
     assert [(op.count, op.forward_runs, op.backward_runs) for op in result.attentions] == [(1, 2, 1)]
-    assert {gemm.role for gemm in result.batched_gemms} == {"fused-attention-gemm"}
+    assert not result.batched_gemms
 
 
 class Fused(torch.autograd.Function):
@@ -355,4 +360,4 @@ def test_attention_that_torch_refuses_is_refused(queries: tuple[int, ...], keys:
         with pytest.raises(RuntimeError, match="do not fit each other"):
             record(Wrapped(module), TOKENS)
     else:
-        assert record(Wrapped(module), TOKENS).batched_gemms
+        assert record(Wrapped(module), TOKENS).attentions

@@ -176,9 +176,10 @@ def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path)
 
 
 def traced(module: Any, *inputs: Any) -> ModuleTrace:
-    worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
-    worker.move_to_meta(module)
-    return worker.trace(module, tuple(value.to("meta") for value in inputs), {})
+    factory = pytest.importorskip("gemmscope.workload.factory", reason="tracing needs torch")
+    trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+    factory.move_to_meta(module)
+    return trace_worker.trace_built(factory.Built(module, tuple(value.to("meta") for value in inputs), {}))
 
 
 def modules() -> dict[str, Any]:

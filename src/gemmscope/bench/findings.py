@@ -8,11 +8,12 @@ from typing import Any
 
 from gemmscope.bench.measurements import Measurements
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.bench import BenchSettings
-from gemmscope.results.linears import Linears, OpTime
+from gemmscope.results.linears import Evidence, Linears, OpTime
 from gemmscope.roles import role_named
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
 
@@ -66,21 +67,19 @@ def fixed_counts(settings: BenchSettings) -> Finding:
 
 def _joined(pairs: Iterator[tuple[tuple[Any, ...], str]]) -> dict[tuple[Any, ...], list[str]]:
     """Ops (or passes) with the same facts are one finding."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for facts, op in pairs:
-        groups.setdefault(facts, []).append(op)
-    return groups
+    return grouped((facts, op) for facts, op in pairs)
 
 
 def _fallbacks(linears: Linears) -> Iterator[Finding]:
-    fallbacks: dict[tuple[Any, ...], list[str]] = {}
-    for cell in linears.ops:
-        if proofs := cell.fallbacks:
-            ran, requested = (
-                " and ".join(dict.fromkeys(getattr(proof, field) for proof in proofs.values())) for field in ("ran", "requested")
-            )
-            fallbacks.setdefault((cell.recipe, cell.mode, tuple(proofs), ran, requested), []).append(cell.op)
-    for (name, mode, passes, ran, requested), ops in fallbacks.items():
+    def every(proofs: Iterable[Evidence], field: str) -> str:
+        return " and ".join(dict.fromkeys(getattr(proof, field) for proof in proofs))
+
+    groups = _joined(
+        ((cell.recipe, cell.mode, tuple(proofs), every(proofs.values(), "ran"), every(proofs.values(), "requested")), cell.op)
+        for cell in linears.ops
+        if (proofs := cell.fallbacks)
+    )
+    for (name, mode, passes, ran, requested), ops in groups.items():
         yield finding("fallback", ops=ops, recipe=name, mode=mode, passes=list(passes), ran=ran, requested=requested)
 
 
@@ -112,20 +111,18 @@ def _by_reason(code: str, reasons: Iterable[tuple[str, str, str]]) -> Iterator[F
         yield finding(code, recipe=name, ops=list(dict.fromkeys(ops)), reason=reason)
 
 
-def _same_kernels(linears: Linears) -> Iterator[Finding]:
-    for name in linears.recipes if "pre-quantized" in linears.modes else ():
-        other = linears.measured_as(name, "pre-quantized")
-        if other != name:
-            yield finding("same-kernels", recipe=name, other=other)
+def _same_kernels(linears: Linears) -> list[Finding]:
+    names = linears.recipes if "pre-quantized" in linears.modes else ()
+    others = {name: linears.measured_as(name, "pre-quantized") for name in names}
+    return [finding("same-kernels", recipe=name, other=other) for name, other in others.items() if other != name]
 
 
 def _dgrad(linears: Linears) -> Iterator[Finding]:
     """The dgrad/fprop time ratio: both have the same FLOPs, but different sizes and kernels."""
     for mode in linears.modes:
         sums = {name: total.pass_ms for name in linears.columns(mode) if (total := linears.total(name, mode)) is not None}
-        trained = {name: times for name, times in sums.items() if times.get("dgrad") and times.get("fprop")}
-        if trained:
-            ratios = {name: times["dgrad"] / times["fprop"] for name, times in trained.items()}
+        ratios = {name: ms["dgrad"] / ms["fprop"] for name, ms in sums.items() if ms.get("dgrad") and ms.get("fprop")}
+        if ratios:
             yield finding("dgrad-over-fprop", mode=mode, ratios=ratios)
 
 
@@ -222,10 +219,12 @@ def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
     power = sorted(state["power_w"] for state in states if state.get("power_w"))
     hottest = max((state["temperature_c"] for state in states if state.get("temperature_c")), default=None)
     reasons = sorted({reason for state in states for reason in state.get("throttle", ())})
-    lines = [finding("clock-while-measuring", lowest_mhz=clocks[0], highest_mhz=clocks[-1])]
-    lines += [finding("power-while-measuring", watts=power[len(power) // 2])] if power else []
-    lines += [finding("temperature-while-measuring", celsius=hottest)] if hottest else []
-    return lines + ([finding("clock-limited-by", reasons=reasons)] if reasons else [])
+    return [
+        finding("clock-while-measuring", lowest_mhz=clocks[0], highest_mhz=clocks[-1]),
+        *([finding("power-while-measuring", watts=power[len(power) // 2])] if power else []),
+        *([finding("temperature-while-measuring", celsius=hottest)] if hottest else []),
+        *([finding("clock-limited-by", reasons=reasons)] if reasons else []),
+    ]
 
 
 def _slowed_down(measurements: Measurements, linears: Linears) -> Iterator[Finding]:

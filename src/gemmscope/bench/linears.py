@@ -75,7 +75,7 @@ def _format(operands: Sequence[str], scales: str | None) -> str:
 
 def op_time(measurements: Measurements, case: Case, name: str, mode: Mode) -> OpTime | None:
     """The op's time; None where something failed or was not measured."""
-    tasks = measurements.of(name, mode, case)
+    tasks = measurements.of(name, mode, [case])
     if not tasks or not all(task.measured for task in tasks):
         return None
     return _autocast(measurements, tasks[0]) if mode == "autocast" else _pre_quantized(measurements, tasks)
@@ -178,74 +178,72 @@ def measured_linears(
             if (time := op_time(measurements, case, name, mode)) is not None
         ),
     )
-    sums = _Sums(measurements, linears)
     capability = str(measurements.hello.device.get("compute_capability", ""))
     counted = not linears.bare and not as_te_benchmark and backend != GEMMS_ONLY
     return linears.model_copy(
         update={
-            "speedups": tuple(sums.speedups()),
-            "totals": () if linears.bare else tuple(sums.totals()),
+            "speedups": tuple(_speedups(measurements, linears)),
+            "totals": () if linears.bare else tuple(_totals(measurements, linears)),
             "memory": tuple(memory(cases, name, backend, capability) for name in recipes) if counted else (),
-            "winners": {} if linears.bare else sums.winners(),
+            "winners": {} if linears.bare else _winners(measurements, linears),
         }
     )
 
 
-class _Sums:
-    """What is computed across ops and recipes."""
-
-    def __init__(self, measurements: Measurements, linears: Linears) -> None:
-        self._measured, self._linears = measurements, linears
-
-    def speedup(self, mode: Mode, name: str, over: str = BASELINE, case: Case | None = None) -> Interval | None:
-        """One op, or all together as often as the model runs them; None where no speedup may be formed."""
-        if name == over or any(self._linears.falls_back(side, mode, case.op if case else "") for side in (name, over)):
+def _speedup(
+    measured: Measurements, linears: Linears, mode: Mode, name: str, over: str = BASELINE, case: Case | None = None
+) -> Interval | None:
+    """One op, or all together as often as the model runs them; None where no speedup may be formed."""
+    if name == over or any(linears.falls_back(side, mode, case.op if case else "") for side in (name, over)):
+        return None
+    if case is not None:
+        sides = [linears.op_time(case.op, side, mode) for side in (name, over)]
+        if any(side is not None and side.left_in_baseline for side in sides):
             return None
-        if case is not None:
-            sides = [self._linears.op_time(case.op, side, mode) for side in (name, over)]
-            if any(side is not None and side.left_in_baseline for side in sides):
-                return None
-        return self._measured.speedup(name, mode, [case] if case else None, over=over)
+    return measured.speedup(name, mode, [case] if case else None, over=over)
 
-    def speedups(self) -> Iterator[Speedup]:
-        """The speedups of ops, and of passes timed by themselves, over the baseline; of all linears over every earlier recipe, or
-        of bare GEMMs of each."""
-        linears = self._linears
-        for mode in linears.modes:
-            names = linears.columns(mode)
-            for index, name in enumerate(names):
-                earlier = names[:index]
-                of_ops = product(dict.fromkeys([BASELINE, *earlier]) if linears.bare else [BASELINE], linears.cases)
-                for over, case in chain(of_ops, product([] if linears.bare else earlier, [None])):
-                    speedup = self.speedup(mode, name, over, case)
-                    if speedup is not None:
-                        yield Speedup(recipe=name, over=over, mode=mode, op=case.op if case else "", speedup=speedup)
-                        if case is not None and over == BASELINE:
-                            yield from self._of_passes(name, mode, case)
 
-    def _of_passes(self, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
-        pieces = {task.task.pass_name: self._measured.pieces[task.task.key] for task in self._measured.of(BASELINE, mode, case)}
-        for task in self._measured.of(name, mode, case):
-            pass_name = task.task.pass_name
-            if pass_name and len(case.passes) > 1:
-                ratio = ratio_interval(pieces[pass_name], self._measured.pieces[task.task.key])
-                yield Speedup(recipe=name, over=BASELINE, mode=mode, op=case.op, pass_name=pass_name, speedup=ratio)
+def _speedups(measured: Measurements, linears: Linears) -> Iterator[Speedup]:
+    """The speedups of ops, and of passes timed by themselves, over the baseline; of all linears over every earlier recipe, or
+    of bare GEMMs of each."""
+    for mode in linears.modes:
+        names = linears.columns(mode)
+        for index, name in enumerate(names):
+            earlier = names[:index]
+            of_ops = product(dict.fromkeys([BASELINE, *earlier]) if linears.bare else [BASELINE], linears.cases)
+            for over, case in chain(of_ops, product([] if linears.bare else earlier, [None])):
+                speedup = _speedup(measured, linears, mode, name, over, case)
+                if speedup is not None:
+                    yield Speedup(recipe=name, over=over, mode=mode, op=case.op if case else "", speedup=speedup)
+                    if case is not None and over == BASELINE:
+                        yield from _of_passes(measured, name, mode, case)
 
-    def totals(self) -> Iterator[LinearsTotal]:
-        """The time of all linears, for every mode and recipe that has all its parts."""
-        for mode in self._linears.modes:
-            for name in self._linears.columns(mode):
-                bursts = self._measured.totals(name, mode)
-                if bursts is not None:
-                    ops = {time.op: time for time in self._linears.ops if (time.recipe, time.mode) == (name, mode)}
-                    total = time_interval(bursts, self._measured.noise())
-                    yield linears_total(name, mode, total, self._linears.cases, ops, self._linears.layer_counts)
 
-    def winners(self) -> dict[Mode, Winner]:
-        """The fastest recipe of each mode that has speedups."""
-        winners = {}
-        for mode in self._linears.modes:
-            speedups = {name: gain for name in self._linears.columns(mode) if (gain := self.speedup(mode, name)) is not None}
-            if speedups:
-                winners[mode] = find_winner(speedups, partial(self.speedup, mode))
-        return winners
+def _of_passes(measured: Measurements, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
+    pieces = {task.task.pass_name: measured.pieces[task.task.key] for task in measured.of(BASELINE, mode, [case])}
+    for task in measured.of(name, mode, [case]):
+        pass_name = task.task.pass_name
+        if pass_name and len(case.passes) > 1:
+            ratio = ratio_interval(pieces[pass_name], measured.pieces[task.task.key])
+            yield Speedup(recipe=name, over=BASELINE, mode=mode, op=case.op, pass_name=pass_name, speedup=ratio)
+
+
+def _totals(measured: Measurements, linears: Linears) -> Iterator[LinearsTotal]:
+    """The time of all linears, for every mode and recipe that has all its parts."""
+    for mode in linears.modes:
+        for name in linears.columns(mode):
+            bursts = measured.totals(name, mode)
+            if bursts is not None:
+                ops = {time.op: time for time in linears.ops if (time.recipe, time.mode) == (name, mode)}
+                total = time_interval(bursts, measured.noise())
+                yield linears_total(name, mode, total, linears.cases, ops, linears.layer_counts)
+
+
+def _winners(measured: Measurements, linears: Linears) -> dict[Mode, Winner]:
+    """The fastest recipe of each mode that has speedups."""
+    winners = {}
+    for mode in linears.modes:
+        speedups = {name: gain for name in linears.columns(mode) if (gain := _speedup(measured, linears, mode, name)) is not None}
+        if speedups:
+            winners[mode] = find_winner(speedups, partial(_speedup, measured, linears, mode))
+    return winners

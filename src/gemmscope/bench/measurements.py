@@ -46,23 +46,17 @@ class Measurements(ResultStore[TaskResult]):
     def cases(self) -> list[Case]:
         return list(dict.fromkeys(result.task.case for result in self.tasks.values()))
 
-    def of(self, recipe: str, mode: Mode, case: Case | None = None) -> list[TaskResult]:
-        """The tasks of a recipe and mode, of one case or of all."""
+    def of(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None) -> list[TaskResult]:
+        """The tasks of a recipe and mode, of some cases or of all."""
         by_case = self._keys.get((recipe, mode), {})
-        groups = [by_case.get(case, [])] if case is not None else by_case.values()
-        return [self.tasks[key] for keys in groups for key in keys]
-
-    def among(self, recipe: str, mode: Mode, cases: Iterable[Case] | None) -> list[TaskResult]:
-        """The tasks of a recipe and mode, of some cases (None: of all)."""
-        chosen = list(cases) if cases is not None else self.cases()
-        return [result for case in chosen for result in self.of(recipe, mode, case)]
+        return [self.tasks[key] for case in (by_case if cases is None else cases) for key in by_case.get(case, ())]
 
     def totals(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None) -> list[list[float]] | None:
         """Milliseconds of one micro-batch's linears, burst by burst in pieces; None if any part is missing.
 
         Every case counts as often as the model runs it. A round in which a burst is missing (the worker died) is left out.
         """
-        parts = [(result, result.task.case.count) for result in self.among(recipe, mode, cases)]
+        parts = [(result, result.task.case.count) for result in self.of(recipe, mode, cases)]
         if not parts or any(not result.measured for result, _ in parts):
             return None
         return added([(self.pieces[result.task.key], count) for result, count in parts])
@@ -119,7 +113,7 @@ class Measurements(ResultStore[TaskResult]):
                             behind = sides if speedup.half_width <= target else self._wider(sides, some)
                             yield Uncertainty(speedup.half_width, behind)
             pairs = [(recipe, some) for recipe in recipes for some in wanted]
-            if formed or any(result.pending for recipe, some in pairs for result in self.among(recipe, mode, some)):
+            if formed or any(result.pending for recipe, some in pairs for result in self.of(recipe, mode, some)):
                 continue
             for recipe, some in pairs:
                 total = self.totals(recipe, mode, some)

@@ -26,15 +26,26 @@ def check_timing(options: TimingOptions) -> None:
     if options.timing not in ("cuda-events", "profiler"):
         raise UserError(f"{option('timing')} {shown(options.timing)} is not known", "it can be cuda-events or profiler")
     check_limits(*limits(options))
-    if options.num_iters is not None and options.num_iters < 1:
-        raise UserError(f"{option('num_iters', options.num_iters)} measures nothing", "it must be 1 or more")
-    for name in ("num_iters", "num_warmup"):
-        if (getattr(options, name) or 0) > MOST_RUNS:
-            raise UserError(f"{option(name)} must be at most {MOST_RUNS}, got {getattr(options, name)}", "100 is usual")
-    if options.num_warmup is not None and options.num_warmup < 0:
-        raise UserError(f"{option('num_warmup', options.num_warmup)} is invalid", "it must be 0 or more")
-    if options.gpu_warmup is not None and not 0 <= options.gpu_warmup < float("inf"):
-        raise UserError(f"{option('gpu_warmup', f'{options.gpu_warmup:g}')} is invalid", "it is a number of seconds, 0 for none")
+    iterations, warmup, seconds = options.num_iters, options.num_warmup, options.gpu_warmup
+    for wrong, message, hint in (
+        (
+            iterations is not None and iterations < 1,
+            f"{option('num_iters', iterations)} measures nothing",
+            "it must be 1 or more",
+        ),
+        *(
+            ((runs or 0) > MOST_RUNS, f"{option(name)} must be at most {MOST_RUNS}, got {runs}", "100 is usual")
+            for name, runs in (("num_iters", iterations), ("num_warmup", warmup))
+        ),
+        (warmup is not None and warmup < 0, f"{option('num_warmup', warmup)} is invalid", "it must be 0 or more"),
+        (
+            seconds is not None and not 0 <= seconds < float("inf"),
+            f"{option('gpu_warmup', f'{seconds or 0:g}')} is invalid",
+            "it is a number of seconds, 0 for none",
+        ),
+    ):
+        if wrong:
+            raise UserError(message, hint)
 
 
 def limits(options: MeasuringOptions, precision: float = 0.01, time_limit: float = 120.0) -> tuple[float, float]:

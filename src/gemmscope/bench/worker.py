@@ -15,20 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields
 from typing import IO, Any
 
-_TIMELINE: dict[str, float] = {}
-_BEGAN = time.perf_counter()
-
-
-def _mark(what: str) -> None:
-    """Record how long after its start the process reached this point."""
-    _TIMELINE[what] = round(time.perf_counter() - _BEGAN, 2)
-
-
 import torch
-
-_mark("torch imported")
 
 from gemmscope.bench.backends import BACKENDS
 from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
@@ -42,7 +32,6 @@ from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
-OPTIONS = ("cache_weights", "filter_layers", "as_te_benchmark")
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
@@ -83,7 +72,7 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
             if stop.is_set():
                 return
             with suppress(torch.OutOfMemoryError):  # reported when the case is prepared
-                operands.get(case).prepare_references()
+                _ = operands.get(case).references  # computed ahead of time
         heater = Heater()
         while not stop.is_set():
             heater.run()
@@ -125,24 +114,23 @@ class Worker(MeasuringProcess):
             if make is None:
                 return
             backend: Backend = make(
-                self.operands, BackendOptions(**{name: self.request[name] for name in OPTIONS if name in self.request})
+                self.operands,
+                BackendOptions(
+                    **{one.name: self.request[one.name] for one in fields(BackendOptions) if one.name in self.request}
+                ),
             )
-            _mark("backend loaded")
-            self.say(Hello(versions_of(self.request["backend"]), self.device_facts(), _TIMELINE))
+            self.say(Hello(versions_of(self.request["backend"]), self.device_facts()))
             self.begin(self.tasks[0].key, "compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
-        _mark("compiled")
         for task in self.tasks:
             self._prepare(backend, task)
-        _mark("prepared")
         if self.request["for_nsight"]:
             self._run_for_nsight()
         else:
             self._profile()
-            _mark("profiled")
             self._measure()
-        self.say(Done(_TIMELINE))
+        self.say(Done())
 
     @staticmethod
     def _why_not(backend: Backend, task: Task) -> str:
@@ -164,11 +152,8 @@ class Worker(MeasuringProcess):
             self.ready[task.key] = runnable
             prepared = runnable.prepared
             facts = {"error": prepared.error, "host_ms": runnable.host_ms, "copies": prepared.copies, "note": prepared.note}
-            if self.request["cache_weights"]:
-                facts["cache_weights"] = True
-            if prepared.order:
-                facts["order"] = list(prepared.order)
-            self.say(Ready(task.key, facts))
+            told = {"cache_weights": self.request["cache_weights"], "order": list(prepared.order)}
+            self.say(Ready(task.key, facts | {name: value for name, value in told.items() if value}))
 
     def _too_large(self, task: Task) -> str:
         """Why the task cannot fit into memory; empty where it may."""
@@ -274,16 +259,13 @@ class Worker(MeasuringProcess):
 
     def _run_for_nsight(self) -> None:
         """Run every task a few times in an NVTX range with its name, between the calls that start and stop Nsight Systems."""
-        if self.on_gpu:
-            torch.cuda.cudart().cudaProfilerStart()
-        for key, runnable in self.ready.items():
-            with torch.cuda.nvtx.range(key) if self.on_gpu else nullcontext():
-                for _ in range(RUNS_FOR_NSIGHT):
-                    runnable.prepared.run()
-            if self.on_gpu:
-                torch.cuda.synchronize()
-        if self.on_gpu:
-            torch.cuda.cudart().cudaProfilerStop()
+        with torch.cuda.profiler.profile() if self.on_gpu else nullcontext():
+            for key, runnable in self.ready.items():
+                with torch.cuda.nvtx.range(key) if self.on_gpu else nullcontext():
+                    for _ in range(RUNS_FOR_NSIGHT):
+                        runnable.prepared.run()
+                if self.on_gpu:
+                    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

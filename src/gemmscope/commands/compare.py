@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import cast
 
 from gemmscope.compare.fleets import compare_fleets
-from gemmscope.compare.runs import MeasuredResult, compare_runs, compare_sweeps
+from gemmscope.compare.runs import MeasuredResult, compare_runs
 from gemmscope.errors import UserError, option
 from gemmscope.results.base import Result, command_of, damage_reported
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result
-from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import PLAIN, RunContext
 
 KINDS = ("bench", "step", "sweep", "fleet")  # with rows of times
-Comparable = MeasuredResult | SweepResult | FleetResult
+Comparable = MeasuredResult | FleetResult
 
 
 def compare(
@@ -44,8 +43,8 @@ def compare(
             "compare results of the same kind",
         )
     with damage_reported(*results):
-        of_kind: dict[str, Callable[..., CompareResult]] = {"fleet": compare_fleets, "sweep": compare_sweeps}
-        return of_kind.get(kind, compare_runs)(results, names, limit=fail_if_slower, command=context.command)
+        compare_kind: Callable[..., CompareResult] = compare_fleets if kind == "fleet" else compare_runs
+        return compare_kind(results, names, limit=fail_if_slower, command=context.command)
 
 
 def _measured(run: str | Path | Result, name: str) -> Comparable:

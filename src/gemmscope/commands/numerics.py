@@ -20,19 +20,16 @@ from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
-    CheckpointSource,
     ComputedErrors,
     DepthModel,
     ErrorsRequest,
-    RecordingSource,
-    SyntheticKind,
-    SyntheticSource,
+    TensorSource,
     compute_errors,
     model_linears,
 )
 from gemmscope.numerics.evaluation.speeds import SpeedResult
 from gemmscope.numerics.recording import read_recording
-from gemmscope.options.estimating import ForecastOptions, NumericsOptions
+from gemmscope.options.estimating import ForecastOptions, NumericsOptions, Synthetic
 from gemmscope.progress import QUIET, Reporter
 from gemmscope.recipe.frameworks import frameworks
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
@@ -46,7 +43,6 @@ from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.workload.derive import HEAD
 
-KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)
 LARGEST_SEED = 2**63 - 1  # that PyTorch takes
 
 
@@ -108,9 +104,7 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
     return list(dict.fromkeys(one.name for one in chosen))
 
 
-def _source(
-    options: NumericsOptions, job: ModelRun | None, reporter: Reporter
-) -> RecordingSource | CheckpointSource | SyntheticSource:
+def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) -> TensorSource:
     """The source of tensors, as the worker is told."""
     recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
     given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
@@ -126,12 +120,13 @@ def _source(
         raise UserError(f"{option('checkpoint')} is empty", "give a safetensors file, or a folder of them")
     if recording is not None:
         read_recording(recording)  # an invalid file is rejected before a process is started
-        return RecordingSource(str(recording))
+        return TensorSource("recording", str(recording))
     if checkpoint is not None:
         model = job.source.model if job is not None else None
-        return CheckpointSource(str(checkpoint), model_linears(model) if model is not None else None)
-    if synthetic not in KINDS:
-        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {', '.join(KINDS)}")
+        return TensorSource("checkpoint", str(checkpoint), model_linears(model) if model is not None else None)
+    if synthetic is None or synthetic not in get_args(Synthetic):
+        kinds = ", ".join(get_args(Synthetic))
+        raise UserError(f"{option('synthetic')} {shown(synthetic)} is not known", f"it can be {kinds}")
     if job is None:
         raise UserError(
             f"{option('synthetic', synthetic)} needs a model, for the shapes of its linears",
@@ -142,7 +137,8 @@ def _source(
     cases = [case for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
     if not cases:
         raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
-    return SyntheticSource(synthetic, {case.op: (case.inputs, case.outputs) for case in cases}, subject.name)
+    sizes = {case.op: (case.inputs, case.outputs) for case in cases}
+    return TensorSource("synthetic", synthetic, sizes=sizes, model=subject.name)
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:

@@ -6,7 +6,7 @@ from gemmscope.bench.choose import Choice, check_for_step, choose, supported
 from gemmscope.bench.findings import state_findings
 from gemmscope.bench.timing import limits
 from gemmscope.engine.campaign import LocalWorkers
-from gemmscope.engine.rule import check_limits
+from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.fleet.quote import read_fleet, with_spread
@@ -67,7 +67,16 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
         LocalWorkers() as workers,
         defer_signals() as signals,
     ):
-        session = StepSession(plan, recipes, settings, precision, time_limit, recording, workers, context.reporter, most_layers)
+        campaign = StepCampaign(
+            plan=plan,
+            recipes=recipes,
+            settings=settings,
+            rule=StoppingRule(target=precision, longest_s=time_limit),
+            recording=recording,
+            workers=workers,
+            most_layers=most_layers,
+        )
+        session = StepSession(campaign, context.reporter)
         of = counted(plan.depth, "layer") if plan.depth else job.source.origin
         measured = session.measure(of, summed, subject.run, options)
         result = StepResult(
@@ -161,8 +170,8 @@ def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions
     if options.observed_speedup is not None:
         yield from observed_findings(times, options.observed_speedup)
     yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
-    depths = measured.predicted.results.weights if isinstance(session.plan, ModulePlan) else ()
-    yield from _extrapolated(measured.depth, session.plan.depth, times, depths)
+    depths = measured.predicted.results.weights if isinstance(session.campaign.plan, ModulePlan) else ()
+    yield from _extrapolated(measured.depth, session.campaign.plan.depth, times, depths)
     yield from session.findings
     yield from state_findings([state for result in results for state in result.states if state.get("sm_mhz")])
 

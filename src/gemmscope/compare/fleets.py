@@ -11,6 +11,8 @@ The intervals of all GPUs and figures hold together with 95% (Bonferroni).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import exp, isfinite, sqrt
 
 import numpy as np
@@ -38,26 +40,37 @@ def compare_fleets(
                 f"{names[0]} and {name} did not measure the same: {_what(first)} and {_what(fleet)}",
                 "compare fleets of the same model, batch and settings",
             )
-    pairs = [_Pair(first, fleet) for fleet in fleets[1:]]
-    figures = _figures(first, pairs)
-    for pair, name in zip(pairs, names[1:], strict=True):
-        if not pair.matched:
+    matched = [_matched(first, fleet) for fleet in fleets[1:]]
+    # The times of the first fleet that another one has, too; speedups follow from them. One group after the other.
+    figures = [
+        figure
+        for figure in first.figures
+        if figure.unit == "ms" and any(fleet.figure(figure.name, figure.group) is not None for fleet in fleets[1:])
+    ]
+    changes = [[_changes(pairs, figure) for pairs in matched] for figure in figures]
+    for number, (fleet, name) in enumerate(zip(fleets[1:], names[1:], strict=True)):
+        if not matched[number]:
             raise UserError(f"{names[0]} and {name} have no GPU in common", "compare the same GPUs before and after a change")
-        if not any(pair.changes(figure)[0] for figure in figures):
-            times = " and ".join(map(_measured_times, (first, pair.after)))
+        if not any(row[number].places for row in changes):
+            times = " and ".join(map(_measured_times, (first, fleet)))
             raise UserError(
                 f"{names[0]} and {name} have no time in common: {times}",
                 "compare fleets of the same GPU type, power limit and recipes",
             )
-    tests = len(figures) * len(pairs)
+    tests = len(figures) * len(matched)
+    medians = [[fleet.figure(figure.name, figure.group) for fleet in fleets] for figure in figures]
+    times_ms = [tuple(median.center.value if median is not None else None for median in row) for row in medians]
+    rows = (_rows(*row, tests) for row in zip(figures, times_ms, changes, strict=True))
     return with_verdict(
         CompareResult(
             command=command,
             runs=tuple(names),
-            rows=tuple(row for figure in figures for row in _rows(figure, pairs, tests)),
+            rows=tuple(chain(*rows)),
             differences=tuple(_differences(fleets)),
             limit=limit,
-            findings=tuple(note for pair, name in zip(pairs, names[1:], strict=True) for note in pair.findings(name)),
+            findings=tuple(
+                note for fleet, name in zip(fleets[1:], names[1:], strict=True) for note in _findings(first, fleet, name)
+            ),
         )
     )
 
@@ -74,99 +87,85 @@ def _measured_times(fleet: FleetResult) -> str:
     return f"{', '.join(groups)} ({', '.join(recipes)})" if times else "nothing"
 
 
-def _figures(first: FleetResult, pairs: Sequence[_Pair]) -> list[FleetFigure]:
-    """The times of the first fleet that another one has, too; speedups follow from them. One group after the other."""
-    return [
-        figure
-        for figure in first.figures
-        if figure.unit == "ms" and any(pair.after.figure(figure.name, figure.group) is not None for pair in pairs)
-    ]
+def _matched(before: FleetResult, after: FleetResult) -> list[tuple[FleetGpu, FleetGpu]]:
+    """The GPUs that both fleets measured."""
+    by_key = {_key(gpu): gpu for gpu in after.measured}
+    return [(gpu, by_key[_key(gpu)]) for gpu in before.measured if _key(gpu) in by_key]
 
 
-class _Pair:
-    """The first fleet and another one, GPU by GPU."""
+@dataclass(frozen=True)
+class _Changes:
+    """How the GPUs of a group changed in one figure: their places, old and new times, and the logarithms of new over old time."""
 
-    def __init__(self, before: FleetResult, after: FleetResult) -> None:
-        self.before, self.after = before, after
-        self.by_key = {_key(gpu): gpu for gpu in after.measured}
-        self.matched = [(gpu, self.by_key[_key(gpu)]) for gpu in before.measured if _key(gpu) in self.by_key]
+    places: list[str]
+    times: list[tuple[Interval, Interval]]
+    sample: Sample
 
-    def changes(self, figure: FleetFigure) -> tuple[list[FleetGpu], Sample]:
-        """The GPUs of a group that both fleets measured, and the logarithms of new over old time."""
-        gpus, values, errors = [], [], []
-        for old, new in self.matched:
-            times = old.figures.get(figure.name), new.figures.get(figure.name)
-            if old.group == new.group == figure.group and times[0] is not None and times[1] is not None:
-                if min(times[0].value, times[1].value) <= 0:
-                    continue
-                gpus.append(old)
-                values.append(times[1].value / times[0].value)
-                errors.append(np.hypot(times[0].half_width, times[1].half_width) / NORMAL_95)
-        own = np.array(errors, dtype=float)
-        return gpus, Sample(figure.name, np.log(np.array(values, dtype=float)), np.where(np.isfinite(own), own, np.nan))
 
-    def findings(self, name: str) -> Iterator[Finding]:
-        """The GPUs that became slow, are no longer slow, were replaced, are missing or are new."""
-        old, new = {_key(gpu): gpu.place for gpu in self.before.measured}, {_key(gpu): gpu.place for gpu in self.after.measured}
-        gone = [place for key, place in old.items() if key not in new]
-        added = [place for key, place in new.items() if key not in old]
-        replaced = [place for place in gone if place in set(added)]  # another UUID in the same place
-        slow = [{outlier.where for outlier in fleet.outliers if outlier.side == "slow"} for fleet in (self.before, self.after)]
-        yield finding("fleets-compared", gpus=len(self.matched), name=name)
-        for code, places in (
-            ("fleets-became-slow", sorted(slow[1] - slow[0])),
-            ("fleets-no-longer-slow", sorted(slow[0] - slow[1])),
-            ("fleets-replaced", replaced),
-            ("fleets-missing", [place for place in gone if place not in replaced]),
-            ("fleets-new", [place for place in added if place not in replaced]),
-        ):
-            if places:
-                yield finding(code, gpus=len(places), places=places, name=name)
+def _changes(matched: Sequence[tuple[FleetGpu, FleetGpu]], figure: FleetFigure) -> _Changes:
+    """The GPUs of the figure's group that have a time in both fleets."""
+    places, times = [], list[tuple[Interval, Interval]]()
+    for old, new in matched:
+        before, after = old.figures.get(figure.name), new.figures.get(figure.name)
+        if old.group == new.group == figure.group and before and after and min(before.value, after.value) > 0:
+            places.append(old.place)
+            times.append((before, after))
+    ratios = np.array([after.value / before.value for before, after in times], dtype=float)
+    errors = np.array([np.hypot(before.half_width, after.half_width) for before, after in times], dtype=float) / NORMAL_95
+    return _Changes(places, times, Sample(figure.name, np.log(ratios), np.where(np.isfinite(errors), errors, np.nan)))
+
+
+def _findings(first: FleetResult, fleet: FleetResult, name: str) -> Iterator[Finding]:
+    """The GPUs that became slow, are no longer slow, were replaced, are missing or are new."""
+    old, new = ({_key(gpu): gpu.place for gpu in side.measured} for side in (first, fleet))
+    gone = [place for key, place in old.items() if key not in new]
+    added = [place for key, place in new.items() if key not in old]
+    replaced = [place for place in gone if place in set(added)]  # another UUID in the same place
+    before, after = ({outlier.where for outlier in side.outliers if outlier.side == "slow"} for side in (first, fleet))
+    yield finding("fleets-compared", gpus=len(_matched(first, fleet)), name=name)
+    for code, places in (
+        ("fleets-became-slow", sorted(after - before)),
+        ("fleets-no-longer-slow", sorted(before - after)),
+        ("fleets-replaced", replaced),
+        ("fleets-missing", [place for place in gone if place not in replaced]),
+        ("fleets-new", [place for place in added if place not in replaced]),
+    ):
+        if places:
+            yield finding(code, gpus=len(places), places=places, name=name)
 
 
 def _key(gpu: FleetGpu) -> str:
     return gpu.uuid or gpu.place
 
 
-def _rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
-    """All GPUs of a group in one figure, then those that changed differently; each GPU, if they are too few to tell. `tests`: how
-    many figures are compared, over all fleets."""
-    kept = [pair.changes(figure) for pair in pairs]
-    medians = [pair.after.figure(figure.name, figure.group) for pair in pairs]
-    times = (figure.center.value, *(median.center.value if median is not None else None for median in medians))
-    changes = tuple(_fleet_change(sample, tests) for _, sample in kept)
-    yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times, changes=changes)
-    outcomes = [_test(sample, tests) for _, sample in kept]
-    if all(outcome is None for outcome in outcomes):
-        yield from _single_rows(figure, pairs, tests)
-        return
+def _rows(
+    figure: FleetFigure, times_ms: tuple[float | None, ...], fleets: Sequence[_Changes], tests: int
+) -> Iterator[ComparedRow]:
+    """All GPUs of a group in one figure, then those that changed differently; each GPU, if there are too few to tell. `fleets`:
+    how each changed; `tests`: how many figures are compared, over all fleets."""
+    group = tuple(_fleet_change(one.sample, tests) for one in fleets)
+    yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times_ms, changes=group)
+    outcomes = [_test(one.sample, tests) for one in fleets]
     outside: dict[str, float] = {}
-    for (gpus, _), test in zip(kept, outcomes, strict=True):
-        if test is not None:
-            for row in np.flatnonzero(test.outside).tolist():
-                outside[gpus[row].place] = max(abs(float(test.deviations[row])), outside.get(gpus[row].place, 0.0))
-    for place in sorted(outside, key=lambda name: -outside[name])[:MOST_ROWS]:
-        yield _gpu_row(place, figure, [(gpus, sample, test) for (gpus, sample), test in zip(kept, outcomes, strict=True)])
-
-
-def _single_rows(figure: FleetFigure, pairs: Sequence[_Pair], tests: int) -> Iterator[ComparedRow]:
-    """Every GPU of a group that is too small for the rule."""
-    matched = [{gpu.place: gpu for gpu in pair.changes(figure)[0]} for pair in pairs]
-    places = dict.fromkeys(place for gpus in matched for place in gpus)
-    width = interval_width(tests * len(places))
-    if len(places) == 1:  # the row of all GPUs has it
-        return
-    for place in places:
-        old = next(gpus[place] for gpus in matched if place in gpus)
-        new = [pair.by_key.get(_key(old)) if place in gpus else None for pair, gpus in zip(pairs, matched, strict=True)]
-        times = [gpu.figures.get(figure.name) if gpu is not None else None for gpu in (old, *new)]
-        yield ComparedRow(
-            what=place,
-            recipe=figure.recipe,
-            mode=figure.mode,
-            times_ms=tuple(time.value if time is not None else None for time in times),
-            changes=tuple(change(times[0], time, width) for time in times[1:]),
-        )
+    tested = [(one.places, test) for one, test in zip(fleets, outcomes, strict=True) if test is not None]
+    for places, test in tested:
+        for row in np.flatnonzero(test.outside).tolist():
+            outside[places[row]] = max(abs(float(test.deviations[row])), outside.get(places[row], 0.0))
+    shown = sorted(outside, key=lambda name: -outside[name])[:MOST_ROWS]
+    if not tested:
+        shown = list(dict.fromkeys(place for one in fleets for place in one.places))
+        shown = shown if len(shown) > 1 else []  # the row of all GPUs has it
+    width = interval_width(tests * len(shown))
+    for place in shown:
+        old: float | None = None
+        later, changes = list[float | None](), list[Change]()
+        for one, outcome in zip(fleets, outcomes, strict=True):
+            row = one.places.index(place) if place in one.places else None
+            before, after = one.times[row] if row is not None else (None, None)
+            old = before.value if before is not None else old
+            later.append(after.value if after is not None else None)
+            changes.append(change(before, after, width) if row is None or not tested else _called(one.sample, outcome, row))
+        yield ComparedRow(what=place, recipe=figure.recipe, mode=figure.mode, times_ms=(old, *later), changes=tuple(changes))
 
 
 def _fleet_change(sample: Sample, tests: int) -> Change:
@@ -192,24 +191,12 @@ def _test(sample: Sample, tests: int) -> RuleOutcome | None:
     )
 
 
-def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu], Sample, RuleOutcome | None]]) -> ComparedRow:
-    """One GPU that changed differently from the others in at least one of the fleets."""
-    times: list[float | None] = [None]
-    changes = []
-    for gpus, sample, test in kept:
-        row = next((number for number, gpu in enumerate(gpus) if gpu.place == place), None)
-        if row is None:
-            times.append(None)
-            changes.append(Change(ratio=None, verdict="missing"))
-            continue
-        old, change = gpus[row].figures[figure.name].value, float(sample.speeds[row])
-        times[0] = old
-        times.append(old * exp(change))
-        reach = test.critical * test.scale if test is not None else 0.0
-        called = test is not None and bool(test.outside[row])
-        verdict: Verdict = ("slower" if change > 0 else "faster") if called else "too close to call"
-        changes.append(Change(ratio=Interval(exp(change), exp(change - reach), exp(change + reach)), verdict=verdict))
-    return ComparedRow(what=place, recipe=figure.recipe, mode=figure.mode, times_ms=tuple(times), changes=tuple(changes))
+def _called(sample: Sample, test: RuleOutcome | None, row: int) -> Change:
+    """The change of one GPU, which is called where the rule says so."""
+    change, reach = float(sample.speeds[row]), test.critical * test.scale if test is not None else 0.0
+    called = test is not None and bool(test.outside[row])
+    verdict: Verdict = ("slower" if change > 0 else "faster") if called else "too close to call"
+    return Change(ratio=Interval(exp(change), exp(change - reach), exp(change + reach)), verdict=verdict)
 
 
 def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from gemmscope import units
 from gemmscope.errors import UserError
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import finding
+from gemmscope.fleet.spread import NORMAL_95
 from gemmscope.interval import Interval
 from gemmscope.results.base import command_of
 from gemmscope.results.bench import BenchResult
@@ -26,19 +27,18 @@ from gemmscope.results.compare import Change, ComparedRow, CompareResult, Enviro
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
 
-MeasuredResult = BenchResult | StepResult
+MeasuredResult = BenchResult | StepResult | SweepResult
 # Relative standard deviation of the result of one run, beyond its own interval. On an H200 the times of one bench, run four
 # times in a row, varied by 0.49%, where their intervals say 0.35%: that leaves 0.34%.
 BETWEEN_RUNS = 0.0035
 CONFIDENCE = 0.95
-NORMAL_95 = 1.959964  # standard errors on either side of a 95% interval
 WHICH_CHIP = {"node": "node", "GPU UUID": "uuid", "CPU": "cpu"}
 """Facts that are compared where all runs have them: run files of older versions do not say which chip it was."""
 UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight")
 
 
 class RowKey(NamedTuple):
-    """What a row is about: an op, all linears, or the step; in a recipe and mode."""
+    """What a row is about: an op, all linears, the step, or a point of a sweep; in a recipe and mode."""
 
     what: str
     recipe: str
@@ -49,23 +49,21 @@ def compare_runs(
     runs: Sequence[MeasuredResult], names: Sequence[str], *, limit: float | None = None, command: str = ""
 ) -> CompareResult:
     """Compare the first run with each of the others. They must be about one model and batch, and of one kind."""
-    _require_same_thing(runs, names)
+    first, swept = runs[0], isinstance(runs[0], SweepResult)
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        if run.kind != first.kind:
+            raise UserError(
+                f"{names[0]} is a result of {command_of(first.kind)}, {name} of {command_of(run.kind)}: no rows in common",
+                "compare results of the same kind",
+            )
+        if different := _different(first, run):
+            what, same = ("sweeps", "the same") if swept else ("runs", "the same model and batch")
+            raise UserError(f"{names[0]} and {name} are not {what} of the same thing: {different}", f"measure {same} in both")
     tables = [_times(run) for run in runs]
-    tests = len({(key.recipe, key.mode, number) for number, table in enumerate(tables) for key in table if number})
-    rows = _rows(tables, tests)
-    if missing := _without_common_row(rows, names):
-        recipes = [" ".join(dict.fromkeys(key.recipe for key in tables[side])) or "none" for side in (0, names.index(missing, 1))]
-        raise UserError(
-            f"{names[0]} and {missing} have no row in common: the recipes are {' and '.join(recipes)}",
-            "measure the same recipes in both",
-        )
-    return with_verdict(CompareResult(command=command, runs=tuple(names), rows=rows, differences=_differences(runs), limit=limit))
-
-
-def _rows(tables: Sequence[dict[RowKey, Interval]], tests: int) -> tuple[ComparedRow, ...]:
-    """The times of all runs, row by row. `tests`: how many intervals hold together."""
-    width = interval_width(tests)
-    return tuple(
+    later = [(number, key) for number, table in enumerate(tables) for key in table if number]
+    # Every point of a sweep is a measurement of its own, and counts as one test.
+    width = interval_width(len({(number, key if swept else (key.recipe, key.mode)) for number, key in later}))
+    rows = tuple(
         ComparedRow(
             what=key.what,
             recipe=key.recipe,
@@ -75,12 +73,16 @@ def _rows(tables: Sequence[dict[RowKey, Interval]], tests: int) -> tuple[Compare
         )
         for key in dict.fromkeys(chain(*tables))
     )
-
-
-def _without_common_row(rows: Sequence[ComparedRow], names: Sequence[str]) -> str:
-    """The run that has no row in common with the first; empty if there is none."""
-    numbered = enumerate(names[1:])
-    return next((name for number, name in numbered if all(row.changes[number].verdict == "missing" for row in rows)), "")
+    for number, name in enumerate(names[1:]):
+        if all(row.changes[number].verdict == "missing" for row in rows):
+            if swept:
+                raise UserError(f"{names[0]} and {name} have no point and recipe in common", "measure the same points in both")
+            recipes = [" ".join(dict.fromkeys(key.recipe for key in tables[side])) or "none" for side in (0, number + 1)]
+            raise UserError(
+                f"{names[0]} and {name} have no row in common: the recipes are {' and '.join(recipes)}",
+                "measure the same recipes in both",
+            )
+    return with_verdict(CompareResult(command=command, runs=tuple(names), rows=rows, differences=_differences(runs), limit=limit))
 
 
 def interval_width(tests: int) -> float:
@@ -98,11 +100,10 @@ def change(old: Interval | None, new: Interval | None, width: float) -> Change:
     if old is None or new is None or not (_is_time(old.value) and _is_time(new.value)):
         return Change(ratio=None, verdict="missing")
     ratio = new.value / old.value
-    errors = []  # relative standard errors
-    for time in (old, new):
-        if time.low is None or time.high is None:
-            return judged(Interval(ratio))
-        errors.append((time.high - time.low) / 2 / time.value / NORMAL_95)
+    known = [(time.high - time.low, time.value) for time in (old, new) if time.low is not None and time.high is not None]
+    if len(known) < 2:
+        return judged(Interval(ratio))
+    errors = [width_ms / 2 / value / NORMAL_95 for width_ms, value in known]  # relative standard errors
     reach = width * math.sqrt(sum(error**2 + BETWEEN_RUNS**2 for error in errors))
     return judged(Interval(ratio, ratio * math.exp(-reach), ratio * math.exp(reach)))
 
@@ -121,17 +122,20 @@ def _is_time(value: float) -> bool:
 def _times(run: MeasuredResult) -> dict[RowKey, Interval]:
     if isinstance(run, StepResult):
         return {RowKey("step", time.recipe): time.step_ms for time in run.step.recipes}
+    if isinstance(run, SweepResult):
+        return {
+            RowKey(point.place if len(sweep.sizes) > 1 else f"{sweep.sizes[0]} {point.place}", name, sweep.mode): time
+            for sweep in run.sweeps
+            for point in sweep.points
+            for name, time in point.times_ms.items()
+        }
     ops = {RowKey(cell.op, cell.recipe, cell.mode): cell.total_ms for cell in run.linears.ops}
     return ops | {RowKey("all linears", total.recipe, total.mode): total.total_ms for total in run.linears.totals}
 
 
 def with_verdict(result: CompareResult) -> CompareResult:
-    """The result, with findings that say what changed before those that it has."""
-    return result.model_copy(update={"findings": (*verdict_findings(result), *result.findings)})
-
-
-def verdict_findings(result: CompareResult) -> list[Finding]:
-    """How many rows of the last run changed, and whether they are within the limit."""
+    """The result with findings before those that it has: how many rows of the last run changed, and whether they are within the
+    limit."""
     verdicts = [row.changes[-1].verdict for row in result.rows]
     slower, faster, close = (verdicts.count(verdict) for verdict in ("slower", "faster", "too close to call"))
     changed = finding("compare-changed", slower=slower, faster=faster, close=close)
@@ -153,23 +157,14 @@ def verdict_findings(result: CompareResult) -> list[Finding]:
             )
         else:
             findings.append(finding("compare-within-limit", limit=limit))
-    return findings
+    return result.model_copy(update={"findings": (*findings, *result.findings)})
 
 
-def _require_same_thing(runs: Sequence[MeasuredResult], names: Sequence[str]) -> None:
-    first = runs[0]
-    for run, name in zip(runs[1:], names[1:], strict=True):
-        if run.kind != first.kind:
-            raise UserError(
-                f"{names[0]} is a result of {command_of(first.kind)}, {name} of {command_of(run.kind)}: no rows in common",
-                "compare results of the same kind",
-            )
-        differences = [text for text in (_different_sizes(first, run), _different_runs(first, run)) if text]
-        if differences:
-            raise UserError(
-                f"{names[0]} and {name} are not runs of the same thing: {'; '.join(differences)}",
-                "measure the same model and batch in both",
-            )
+def _different(first: MeasuredResult, run: MeasuredResult) -> str:
+    """Why two runs of one kind cannot be compared; empty if they can."""
+    if isinstance(first, SweepResult) and isinstance(run, SweepResult):
+        return _different_sweeps(first, run)
+    return "; ".join(filter(None, (_different_sizes(first, run), _different_runs(first, run))))
 
 
 def _different_sizes(first: MeasuredResult, run: MeasuredResult) -> str:
@@ -179,26 +174,39 @@ def _different_sizes(first: MeasuredResult, run: MeasuredResult) -> str:
             for side in (first, run)
         )
         common = [op for op in before if op in after]
-        for op in common:
-            if before[op] != after[op]:
-                old, new = ("x".join(map(str, sizes[:3])) for sizes in (before[op], after[op]))
-                return f"{op} is {old} in one and {new} in the other"
-        return "" if common else "no op is in both"
-    if first.model is not None and run.model is not None:
-        models = first.model, run.model
-        if len({(model.hidden_size, model.num_hidden_layers, model.layers) for model in models}) > 1:
-            old, new = (f"hidden size {model.hidden_size}, {model.num_hidden_layers} layers" for model in models)
-            return f"the models differ ({old}; {new})"
-    return ""
+        op = next((op for op in common if before[op] != after[op]), None)
+        if op is None:
+            return "" if common else "no op is in both"
+        sizes = ("x".join(map(str, side[op][:3])) for side in (before, after))
+        return f"{op} is {' in one and '.join(sizes)} in the other"
+    models = [side.model for side in (first, run) if side.model is not None]
+    if len({(model.hidden_size, model.num_hidden_layers, model.layers) for model in models}) < 2:
+        return ""
+    texts = (f"hidden size {model.hidden_size}, {model.num_hidden_layers} layers" for model in models)
+    return f"the models differ ({'; '.join(texts)})"
 
 
 def _different_runs(first: MeasuredResult, run: MeasuredResult) -> str:
-    if first.run is None or run.run is None:
+    settings = [
+        {**asdict(side.run), "pp_stage": side.stage, "etp": side.run.expert_tp}
+        for side in (first, run)
+        if not isinstance(side, SweepResult) and side.run is not None
+    ]
+    if len(settings) < 2:
         return ""
-    before, after = (
-        {**asdict(side.run), "pp_stage": side.stage, "etp": side.run.expert_tp} for side in (first, run) if side.run is not None
-    )
+    before, after = settings
     return ", ".join(f"{name} {before[name]} and {after[name]}" for name in before if before[name] != after[name])
+
+
+def _different_sweeps(first: SweepResult, other: SweepResult) -> str:
+    sides = first, other
+    if first.of != other.of:
+        return f"one is of gemmscope {first.of}, the other of gemmscope {other.of}"
+    sizes = [" and ".join(side.sweeps[0].sizes) for side in sides]
+    if sizes[0] != sizes[1]:
+        return f"one varies {sizes[0]}, the other {sizes[1]}"
+    models = [(side.model.hidden_size, side.model.layers) if side.model is not None else None for side in sides]
+    return f"the models differ ({first.name} and {other.name})" if models[0] != models[1] else ""
 
 
 def differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -211,6 +219,12 @@ def _differences(runs: Sequence[MeasuredResult]) -> tuple[EnvironmentDifference,
     """What differs between the runs besides their times."""
     facts = differing([_facts(run) for run in runs])
     values = {name: texts for name, texts in facts.items() if all(texts) or name not in WHICH_CHIP}
+    sweeps = [run for run in runs if isinstance(run, SweepResult)]
+    chips = [{point.place: point.uuid or point.gpu for point in run.sweeps[0].points if not point.reason} for run in sweeps]
+    before = chips[0] if chips else {}
+    if moved := sum(any(chip.get(place) != where for chip in chips[1:] if place in chip) for place, where in before.items()):
+        name = f"GPU, a different one at {units.counted(moved, 'point')}"
+        values[name] = tuple(units.names(gpu.place for gpu in run.gpus) for run in sweeps)
     clocks = [_mean_clock(run) for run in runs]
     known = [clock for clock in clocks if clock is not None]
     if known and (len(known) < len(clocks) or max(known) > 1.02 * min(known)):  # a clock varies by a percent or two by itself
@@ -219,6 +233,12 @@ def _differences(runs: Sequence[MeasuredResult]) -> tuple[EnvironmentDifference,
 
 
 def _facts(run: MeasuredResult) -> dict[str, str]:
+    if isinstance(run, SweepResult):
+        facts = {"gemmscope": run.gemmscope_version, "GPU": run.where, "backend": run.backend}
+        facts |= {"setting precision": str(run.precision), "setting time limit": str(run.time_limit_s)}
+        for name in dict.fromkeys(name for gpu in run.gpus for name in gpu.versions):
+            facts[name] = ", ".join(dict.fromkeys(gpu.versions[name] for gpu in run.gpus if name in gpu.versions))
+        return facts
     environment = run.environment
     facts = {"gemmscope": run.gemmscope_version, "GPU": str(run.device.get("name", ""))}
     facts |= {name: str(run.device.get(key) or "") for name, key in WHICH_CHIP.items()}
@@ -234,62 +254,7 @@ def _facts(run: MeasuredResult) -> dict[str, str]:
 
 
 def _mean_clock(run: MeasuredResult) -> float | None:
-    series = run.tasks if isinstance(run, BenchResult) else run.variants
+    series = () if isinstance(run, SweepResult) else run.tasks if isinstance(run, BenchResult) else run.variants
     values = [state.get("sm_mhz") for result in series for state in result.states]
     clocks = [float(clock) for clock in values if isinstance(clock, (int, float)) and _is_time(clock)]
     return sum(clocks) / len(clocks) if clocks else None
-
-
-def compare_sweeps(
-    runs: Sequence[SweepResult], names: Sequence[str], *, limit: float | None = None, command: str = ""
-) -> CompareResult:
-    """Compare the first sweep with each of the others. They must vary the same sizes of the same thing."""
-    for run, name in zip(runs[1:], names[1:], strict=True):
-        if different := _different_sweeps(runs[0], run):
-            raise UserError(f"{names[0]} and {name} are not sweeps of the same thing: {different}", "measure the same in both")
-    tables = [_sweep_times(run) for run in runs]
-    rows = _rows(tables, sum(map(len, tables[1:])))  # every point is a measurement of its own, and counts as one test
-    if missing := _without_common_row(rows, names):
-        raise UserError(f"{names[0]} and {missing} have no point and recipe in common", "measure the same points in both")
-    differences = _sweep_differences(runs)
-    return with_verdict(CompareResult(command=command, runs=tuple(names), rows=rows, differences=differences, limit=limit))
-
-
-def _different_sweeps(first: SweepResult, other: SweepResult) -> str:
-    """Why two sweeps cannot be compared; empty if they can."""
-    sides = first, other
-    if first.of != other.of:
-        return f"one is of gemmscope {first.of}, the other of gemmscope {other.of}"
-    sizes = [" and ".join(side.sweeps[0].sizes) for side in sides]
-    if sizes[0] != sizes[1]:
-        return f"one varies {sizes[0]}, the other {sizes[1]}"
-    models = [(side.model.hidden_size, side.model.layers) if side.model is not None else None for side in sides]
-    return f"the models differ ({first.name} and {other.name})" if models[0] != models[1] else ""
-
-
-def _sweep_times(run: SweepResult) -> dict[RowKey, Interval]:
-    return {
-        RowKey(point.place if len(sweep.sizes) > 1 else f"{sweep.sizes[0]} {point.place}", name, sweep.mode): time
-        for sweep in run.sweeps
-        for point in sweep.points
-        for name, time in point.times_ms.items()
-    }
-
-
-def _sweep_differences(runs: Sequence[SweepResult]) -> tuple[EnvironmentDifference, ...]:
-    """What differs besides the times: types of GPUs, versions, and which GPU measured each point."""
-    values = differing([_sweep_facts(run) for run in runs])
-    chips = [{point.place: point.uuid or point.gpu for point in run.sweeps[0].points if not point.reason} for run in runs]
-    moved = sum(any(chip.get(place) != where for chip in chips[1:] if place in chip) for place, where in chips[0].items())
-    if moved:
-        name = f"GPU, a different one at {units.counted(moved, 'point')}"
-        values[name] = tuple(units.names(gpu.place for gpu in run.gpus) for run in runs)
-    return tuple(EnvironmentDifference(name=name, values=texts) for name, texts in values.items())
-
-
-def _sweep_facts(run: SweepResult) -> dict[str, str]:
-    facts = {"gemmscope": run.gemmscope_version, "GPU": run.where, "backend": run.backend}
-    facts |= {"setting precision": str(run.precision), "setting time limit": str(run.time_limit_s)}
-    for name in dict.fromkeys(name for gpu in run.gpus for name in gpu.versions):
-        facts[name] = ", ".join(dict.fromkeys(gpu.versions[name] for gpu in run.gpus if name in gpu.versions))
-    return facts

@@ -5,6 +5,7 @@ With a twin, the parts sum to the step on both sides, and so do their difference
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
@@ -36,10 +37,10 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
             "record both with the same model, batch and parallelism",
         )
     before, after = slow.account.parts_ms, fast.account.parts_ms
-    parts, left, right = [], 0.0, 0.0
-    for part in _parts(before, after):
-        left, right = left + (part.expected_ms or 0.0), right + part.trace_ms
-        parts.append(part.model_copy(update={"speedup": left / right if right else None}))
+    sides = _parts(before, after)
+    sums = zip(accumulate(part.expected_ms or 0.0 for part in sides), accumulate(part.trace_ms for part in sides), strict=True)
+    speedups = [left / right if right else None for left, right in sums]
+    parts = [part.model_copy(update={"speedup": speedup}) for part, speedup in zip(sides, speedups, strict=True)]
     before_ms, after_ms = slow.account.step_ms, fast.account.step_ms
     findings = [finding("twin-speedup", speedup=before_ms / after_ms, before_ms=before_ms, after_ms=after_ms)]
     if after.get("GEMMs") and before.get("GEMMs"):

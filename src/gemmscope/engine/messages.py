@@ -20,11 +20,10 @@ Group = tuple[str, ...]  # the name of what is measured in one burst, by which t
 
 @dataclass(frozen=True)
 class Hello:
-    """The process has loaded the framework: what it runs on. `seconds`: when it reached which point."""
+    """The process has loaded the framework: what it runs on."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
     type: Literal["hello"] = "hello"
 
 
@@ -149,7 +148,6 @@ class Fatal:
 class Done:
     """Everything of this attempt is measured. Said by the worker, or by the parent when it has enough."""
 
-    seconds: Mapping[str, float] = field(default_factory=dict)
     type: Literal["done"] = "done"
 
 

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
-from gemmscope.explain.step_evidence import StepEvidence, main_kernels, spans_of
+from gemmscope.explain.step_evidence import StepEvidence, main_kernels
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precisions
 from gemmscope.results.explain import AttentionTotal, Cause
 from gemmscope.toml import load_data
@@ -64,21 +65,13 @@ def attention_causes(step: StepEvidence) -> Iterator[Cause]:
         faster=longest.faster, faster_ms=time_ms - saved_ms, queries=longest.queries or 0, keys=longest.keys or 0,
         head_dim=longest.head_dim or 0,
     )  # fmt: skip
-    yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", spans_of(items, longest.backend))
+    yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", longest.backend)
 
 
 def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
-    groups: dict[_Key, list[TimedWork]] = {}
-    softmax: list[TimedWork] = []
-    for item in step.items:
-        if item.is_gemm and "bmm" in item.gemm.layer:
-            if (key := _math_key(item)) is not None:
-                groups.setdefault(key, []).append(item)
-        elif item.name == "attention":
-            if "oft" in item.work.name and "ax" in item.work.name.lower():
-                softmax.append(item)
-            else:
-                groups.setdefault(_key(item), []).append(item)
+    pairs = ((_key(item), item) for item in step.items)
+    groups = grouped((key, item) for key, item in pairs if key is not None)
+    softmax = [item for item in step.items if _is_softmax(item)]
     names = {item.work.name.lower() for item in step.items if item.name != "loss"}  # losses use the logarithm of a softmax
     normalizes = any("softmax" in name and "log" not in name for name in names)
     if not softmax and not normalizes:  # GEMMs of something else, such as DLRM's interactions
@@ -99,7 +92,17 @@ def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
             groups[alike[0]] += groups.pop(key)
 
 
-def _key(item: TimedWork) -> _Key:
+def _is_softmax(item: TimedWork) -> bool:
+    """Whether this is the softmax between two batched GEMMs."""
+    return item.name == "attention" and "oft" in item.work.name and "ax" in item.work.name.lower()
+
+
+def _key(item: TimedWork) -> _Key | None:
+    """None for work that is no attention, and for a softmax of its own."""
+    if "bmm" in item.gemm.layer:
+        return _math_key(item)
+    if item.name != "attention" or _is_softmax(item):
+        return None
     name = item.work.name
     forward = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
     backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)

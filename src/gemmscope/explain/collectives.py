@@ -75,14 +75,11 @@ def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:
 
     Those that a rank lacks, and those that do not end at the same time, are left out: they are not one collective.
     """
-    keyed: dict[tuple[Any, ...], dict[int, list[Collective]]] = {}
-    for rank, collectives in ranks.items():
-        for collective in collectives:
-            message = collective.message
-            key = collective.step, message.ranks or message.group, message.ranks, message.kind
-            keyed.setdefault(key, {}).setdefault(rank, []).append(collective)
+    every = ((rank, one, one.message) for rank, collectives in ranks.items() for one in collectives)
+    keyed = grouped(((one.step, told.ranks or told.group, told.ranks, told.kind), (rank, one)) for rank, one, told in every)
     matches: list[Match] = []
-    for key, by_rank in keyed.items():
+    for key, pairs in keyed.items():
+        by_rank = grouped(pairs)
         members = [rank for rank in ranks if not key[2] or rank in key[2]]
         runs = [by_rank.get(rank, []) for rank in members]
         if len(members) > 1 and len({len(run) for run in runs}) == 1:
@@ -106,12 +103,9 @@ def _ending_together(matches: Sequence[Match]) -> list[Match]:
 
 def waiting_us(matches: Iterable[Match]) -> dict[int, dict[int, float]]:
     """The time that each rank waits in each collective, by the identity of its work."""
-    waits: dict[int, dict[int, float]] = {}
-    for match in matches:
-        shortest = min(collective.work.time for collective in match.values())
-        for rank, collective in match.items():
-            waits.setdefault(rank, {})[id(collective.work)] = collective.work.time - shortest
-    return waits
+    shortest = ((match, min(one.work.time for one in match.values())) for match in matches)
+    waits = grouped((rank, (id(one.work), one.work.time - least)) for match, least in shortest for rank, one in match.items())
+    return {rank: dict(pairs) for rank, pairs in waits.items()}
 
 
 def collective_totals(

@@ -6,9 +6,10 @@ from math import gcd, prod
 from typing import Any
 
 from gemmscope.explain.gemms import Size
-from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, spans_of
-from gemmscope.explain.trace_view import TimedWork, add_up, largest_sums
+from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
+from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, GemmShapeTotal
 
@@ -77,11 +78,9 @@ def best_rates(step: StepEvidence) -> dict[str, float]:
     """TFLOP/s of the fastest size of each precision, among GEMMs that are large in every direction."""
     fit = [item for item in step.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0 and item.gemm.size]
     large = [item for item in fit if min(item.gemm.sides) >= SMALLEST and not _misaligned(item)]
-    flops = add_up(((item.gemm.precision, item.gemm.sides), item.gemm.flops) for item in large)
-    times = add_up(((item.gemm.precision, item.gemm.sides), item.work.time) for item in large)
     best: dict[str, float] = {}
-    for (precision, sides), total in flops.items():
-        best[precision] = max(best.get(precision, 0.0), total / times[precision, sides] / 1e6)
+    for (precision, _), items in grouped(((item.gemm.precision, item.gemm.sides), item) for item in large).items():
+        best[precision] = max(best.get(precision, 0.0), tflops(items))
     return best
 
 
@@ -99,10 +98,10 @@ def _slow_gemms(step: StepEvidence) -> list[Finding]:
     shares = _peak_shares(step, rates)
     if step.gpu is None or not shares:
         return []
-    usual, tflops = step.gpu.usual, {name: rates[name] for name in shares}
+    usual, reached = step.gpu.usual, {name: rates[name] for name in shares}
     if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
         return []
-    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
+    return [finding("cause-slow-gemms", tflops=reached, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
 
 
 def implausible_times(step: StepEvidence) -> list[Finding]:
@@ -135,14 +134,13 @@ def _misfits(step: StepEvidence) -> Iterator[Cause]:
             items = [item for item, _ in pairs]
             cost_ms = sum(cost for _, cost in pairs) / 1000 / step.view.count
             where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
-            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, spans_of(items, code))
+            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, code)
 
 
 def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
     precision = next(iter(largest_sums((item.gemm.precision, item.share) for item in items)))
     own = [item for item in items if item.gemm.precision == precision]
-    tflops = sum(item.gemm.flops for item in own) / sum(item.work.time for item in own) / 1e6
-    shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops, "precision": precision}
+    shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops(own), "precision": precision}
     shown |= step.time_facts(step.ms(items))
     sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
     facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
@@ -157,15 +155,14 @@ def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], bes
 
 def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> float | None:
     """What the GEMM would take with sizes that fit: by the GPU's rates, else at the rate of the best GEMM of the step."""
-    gemm = item.gemm
-    known = precision_in_traces().get(gemm.precision)
+    gemm, known = item.gemm, precision_in_traces().get(item.gemm.precision)
     if gemm.size is None or known is None:
         return None
-    if step.gpu is not None and step.gpu.peak(gemm.precision):
-        m, k, n = gemm.size
-        batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
-        size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
-        return step.gpu.least_us(gemm.precision, gemm.flops, size_bytes)
+    m, k, n = gemm.size
+    batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
+    size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
+    if step.gpu is not None and (times := step.gpu.times_us(gemm.precision, gemm.flops, size_bytes)) is not None:
+        return max(times[0] / step.gpu.usual, times[1])
     return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
 
 
@@ -184,24 +181,22 @@ def gemm_shapes(step: StepEvidence) -> tuple[GemmShapeTotal, ...]:
 def _row(step: StepEvidence, key: Key, items: Sequence[TimedWork]) -> GemmShapeTotal:
     (m, k, n), batch, precision = key
     time_us = sum(item.work.time for item in items)
-    flops = sum(item.gemm.flops for item in items)
     passes = tuple(sorted({item.gemm.pass_name for item in items} - {""}))
     row = GemmShapeTotal(
         m=m, n=n, k=k, batch=batch, passes=passes, precision=precision,
-        count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=flops / time_us / 1e6,
+        count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=tflops(items),
         alignment_bytes=alignment(m if passes == ("wgrad",) else k, n, precision), kernel=main_kernels(items, 1)[0],
     )  # fmt: skip
-    peak = step.gpu.peak(precision) if step.gpu is not None else None
-    if step.gpu is None or not peak:
+    size_bytes = len(items) * gemm_bytes(m, k, n, batch, precision)
+    flops = sum(item.gemm.flops for item in items)
+    times = step.gpu.times_us(precision, flops, size_bytes) if step.gpu is not None else None
+    if step.gpu is None or times is None:
         return row
-    compute_us = flops / peak / 1e6
-    bandwidth = step.gpu.bandwidth_tbps
-    memory_us = len(items) * gemm_bytes(m, k, n, batch, precision) / bandwidth / 1e6 if bandwidth else 0.0
     return row.model_copy(
         update={
-            "sustained_share": row.tflops / (peak * step.gpu.usual),
-            "roofline_share": max(compute_us, memory_us) / time_us,
-            "bound": "memory" if memory_us > compute_us else "compute",
+            "sustained_share": times[0] / step.gpu.usual / time_us,
+            "roofline_share": max(times) / time_us,
+            "bound": "memory" if times[1] > times[0] else "compute",
         }
     )
 

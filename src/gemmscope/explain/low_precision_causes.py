@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.step_evidence import StepEvidence, sizes_of, spans_of
-from gemmscope.explain.trace_view import TimedWork, forwards, in_launch_order
+from gemmscope.explain.step_evidence import StepEvidence, sizes_of
+from gemmscope.explain.trace_view import TimedWork, forward_stretches
 from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.grouping import grouped
@@ -57,7 +57,7 @@ def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
     if kept and step.weight(kept) > 0.05 * step.known_weight:
         passes: list[str] = sorted({item.gemm.pass_name for item in kept})
         evidence = [finding("cause-high-backward", passes=passes, **_high_facts(step, kept)), _sizes(kept)]
-        yield step.cause("backward-high", _saved(step, kept), evidence, kept, "backward", spans_of(kept, "in BF16"))
+        yield step.cause("backward-high", _saved(step, kept), evidence, kept, "backward", "in BF16")
     counted = {item.index for item in kept}
     left = [item for item in step.high if item.index not in counted]
     if left and step.weight(left) > 0.05 * step.known_weight:
@@ -66,7 +66,7 @@ def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
             evidence.append(finding("cause-odd-sizes", sizes=list(map(str, odd))))
         names = sorted({item.gemm.layer for item in left if not item.gemm.layer.startswith("aten::")})
         where = ", ".join(name.lstrip("_") for name in names[:3])
-        yield step.cause("left-out", _saved(step, left), evidence, left, where, spans_of(left, "in BF16"))
+        yield step.cause("left-out", _saved(step, left), evidence, left, where, "in BF16")
 
 
 def _high_facts(step: StepEvidence, items: list[TimedWork]) -> dict[str, Fact]:
@@ -136,7 +136,9 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
 
 def _recast(step: StepEvidence) -> Iterator[Cause]:
     """Weights that are cast again for every micro-batch: each forward casts as much as the first, and more than its inputs."""
-    stretches = [(casts, batches) for casts, batches in _forward_casts(step) if casts and batches]
+    every = forward_stretches(next(step.view.by_step()))
+    cast = (([item for item in items if item.name == "quantization"], batches) for items, batches in every)
+    stretches = [(casts, batches) for casts, batches in cast if casts and batches]
     count = step.account.micro_batches
     if count < 2 or len(stretches) < 2 or sum(batches for _, batches in stretches) != count:
         return
@@ -156,24 +158,11 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
         finding("cause-casts-per-micro-batch", micro_batches=count, kernels=kernels),
         finding("cause-weight-casts", tensors=per_gemm, weights_ms=weights_ms, repeated_ms=cost),
     ]
-    again = [item for items, _ in stretches[1:] for item in items]
     forward = [item for item in step.casts if item.scope.phase == "forward"]
     where = "forward of micro-batches after the first"
-    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward, removed=True)
-
-
-def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
-    """The casts of each stretch of forward in the first step, and how many micro-batches the stretch holds."""
-    stretches: list[list[TimedWork]] = [[]]
-    for item in in_launch_order(next(step.view.by_step())):
-        if item.scope.phase == "forward":
-            stretches[-1].append(item)
-        elif item.scope.phase == "backward" and item.is_gemm and stretches[-1]:
-            stretches.append([])
-    stretches = list(filter(None, stretches))
-    batches = forwards([sum(item.is_gemm for item in stretch) for stretch in stretches])
-    casts = [[item for item in stretch if item.name == "quantization"] for stretch in stretches]
-    return list(zip(casts, batches, strict=True))
+    yield step.cause(
+        "recast", cost, evidence, casts[len(stretches[0][0]) :], where, "cast again", shortened=forward, removed=True
+    )
 
 
 def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:

@@ -1,14 +1,12 @@
 """Writes a copy of the trace with the diagnosis on tracks of its own, for Perfetto and chrome://tracing."""
 
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_file import EventStream
-from gemmscope.files import replacing, text_into
+from gemmscope.explain.trace_file import EventStream, write_trace
 
 PROCESS = "gemmscope diagnosis"
 NAMING = ("process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index")
@@ -39,16 +37,7 @@ def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
 
     Metadata that a viewer does not need is not copied: it may hold anything.
     """
-    path = Path(target)
-    stream = EventStream(diagnosis.trace.source)
-    with replacing(path) as raw, text_into(raw, packed=path.suffix == ".gz") as out:
-        out.write('{"traceEvents": [\n')
-        separator = ""
-        for event in chain(stream, events_of(diagnosis)):
-            if event.get("ph") != "M" or event.get("name") in NAMING:
-                out.write(separator + json.dumps(event))
-                separator = ",\n"
-        out.write("\n]")
-        for key, value in stream.head.items():
-            out.write(f",\n{json.dumps(key)}: {json.dumps(value)}")
-        out.write("}\n")
+    path, stream = Path(target), EventStream(diagnosis.trace.source)
+    events = chain(stream, events_of(diagnosis))
+    shown = (event for event in events if event.get("ph") != "M" or event.get("name") in NAMING)
+    write_trace(path, shown, stream.head, packed=path.suffix == ".gz")

@@ -18,7 +18,6 @@ that launched nothing are dropped.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,8 +28,7 @@ from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE, as_table
-from gemmscope.explain.trace_file import EventStream
-from gemmscope.files import replacing, text_into
+from gemmscope.explain.trace_file import EventStream, write_trace
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
 from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
@@ -155,7 +153,7 @@ class _Clock:
         self.readings: list[dict[str, Any]] = []
         self._done = threading.Event()
         self.gpu: Any = None
-        try:
+        with suppress(Exception):  # the trace is useful without it
             import torch
 
             from gemmscope.gpu.nvml import open_nvml
@@ -164,10 +162,7 @@ class _Clock:
             if nvml is not None:
                 uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 self.gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        except Exception:  # the trace is useful without it
-            self.gpu = None
-        if self.gpu is not None:
-            threading.Thread(target=self._read, daemon=True).start()
+                threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         with suppress(Exception):  # the trace is useful without it
@@ -192,15 +187,8 @@ def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
     """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
     first = EventStream(raw_path)
     wanted = {_external_id(event) for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
-    head = {**first.head, "gemmscope": facts}
-    with replacing(target) as raw, text_into(raw, packed=True) as out:
-        out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
-        separator = ""
-        for event in EventStream(raw_path):
-            if _explains(event, wanted):
-                out.write(separator + json.dumps(_trimmed(event), separators=(",", ":")))
-                separator = ","
-        out.write("]}")
+    events = (_trimmed(event) for event in EventStream(raw_path) if _explains(event, wanted))
+    write_trace(target, events, {**first.head, "gemmscope": facts}, packed=True)
 
 
 def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
@@ -213,10 +201,8 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
         return True
     if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
         return any(part in name for part in LAUNCH_NAMES)
-    if category == "cpu_op":
-        forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
-        return not name.startswith("aten::") or forward or _external_id(event) in wanted
-    return False
+    forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
+    return category == "cpu_op" and (not name.startswith("aten::") or forward or _external_id(event) in wanted)
 
 
 def _external_id(event: dict[str, Any]) -> int | str | None:

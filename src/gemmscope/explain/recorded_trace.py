@@ -145,8 +145,8 @@ class RecordedTrace:
     other_gpus: int = 0  # whose work is ignored
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
-    has_engine: bool = False  # annotations of an inference engine
     trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
+    inference: bool = False  # operators were recorded, or annotations of an inference engine, and nothing trains
     events: int = 0
     categories: set[str] = field(default_factory=set)  # of events that are not read
     processes: set[str] = field(default_factory=set)
@@ -157,18 +157,6 @@ class RecordedTrace:
     def path(self) -> Path:
         """The file as messages and results name it."""
         return Path(str(self.source))
-
-    @property
-    def inference(self) -> bool:
-        """Whether operators were recorded, or annotations of an inference engine, and nothing trains."""
-        return (self.has_operators or self.has_engine) and not self.trains
-
-    def take_head(self, head: dict[str, Any]) -> None:
-        """What the file says besides its events."""
-        job, devices = as_table(head.get("distributedInfo")), list(map(as_table, _list(head.get("deviceProperties"))))
-        self.rank, self.world_size = _integer(job.get("rank")), _integer(job.get("world_size")) or 1
-        self.gpu_name = next((printable(device["name"]) for device in devices if device.get("name")), "")
-        self.gpu_properties, self.facts = next(filter(None, devices), {}), as_table(head.get("gemmscope"))
 
     def operators_by_id(self) -> dict[Any, Operator]:
         return {operator.external: operator for operator in self.operators if operator.external is not None}
@@ -190,11 +178,16 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
             _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
-    trace.take_head(stream.head)
+    job, devices = as_table(stream.head.get("distributedInfo")), _list(stream.head.get("deviceProperties"))
+    trace.rank, trace.world_size = _integer(job.get("rank")), _integer(job.get("world_size")) or 1
+    described = list(filter(None, map(as_table, devices)))
+    trace.gpu_name = next((printable(device["name"]) for device in described if device.get("name")), "")
+    trace.gpu_properties, trace.facts = next(iter(described), {}), as_table(stream.head.get("gemmscope"))
     records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
     names_of_work = {record.name for some in records for record in some}.union(trace.operator_names.values())
     trace.trains = any(map(TRAINING.search, names_of_work))
-    trace.has_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
+    in_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
+    trace.inference = (trace.has_operators or in_engine) and not trace.trains
     _require_gpu_work(trace)
     _one_device(trace)
     _drop_false_ids(trace)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
-from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
 from gemmscope.explain.timeline import Gap, incomplete_replays
 from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up, largest_sums
 from gemmscope.findings import Finding, finding
@@ -43,7 +43,9 @@ def _host_activities(step: StepEvidence) -> Iterator[Cause]:
             waiting = sum(any(gap.why == activity["name"] for gap in shares.gaps) for shares in step.view.shares)
             facts = {**step.time_facts(time), "waiting": waiting, "steps": step.view.count}
             evidence = finding("cause-host-activity", **facts, longest_ms=max(gap.time for gap in gaps) / 1000)
-            yield step.idle_cause(activity["cause"], time, [evidence, *_calls(step, activity["name"])], gaps, activity["name"])
+            yield step.cause(
+                activity["cause"], time, [evidence, *_calls(step, activity["name"])], gaps=gaps, label=activity["name"]
+            )
 
 
 def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
         longest = max(gaps, key=lambda gap: gap.time)
         times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
         evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.idle_cause("elsewhere", time, evidence, gaps, "no launches", _where(step, longest))
+        yield step.cause("elsewhere", time, evidence, where=_where(step, longest), label="no launches", gaps=gaps)
 
 
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -99,7 +101,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
     evidence.append(finding("cause-profiler-overhead"))
-    yield step.idle_cause(code, time, evidence, late, "waiting for a launch")
+    yield step.cause(code, time, evidence, gaps=late, label="waiting for a launch")
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
@@ -109,7 +111,7 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
         gaps, time = _gaps(step, reason)
         if time > WAITING * step.step_ms:
             evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), finding(why)]
-            yield step.idle_cause(code, time, evidence, gaps, "idle")
+            yield step.cause(code, time, evidence, gaps=gaps, label="idle")
 
 
 def _synchronizations(step: StepEvidence) -> float:
@@ -147,7 +149,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
             evidence.append(finding("cause-recomputed-high"))
-        yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"), removed=True)
+        yield step.cause("recompute", time, evidence, again, "backward", "recomputed", removed=True)
         return
     forward = [item for item in step.of_class("attention") if item.mentions(*FORWARD_NAMES)]
     most = _most_of_a_name(item for item in step.of_class("attention") if item.mentions(*BACKWARD_NAMES))
@@ -198,7 +200,7 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
     if scales and step.ms(short) > 0.6 * exposed:
         evidence.append(finding("cause-short-all-reduces", count=step.per_step(short)))
         code, kernels = "amax", short
-    yield step.cause(code, exposed, evidence, kernels, "", spans_of(items, "exposed"))
+    yield step.cause(code, exposed, evidence, kernels, label="exposed", marked=items)
 
 
 def _copies(step: StepEvidence) -> Iterator[Cause]:
@@ -207,7 +209,7 @@ def _copies(step: StepEvidence) -> Iterator[Cause]:
     time = step.ms(items)
     if time > WAITING * step.step_ms:
         evidence = [finding("cause-exposed-copies", **step.time_facts(time), copies=step.per_step(items))]
-        yield step.cause("copies", time, evidence, items, "", spans_of(items, "only copying"))
+        yield step.cause("copies", time, evidence, items, "", "only copying")
 
 
 def _dilution(step: StepEvidence) -> Iterator[Cause]:

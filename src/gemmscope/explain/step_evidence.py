@@ -10,10 +10,11 @@ from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.step_replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace_view import TimedWork, TraceView, add_up, largest_sums
+from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.gpu.specs import spec_of
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
@@ -28,9 +29,6 @@ TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
-
-Span = tuple[float, float, str]
-
 
 WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 
@@ -50,18 +48,22 @@ class StepEvidence:
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
-        spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
-        removed: bool = False,
+        label: str = "", *, marked: Iterable[TimedWork] | None = None, shortened: Iterable[TimedWork] | None = None,
+        gaps: Sequence[Gap] = (), removed: bool = False,
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
-        none is given) less by the cost. `removed`: so much of that work would not be launched at all.
+        none is given) less by the cost. `removed`: so much of that work would not be launched at all. `label`: of the gaps in a
+        trace viewer, or of the `marked` work (the kernels, if none is given).
         """
         entry, kernels = CAUSES[code], list(kernels)
         inference, amd = self.view.trace.inference, is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
         instead = ["amd_inference"] * (inference and amd) + ["inference"] * inference + ["amd"] * amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
+        spans = [(gap.begin, gap.end, label) for gap in gaps]
+        if label and not gaps:
+            spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
         return Cause(
             code=code,
             title=entry["title"],
@@ -73,12 +75,6 @@ class StepEvidence:
             advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
             spans=tuple(spans[:MOST_SPANS]),
         )
-
-    def idle_cause(
-        self, code: str, cost_ms: float, evidence: Iterable[Finding], gaps: Sequence[Gap], label: str, where: str = ""
-    ) -> Cause:
-        """A cause whose cost is idle time. `label`: of these gaps in a trace viewer."""
-        return self.cause(code, cost_ms, evidence, (), where, [(gap.begin, gap.end, label) for gap in gaps], gaps=gaps)
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
@@ -94,9 +90,7 @@ class StepEvidence:
         """TFLOP/s of large GEMMs of linears by precision."""
         large = [item for item in self.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0]
         large = [item for item in large if "bmm" not in item.gemm.layer]
-        flops = add_up((item.gemm.precision, item.gemm.flops) for item in large)
-        times = add_up((item.gemm.precision, item.work.time) for item in large)
-        return {precision: flops[precision] / times[precision] / 1e6 for precision in flops}
+        return {precision: tflops(items) for precision, items in grouped((item.gemm.precision, item) for item in large).items()}
 
     @cached_property
     def ratio(self) -> float:
@@ -171,7 +165,7 @@ class StepEvidence:
 
     def ms(self, items: Iterable[TimedWork]) -> float:
         """Milliseconds per step."""
-        return self.view.ms(items)
+        return sum(item.share for item in items) / 1000 / self.view.count
 
     def time_facts(self, time_ms: float) -> dict[str, Fact]:
         """A time and its share of the step, for a finding."""
@@ -237,15 +231,15 @@ def short_name(name: str) -> str:
     return plain[:cut][:100] + (inner if cut < len(plain) else "")
 
 
+def tflops(items: Sequence[TimedWork]) -> float:
+    """TFLOP/s of GEMMs together."""
+    return sum(item.gemm.flops for item in items) / sum(item.work.time for item in items) / 1e6
+
+
 def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
     """The sizes of GEMMs as MxKxN, most time first."""
     sizes = largest_sums((item.gemm.size, item.share) for item in items if item.gemm.size)
     return ["x".join(map(str, size)) for size in list(sizes)[:count]]
-
-
-def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
-    """Pieces of work, for a trace viewer."""
-    return [(item.work.start, item.work.end, label) for item in items]
 
 
 @dataclass(frozen=True)
@@ -261,10 +255,10 @@ class GpuRates:
         known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
-    def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
-        """The shortest time of a GEMM: what its FLOPs take at the usual rate, or its bytes at the bandwidth of the memory."""
-        peak = self.peak(precision)
-        return max(flops / (peak * self.usual) / 1e6, size_bytes / self.bandwidth_tbps / 1e6) if peak else None
+    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float] | None:
+        """What the FLOPs of a GEMM take at the peak, and its bytes at the bandwidth of the memory."""
+        peak, bandwidth = self.peak(precision), self.bandwidth_tbps
+        return (flops / peak / 1e6, size_bytes / bandwidth / 1e6 if bandwidth else 0.0) if peak else None
 
 
 @cache

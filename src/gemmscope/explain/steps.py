@@ -99,10 +99,8 @@ def _without_warm_up(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
 
 def _launched_before(trace: RecordedTrace, begin: float) -> frozenset[int]:
     """Work that started before the first step, and whose launch was not recorded although that of others was."""
-    if not trace.launches:
-        return frozenset()
     early = range(bisect_left(trace.work, begin, key=lambda work: work.start))
-    return frozenset(number for number in early if trace.work[number].correlation not in trace.launches)
+    return frozenset(number for number in early if trace.launches and trace.work[number].correlation not in trace.launches)
 
 
 def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
@@ -131,8 +129,7 @@ def _marked(trace: RecordedTrace) -> list[RecordedStep]:
 
 def _profiler_steps(marks: Sequence[Operator]) -> list[RecordedStep]:
     first = {mark.name: mark for mark in reversed(marks) if mark.name.startswith("ProfilerStep")}
-    ordered = sorted(first.values(), key=lambda mark: mark.start)
-    return [RecordedStep(mark.name, mark.start, mark.end) for mark in ordered]
+    return [RecordedStep(mark.name, mark.start, mark.end) for mark in sorted(first.values(), key=lambda mark: mark.start)]
 
 
 def _until_next(steps: Sequence[RecordedStep], end: float) -> list[RecordedStep]:

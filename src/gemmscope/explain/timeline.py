@@ -95,7 +95,7 @@ class _HostTimeline:
     def __init__(self, trace: RecordedTrace) -> None:
         self.calls = sorted(call.end for call in trace.launches.values())
         kernels = {work.correlation for work in trace.work if not work.copy}
-        launches = [call for correlation, call in trace.launches.items() if correlation in kernels]
+        launches = (call for correlation, call in trace.launches.items() if correlation in kernels)
         self._launches = sorted(launches, key=lambda call: call.start)
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None

@@ -3,7 +3,7 @@
 The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
 the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
 use is limited by one piece and one event, not by the file. Files of other profilers are recognized, to say what they are and what
-to record instead.
+to record instead. It writes traces, too.
 """
 
 import io
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError, option
+from gemmscope.files import replacing, text_into
 from gemmscope.reading import InputFile
 from gemmscope.toml import load_data
 
@@ -154,6 +155,18 @@ class EventStream:
             )
         reason = f"or one value has more than {LONGEST_EVENT >> 20} MiB"
         return UserError(f"{self.source} is not valid JSON from character {place:,} on, {reason}", HOW_TO_RECORD)
+
+
+def write_trace(target: Path, events: Iterable[dict[str, Any]], head: dict[str, Any], *, packed: bool) -> None:
+    """Write a trace file as a whole or not at all. `head`: what it says besides the events, complete after the last of them."""
+    with replacing(target) as raw, text_into(raw, packed=packed) as out:
+        out.write('{"traceEvents":[')
+        for number, event in enumerate(events):
+            out.write((",\n" if number else "\n") + json.dumps(event, separators=(",", ":")))
+        out.write("\n]")
+        for key, value in head.items():
+            out.write(f",\n{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}")
+        out.write("}\n")
 
 
 def reject_foreign(source: object, *, member: str = "", categories: Iterable[str] = (), processes: Iterable[str] = ()) -> None:

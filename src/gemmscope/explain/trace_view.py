@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
@@ -98,10 +97,6 @@ class TraceView:
         """How many steps are averaged."""
         return len(self.steps.chosen)
 
-    def ms(self, items: Iterable[TimedWork]) -> float:
-        """Milliseconds per step."""
-        return sum(item.share for item in items) / 1000 / self.count
-
 
 def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     """Find the steps and divide the time of each among its work."""
@@ -112,12 +107,6 @@ def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     shares = share_out(trace, sources, steps.every, [work.rank for work in work_classes], steps.before)
     chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
     return TraceView(trace, steps, sources, work_classes, gemms, chosen, shares)
-
-
-def in_launch_order(items: Iterable[TimedWork]) -> list[TimedWork]:
-    """The work whose launch is known."""
-    launched = [item for item in items if item.scope.launched is not None]
-    return sorted(launched, key=lambda item: item.scope.launched or 0.0)
 
 
 def add_up(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
@@ -171,7 +160,7 @@ def account_of(view: TraceView) -> StepAccount:
         step_ms=sum(step.time for step in view.steps.chosen) / 1000 / count,
         busy_ms=busy_ms,
         unrecorded_ms=unrecorded_ms,
-        parts_ms=_parts(view, classes, items),
+        parts_ms=_parts(classes, items, count),
         classes_ms=classes,
         idle_ms=idle,
         hidden_ms=sum(shares.hidden for shares in view.shares) / 1000 / count,
@@ -188,27 +177,29 @@ def account_of(view: TraceView) -> StepAccount:
     )
 
 
-def _parts(view: TraceView, classes: dict[str, float], items: Sequence[TimedWork]) -> dict[StepPart, float]:
+def _parts(classes: dict[str, float], items: Sequence[TimedWork], count: int) -> dict[StepPart, float]:
     """The classes as parts of a step. The GEMMs of the output head belong to the head, and the share of a fused cast that does a
     norm or an activation belongs to those, as in a measured step."""
     parts = [(PARTS.get(name, "GEMMs"), time) for name, time in classes.items()]
-    head = view.ms(item for item in items if item.gemm.head)
-    fused = view.ms(item for item in items if item.name == "quantization" and item.work_class.fused)
-    beside = (1 - CAST_SHARE) * fused
+    head = sum(item.share for item in items if item.gemm.head) / 1000 / count
+    fused = sum(item.share for item in items if item.name == "quantization" and item.work_class.fused)
+    beside = (1 - CAST_SHARE) * fused / 1000 / count
     moved: list[tuple[StepPart, float]] = [("GEMMs", -head), ("head and loss", head)] if head else []
     moved += [("quantization", -beside), ("norms and activations", beside)] if beside else []
     return in_order(add_up([*parts, *moved]))
 
 
 def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTotal, ...]:
-    counts = add_up((item.gemm.precision, float(not item.gemm.reduces)) for item in items)
-    times = largest_sums((item.gemm.precision, item.share / 1000 / count) for item in items)
-    flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
-    own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
-    return tuple(
-        PrecisionTotal(precision=name, count=counts[name] / count, time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
-        for name, time in times.items()
-    )
+    groups = grouped((item.gemm.precision, item) for item in items)
+    rows = [
+        PrecisionTotal(
+            precision=name, count=sum(not item.gemm.reduces for item in own) / count,
+            time_ms=sum(item.share for item in own) / 1000 / count, flops=sum(item.gemm.flops for item in own) / count,
+            sized_ms=sum(item.work.time for item in own if item.gemm.sized) / 1000 / count,
+        )
+        for name, own in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: -row.time_ms))
 
 
 def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...]:
@@ -218,16 +209,26 @@ def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...
 
 
 def _micro_batches(view: TraceView) -> int:
-    """How many micro-batches a step runs: one for each forward that follows backward, or more.
+    """How many micro-batches a step runs."""
+    counts = sorted(sum(batches for _, batches in forward_stretches(items)) for items in view.by_step())
+    return max(counts[len(counts) // 2], 1) if counts else 1
+
+
+def forward_stretches(items: Iterable[TimedWork]) -> list[tuple[list[TimedWork], int]]:
+    """The work of each stretch of forward in the order of its launches, and how many micro-batches it holds: one for each forward
+    that follows backward, or more.
 
     In a pipeline several forwards run before the first backward: they are counted by the usual number of GEMMs of one forward.
     """
-    counts = []
-    for items in view.by_step():
-        phases = [item.scope.phase for item in in_launch_order(items) if item.is_gemm]
-        runs = groupby(phase for phase in phases if phase in ("forward", "backward"))
-        counts.append(sum(forwards([len(list(run)) for phase, run in runs if phase == "forward"])))
-    return max(sorted(counts)[len(counts) // 2], 1) if counts else 1
+    stretches: list[list[TimedWork]] = [[]]
+    launched = (item for item in items if item.scope.launched is not None)
+    for item in sorted(launched, key=lambda item: item.scope.launched or 0.0):
+        if item.scope.phase == "forward":
+            stretches[-1].append(item)
+        elif item.scope.phase == "backward" and item.is_gemm:
+            stretches.append([])
+    batches = forwards([sum(item.is_gemm for item in stretch) for stretch in stretches])
+    return list(zip(stretches, batches, strict=True))
 
 
 def forwards(gemms: list[int]) -> list[int]:

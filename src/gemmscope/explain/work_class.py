@@ -13,6 +13,7 @@ from typing import Any
 from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
 from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
+from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_shown, precisions
 from gemmscope.toml import load_data
 
@@ -60,12 +61,11 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
     latest: dict[Any, WorkClass] = {}  # the previous GEMM on each stream: a split-K reduction or an epilogue belongs to it
     for work, scope in zip(trace.work, scopes, strict=True):
         result = _class_of(trace, work, scope, by_external.get(work.external))
-        if result.is_gemm:
-            if result.facts.finishes:
-                before = latest.get(work.stream, result)
-                result = WorkClass(before.name, result.facts, before.precision)
-            else:
-                latest[work.stream] = result
+        if result.is_gemm and result.facts.finishes:
+            before = latest.get(work.stream, result)
+            result = WorkClass(before.name, result.facts, before.precision)
+        elif result.is_gemm:
+            latest[work.stream] = result
         work_classes.append(result)
     _convolutions_by_name(trace, scopes, work_classes)
     if not any(scope.operators for scope in scopes):
@@ -75,13 +75,12 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
 
 def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
     """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
-    launched: dict[str, bool] = {}  # by name of the kernel
-    for work, scope, result in zip(trace.work, scopes, work_classes, strict=True):
-        if scope.launched is not None and result.facts.kernel_class == "gemm":
-            launched[work.name] = result.name == "convolution" and launched.get(work.name, True)
-    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, work_classes, strict=True)):
-        if result.is_gemm and scope.launched is None and launched.get(work.name, False):
-            work_classes[number] = WorkClass("convolution", result.facts)
+    every = list(zip(trace.work, scopes, work_classes, strict=True))
+    gemms = ((work, one) for work, scope, one in every if scope.launched is not None and one.facts.kernel_class == "gemm")
+    launched = grouped((work.name, one.name == "convolution") for work, one in gemms)
+    for number, (work, scope, one) in enumerate(every):
+        if one.is_gemm and scope.launched is None and all(launched.get(work.name, [False])):
+            work_classes[number] = WorkClass("convolution", one.facts)
 
 
 def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from gemmscope.fleet.rule import Sample
 from gemmscope.fleet.spread import NORMAL_95, Floats, chi_squared
 from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.results.fleet import FleetGpu, GpuCondition
 
@@ -46,8 +47,7 @@ class Chip:
 
     @property
     def product(self) -> str:
-        device = self.runs[-1].device
-        return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
+        return product_of(self.runs[-1])
 
     @cached_property
     def condition(self) -> GpuCondition:
@@ -66,6 +66,12 @@ class Chip:
             },
             health=conditions[-1].health,
         )
+
+
+def product_of(run: RunSummary) -> str:
+    """What GPUs are grouped by: the name of the GPU, or of the CPU."""
+    device = run.device
+    return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
 
 
 def gpu_order(gpu: FleetGpu) -> tuple[object, ...]:
@@ -131,16 +137,12 @@ class FigureColumn(Sample):
 
 def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
     """Every figure of a group of chips, in the order of the first run that has it."""
+    every = [(row, figure) for row, chip in enumerate(chips) for run in chip.runs for figure in run.figures]
+    cells = grouped(((figure.name, row), figure.value) for row, figure in every)
     first: dict[str, SummaryFigure] = {}
-    cells: dict[str, list[list[Interval]]] = {}
-    for row, chip in enumerate(chips):
-        for run in chip.runs:
-            for figure in run.figures:
-                if figure.name not in first:
-                    first[figure.name] = figure
-                    cells[figure.name] = [[] for _ in chips]
-                cells[figure.name][row].append(figure.value)
-    return [_column(figure, cells[name]) for name, figure in first.items()]
+    for _, figure in every:
+        first.setdefault(figure.name, figure)
+    return [_column(figure, [cells.get((name, row), []) for row in range(len(chips))]) for name, figure in first.items()]
 
 
 def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:

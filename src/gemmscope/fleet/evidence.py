@@ -18,6 +18,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.fleet.chips import Chip
 from gemmscope.fleet.rule import rule_data
 from gemmscope.fleet.spread import qn_scale
+from gemmscope.grouping import grouped
 from gemmscope.results.compare import EnvironmentDifference
 
 READINGS = {"sm_mhz": "fleet-clock", "temperature_c": "fleet-temperature", "power_w": "fleet-power"}
@@ -43,11 +44,8 @@ class Reference:
 
 def _counted(tables: Sequence[Mapping[str, Any]]) -> dict[str, Counter[Any]]:
     """How often each value of each name occurs."""
-    counts: dict[str, Counter[Any]] = {}
-    for table in tables:
-        for name, value in table.items():
-            counts.setdefault(name, Counter())[value] += 1
-    return counts
+    values = grouped(item for table in tables for item in table.items())
+    return {name: Counter(own) for name, own in values.items()}
 
 
 def _usual(counts: Counter[Any]) -> Any:
@@ -155,9 +153,7 @@ def fleet_differences(chips: Sequence[Chip]) -> list[EnvironmentDifference]:
     sizes = Counter(chip.gpu.node for chip in chips)
     rows = []
     for name in names:
-        holders: dict[str, list[Chip]] = {}
-        for chip, table in zip(chips, tables, strict=True):
-            holders.setdefault(table.get(name, ""), []).append(chip)
+        holders = grouped((table.get(name, ""), chip) for chip, table in zip(chips, tables, strict=True))
         if len(holders) > 1:
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
             values = [f"{value or MISSING} on {_who(own, sizes, first=not at)}" for at, (value, own) in enumerate(ordered)]

@@ -26,6 +26,7 @@ from gemmscope.fleet.evidence import Reference, common, different, evidence, fle
 from gemmscope.fleet.rule import GroupCalls, OutlierCall, RuleOutcome, call_group, rule_data, typical_error
 from gemmscope.fleet.spread import another_gpu, chip_spread, median_interval
 from gemmscope.fleet.summaries import RunSummary, RunView, digest, rounded, summary, summary_of
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.reading import called, enough_memory, read_bytes
 from gemmscope.recipe.recipes import BASELINE
@@ -316,9 +317,7 @@ class _Group:
 
 def _groups(chips: Sequence[Chip], tolerance: float) -> list[_Group]:
     """The groups, each with its outliers: the allowed false alarms are divided among those that can be tested."""
-    members: dict[str, list[Chip]] = {}
-    for chip in chips:
-        members.setdefault(chip.gpu.group, []).append(chip)
+    members = grouped((chip.gpu.group, chip) for chip in chips)
     groups = [_Group(name, own) for name, own in members.items()]
     testable = [group for group in groups if group.testable]
     for group in testable:
@@ -344,9 +343,7 @@ def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu
 
 def _nodes(gpus: Sequence[FleetGpu], groups: Sequence[_Group], tested: Sequence[str]) -> Iterable[FleetNode]:
     """Every machine, with the median speed of its GPUs relative to their groups' centers."""
-    members: dict[str, list[FleetGpu]] = {}
-    for gpu in gpus:
-        members.setdefault(gpu.node, []).append(gpu)
+    members = grouped((gpu.node, gpu) for gpu in gpus)
     speeds: dict[str, dict[str, list[float]]] = {}
     names = tested or [column.figure.name for group in groups for column in group.tested_columns()]
     for group in groups:

@@ -10,6 +10,7 @@ from pathlib import Path
 from gemmscope.errors import in_shell
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.gather import Run
+from gemmscope.grouping import grouped
 from gemmscope.pool.pool import Outcomes, Place, PlaceRefused, UnitFailure
 from gemmscope.results.fleet import FleetGpu
 from gemmscope.units import slug
@@ -100,11 +101,9 @@ class MeasuredFleet:
         findings = [entry for entry in self.outcomes.findings if entry.code != "pool-places-refused"]
         refused = [refusal for refusal in self.outcomes.refused if not refusal.gpus]
         findings += [finding("pool-places-refused", places=[place.name], reason=place.why) for place in refused]
-        missing: dict[str, dict[str, None]] = {}
-        for place, failure in self._failures():
-            if place.key in self.measured:
-                missing.setdefault(reason(failure), {})[place.name] = None
-        findings += [finding("fleet-repeats-missing", places=list(places), reason=why) for why, places in missing.items()]
+        missing = grouped((reason(failure), place.name) for place, failure in self._failures() if place.key in self.measured)
+        for why, places in missing.items():
+            findings.append(finding("fleet-repeats-missing", places=list(dict.fromkeys(places)), reason=why))
         if self.outcomes.interrupted:
             findings.insert(0, finding("fleet-interrupted"))
         if self.folder is not None:

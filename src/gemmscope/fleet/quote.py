@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.fleet.chips import product_of
 from gemmscope.fleet.summaries import RunSummary, RunView, SummaryFigure, digest, summary_of
 from gemmscope.interval import Interval
 from gemmscope.results.base import Result, command_of
@@ -72,15 +73,8 @@ def quoted_spread(fleet: FleetResult, result: BenchResult | StepResult) -> list[
 
 def _group(fleet: FleetResult, own: RunSummary) -> str:
     """The group of the fleet that this GPU belongs to."""
-    if fleet.of != own.of:
-        raise UserError(
-            f"the fleet measured {fleet.of}, but this is {own.of}: their spreads differ",
-            f"gemmscope fleet{' --step' * (own.of == 'step')} measures the spread of {own.of}",
-        )
     groups = list(dict.fromkeys(figure.group for figure in fleet.figures))
-    product, limit = own.device.get("name", ""), own.condition.power_limit_w
-    if product == "CPU" and "cpu" in own.device:
-        product = f"CPU ({own.device['cpu']})"
+    product, limit = product_of(own), own.condition.power_limit_w
     names = [product] + ([f"{product}, {limit:.0f} W"] if limit is not None else [])
     group = next((name for name in names if name in groups), None)
     if group is None:

@@ -16,14 +16,15 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import exp, log, sqrt
-from statistics import NormalDist
+from math import exp, isfinite, log, nan, sqrt
+from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gemmscope.fleet.spread import NORMAL_95, Floats, qn_scale
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.toml import load_data
 
@@ -177,24 +178,17 @@ def _shares(names: Sequence[str], baseline: str) -> dict[str, float]:
 
 def _nodes(nodes: Sequence[str], sample: Sample, least: int) -> dict[str, list[int]]:
     """The measured GPUs of every node that has several; empty if these are too few to compare."""
-    members: dict[str, list[int]] = {}
-    for index, (node, known) in enumerate(zip(nodes, np.isfinite(sample.speeds).tolist(), strict=True)):
-        if node and known:
-            members.setdefault(node, []).append(index)
+    known = np.flatnonzero(np.isfinite(sample.speeds)).tolist()
+    members = grouped((nodes[gpu], gpu) for gpu in known if nodes[gpu])
     several = {node: own for node, own in members.items() if len(own) >= rule_data()["least_gpus_of_node"]}
     return several if len(several) >= least else {}
 
 
 def _node_sample(sample: Sample, members: Sequence[list[int]]) -> Sample:
     """The median speed of every node."""
-    table = np.full((len(members), max(map(len, members))), np.nan)
-    for row, own in enumerate(members):
-        table[row, : len(own)] = sample.speeds[own]
-    table.sort(axis=1)  # what is not known comes last
-    known = np.isfinite(table).sum(axis=1)
-    rows = np.arange(len(table))
-    medians = (table[rows, np.maximum(known - 1, 0) // 2] + table[rows, np.minimum(known // 2, table.shape[1] - 1)]) / 2
-    return Sample(sample.name, medians, np.full(len(members), np.nan))
+    speeds = [[speed for speed in sample.speeds[own].tolist() if isfinite(speed)] for own in members]
+    medians = np.array([median(own) if own else nan for own in speeds])
+    return Sample(sample.name, medians, np.full(len(members), nan))
 
 
 def _node_calls(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
-from gemmscope.model.spec import ModelSpec, Recompute, RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.options.job import Recompute
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit, RecipeMemory
 from gemmscope.toml import load_data

@@ -55,6 +55,13 @@ class HealthProblem(NamedTuple):
     remedy: str
 
 
+FLAGS = (
+    ("remap_failed", "a faulty memory row could not be remapped", "replace the GPU"),
+    ("remap_pending", "a faulty memory row is pending remapping", "reset the GPU"),
+    ("retirement_pending", "faulty memory pages are pending retirement", "reset the GPU"),
+)
+
+
 def health_problems(health: Mapping[str, int | str], *, under_load: bool) -> list[HealthProblem]:
     """The problems of a GPU, the worst first. `under_load`: the figures were read while it computed; an idle PCIe link may be
     slower.
@@ -63,15 +70,10 @@ def health_problems(health: Mapping[str, int | str], *, under_load: bool) -> lis
     'PCIe x8 instead of x16'
     """
     known = {name: value for name, value in health.items() if isinstance(value, int)}
-    problems = []
+    problems: list[tuple[str, str]] = []
     if errors := known.get("uncorrected_errors"):
         problems.append((f"{errors} uncorrected memory error{'s' * (errors != 1)} since the driver was loaded", "reset the GPU"))
-    if known.get("remap_failed"):
-        problems.append(("a faulty memory row could not be remapped", "replace the GPU"))
-    if known.get("remap_pending"):
-        problems.append(("a faulty memory row is pending remapping", "reset the GPU"))
-    if known.get("retirement_pending"):
-        problems.append(("faulty memory pages are pending retirement", "reset the GPU"))
+    problems += [(text, remedy) for name, text, remedy in FLAGS if known.get(name)]
     width, widest = known.get("pcie_width"), known.get("pcie_width_max")
     if width and widest and width < widest:
         problems.append((f"PCIe x{width} instead of x{widest}", "check its slot and riser"))

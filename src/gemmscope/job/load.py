@@ -23,16 +23,31 @@ BATCH = ("micro_batch_size", "sequence_length")
 
 
 @dataclass(frozen=True)
-class RunChoice:
-    """A run, and what was overridden, dropped or assumed for it."""
+class ModelRun:
+    """A model and how it is run. `findings` are about both: what was assumed, overridden or ignored."""
 
+    source: ModelSource
     run: RunSpec
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = ()
     settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
 
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch size; None where it is not given, because a module may bring its own inputs."""
+        return self.run.micro_batch_size if "micro_batch_size" in self.settled else None
 
-def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
-    """The run of these arguments (None: not given) and of the model's file."""
+    @property
+    def sequence(self) -> int | None:
+        """The sequence length; None where it is not given."""
+        return self.run.sequence_length if "sequence_length" in self.settled else None
+
+
+def model_run(source: ModelSource, **given: Any) -> ModelRun:
+    """How the model is run: the arguments given first (None: not given), then what the model's file says.
+
+    They are fields of `RunSpec`, or what decides some of them: `gpus`, `global_batch` (sequences), `fsdp` (ranks that share
+    weights, gradients and optimizer).
+    """
     if strangers := [name for name in given if name not in (*RUN_SETTINGS, *RANKS)]:
         known = ", ".join((*RUN_SETTINGS, *RANKS))
         raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {known}")
@@ -56,7 +71,7 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
         if typed.get(name) is not None:
             check_size(option(name), typed[name], limit)
     run, about = _ranks(run, typed, source, changed)
-    return RunChoice(_sharing(run, typed), (*findings, *about), frozenset(settings))
+    return ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings))
 
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
@@ -93,17 +108,11 @@ def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource)
 def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
     """dp and accumulation: from what was typed, else from the file's GPUs and global batch, where they still divide."""
     file_dp, findings = _dp_of_file(run, typed, source)
-    asked = Given(
-        gpus=typed.get("gpus"),
-        dp=typed.get("dp", file_dp),
-        global_batch=typed.get("global_batch"),
-        gradient_accumulation=typed.get("gradient_accumulation"),
-        fsdp=typed.get("fsdp"),
-    )
+    sizes = ("gpus", "global_batch", "gradient_accumulation", "fsdp")
+    asked = Given(dp=typed.get("dp", file_dp), **{name: typed.get(name) for name in sizes})
     ranks = solve(run, asked)
     accumulation = ranks.gradient_accumulation
-    if ranks.dp != run.dp or accumulation not in (None, run.gradient_accumulation):
-        run = replace(run, dp=ranks.dp, gradient_accumulation=accumulation or run.gradient_accumulation)
+    run = replace(run, dp=ranks.dp, gradient_accumulation=accumulation or run.gradient_accumulation)
     if accumulation is None and source.global_batch is not None and run.dp is not None:
         try:
             decided = asked if asked.gpus is not None else replace(asked, dp=run.dp)
@@ -113,8 +122,7 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
                 message = f"{error.message} (the global batch is from {source.origin})"
                 raise UserError(message, f"{error.hint}; or set {option('gradient_accumulation')}") from error
     if accumulation is not None:
-        same = accumulation == run.gradient_accumulation
-        return run if same else replace(run, gradient_accumulation=accumulation), findings
+        return replace(run, gradient_accumulation=accumulation), findings
     run, about = _assumed_accumulation(run, source, changed)
     return run, findings + about
 
@@ -142,7 +150,7 @@ def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) 
         about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
         return replace(run, gradient_accumulation=assumed), about
     assumed = assumed if of_file is None else of_file
-    run = run if assumed == run.gradient_accumulation else replace(run, gradient_accumulation=assumed)
+    run = replace(run, gradient_accumulation=assumed)
     if batch is not None:
         return run, [finding("accumulation-unknown", origin=source.origin, batch=batch, assumed=assumed)]
     return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual and of_file is None else []
@@ -176,26 +184,6 @@ REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "nu
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """A model and how it is run. `findings` are about both: what was assumed, overridden or ignored."""
-
-    source: ModelSource
-    run: RunSpec
-    findings: tuple[Finding, ...] = ()
-    settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
-
-    @property
-    def micro_batch(self) -> int | None:
-        """The micro-batch size; None where it is not given, because a module may bring its own inputs."""
-        return self.run.micro_batch_size if "micro_batch_size" in self.settled else None
-
-    @property
-    def sequence(self) -> int | None:
-        """The sequence length; None where it is not given."""
-        return self.run.sequence_length if "sequence_length" in self.settled else None
-
-
 def load_model(
     *,
     preset: str | None = None,
@@ -209,27 +197,6 @@ def load_model(
 
     `mtp_layers`: with so many layers of multi-token prediction, whatever its file says.
     """
-    source = _named_model(preset=preset, config=config, module=module, gated_mlp=gated_mlp, **sizes)
-    return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
-
-
-def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
-    """The model with so many layers of multi-token prediction."""
-    if source.model is None:
-        raise UserError(
-            f"{option('mtp_layers', count)} applies only to models with a closed form, but {source.origin} is traced",
-            f"remove {option('mtp_layers')}",
-        )
-    if type(count) is not int or count < 0:
-        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
-        raise UserError(message, f"for example {option('mtp_layers', 1)}")
-    findings = tuple(entry for entry in source.findings if entry.code != "prediction-layers-not-included")
-    return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
-
-
-def _named_model(
-    *, preset: str | None, config: str | None, module: str | None, gated_mlp: bool, **sizes: int | None
-) -> ModelSource:
     if unknown := [name for name in sizes if name not in SIZES]:
         raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -245,10 +212,26 @@ def _named_model(
     if len(ways) > 1:
         raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")
     if module is not None:
-        return ModelSource(origin=module, model=None, module=module)
-    if preset is not None:
-        return presets.load(preset)
-    return _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+        source = ModelSource(origin=module, model=None, module=module)
+    elif preset is not None:
+        source = presets.load(preset)
+    else:
+        source = _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+    return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
+
+
+def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
+    """The model with so many layers of multi-token prediction."""
+    if source.model is None:
+        raise UserError(
+            f"{option('mtp_layers', count)} applies only to models with a closed form, but {source.origin} is traced",
+            f"remove {option('mtp_layers')}",
+        )
+    if type(count) is not int or count < 0:
+        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
+        raise UserError(message, f"for example {option('mtp_layers', 1)}")
+    findings = tuple(entry for entry in source.findings if entry.code != "prediction-layers-not-included")
+    return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
 
 
 def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:
@@ -269,16 +252,6 @@ def _from_config(config: str) -> ModelSource:
         if not similar:
             raise
         raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error
-
-
-def model_run(source: ModelSource, **given: Any) -> ModelRun:
-    """How the model is run: the arguments given first, then what the model's file says.
-
-    They are fields of `RunSpec`, or what decides some of them: `gpus`, `global_batch` (sequences), `fsdp` (ranks that share
-    weights, gradients and optimizer).
-    """
-    choice = choose_run(source, given)
-    return ModelRun(source, choice.run, choice.findings, choice.settled)
 
 
 def as_frameworks_run(job: ModelRun) -> ModelRun:

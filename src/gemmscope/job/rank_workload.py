@@ -6,6 +6,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.grouping import grouped
 from gemmscope.job.load import ModelRun
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.limits import check_size
@@ -155,13 +156,8 @@ def _with_unique_names(linears: list[Linear]) -> list[Linear]:
 
 def _layer(linears: Iterable[Linear], counts: Mapping[str, int]) -> tuple[int | None, dict[str, int] | None]:
     """How many layers there are and how often one runs each op, where all have the same linears; (None, None) where not."""
-    kinds: dict[str, list[Linear]] = {}
-    for op in linears:
-        if op.section not in (EMBEDDING, HEAD, STEP, ""):
-            kinds.setdefault(op.section, []).append(op)
-    layers, shares = 0, []
-    for section, inside in kinds.items():
-        of_kind = counts[section]
-        layers += of_kind
-        shares.append({case.op: case.count // of_kind for case in cases_of(inside)})
-    return (layers, shares[0]) if shares and all(share == shares[0] for share in shares) else (None, None)
+    kinds = grouped((op.section, op) for op in linears if op.section not in (EMBEDDING, HEAD, STEP, ""))
+    shares = [{case.op: case.count // counts[section] for case in cases_of(inside)} for section, inside in kinds.items()]
+    if not shares or any(share != shares[0] for share in shares):
+        return None, None
+    return sum(counts[section] for section in kinds), shares[0]

@@ -62,12 +62,9 @@ def read(text: str, origin: str) -> ModelSource:
     provider, arguments = recipe.models[-1]
     sections = {name: dict(values) for name, values in recipe.sections.items()}
     model = {**arguments, **sections.pop("model", {})}
-    if provider == FROM_HUB:
-        source = bridge.read_document(
-            {"model": {"name": recipe.hub_id, **model}, **sections}, origin, _hub_model(recipe.hub_id, model)
-        )
-    else:
-        source = bridge.read_document({"model": {"_target_": provider, **model}, **sections}, origin)
+    known = _hub_model(recipe.hub_id, model) if provider == FROM_HUB else None
+    named = {"name": recipe.hub_id} if known else {"_target_": provider}
+    source = bridge.read_document({"model": {**named, **model}, **sections}, origin, known)
     if not recipe.conditional:
         return source
     return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))
@@ -119,7 +116,7 @@ def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
         module = BridgeRecipe()
         _collect(tree.body, module, in_branch=False)
         functions = {node.name: node for node in tree.body if isinstance(node, Function)}
-        return [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
+        return [("", module), *((name, _of_function(node, functions, module, {})) for name, node in functions.items())]
     except SyntaxError as error:
         raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
     except (ValueError, MemoryError, RecursionError):
@@ -128,48 +125,44 @@ def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
         ) from None
 
 
-def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
-    """The settings of a function, on top of those of the functions that it calls in the same file."""
+def _of_function(
+    node: Function, functions: dict[str, Function], module: BridgeRecipe, given: Mapping[str, object], depth: int = 0
+) -> BridgeRecipe:
+    """The settings of a function, on top of those of the functions that it calls in the same file. `given`: its arguments."""
     recipe = BridgeRecipe(names=dict(module.names), classes=module.classes)
-    recipe.names |= _defaults(node, recipe)
+    recipe.names |= {**_defaults(node, recipe), **given}
     for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
         called = functions.get(_name_of(call.func))
         if called is not None and called is not node and depth < 3:
-            inner = _of_function(called, functions, module, depth + 1)
+            inner = _of_function(called, functions, module, _arguments(call, recipe), depth + 1)
             recipe.models += inner.models
             recipe.sections |= {name: {**inner.sections[name], **recipe.sections.get(name, {})} for name in inner.sections}
-            if inner.models:
-                recipe.models[-1][1].update(_arguments_for(called, call, recipe, inner))
     _collect(node.body, recipe, in_branch=False)
     return recipe
 
 
-def _arguments_for(called: Function, call: ast.Call, outer: BridgeRecipe, inner: BridgeRecipe) -> dict[str, object]:
-    """The model's arguments that a call changes, where the called function passes its parameters on."""
-    given = {keyword.arg: _value(keyword.value, outer) for keyword in call.keywords if keyword.arg}
-    changed: dict[str, object] = {}
-    for model in (part for part in ast.walk(called) if isinstance(part, ast.Call)):
-        if _name_of(model.func) == inner.models[-1][0]:
-            for keyword in model.keywords:
-                if keyword.arg and isinstance(keyword.value, ast.Name) and keyword.value.id in given:
-                    changed[keyword.arg] = given[keyword.value.id]
-    return changed
+def _arguments(call: ast.Call, recipe: BridgeRecipe) -> dict[str, object]:
+    """The keyword arguments of a call."""
+    return {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}
 
 
 def _defaults(node: Function, recipe: BridgeRecipe) -> dict[str, object]:
+    """The parameters that have a default."""
     arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)]
-    pairs += [
-        (argument, default) for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
-    ]
-    return {argument.arg: _value(default, recipe) for argument, default in pairs}
+    positional = reversed([*arguments.posonlyargs, *arguments.args])
+    pairs = [*zip(positional, reversed(arguments.defaults)), *zip(arguments.kwonlyargs, arguments.kw_defaults)]  # noqa: B905
+    return {argument.arg: _value(default, recipe) for argument, default in pairs if default is not None}
+
+
+def _known_class(name: str, recipe: BridgeRecipe) -> tuple[str, dict[str, object]] | None:
+    """The known class that a name stands for, and what a class of the file's own changes in it."""
+    known = name in provider_classes() or name in FACTS["bridge"]["plain_classes"]
+    return (name, {}) if known else recipe.classes.get(name)
 
 
 def _remember_class(node: ast.ClassDef, recipe: BridgeRecipe) -> None:
     """Remember a provider class of the file's own: a known class with other sizes (`class Tiny(Llama3ModelProvider8B)`)."""
-    base = _name_of(node.bases[0]) if node.bases else ""
-    known = (base, {}) if _is_provider(base) else recipe.classes.get(base)
+    known = _known_class(_name_of(node.bases[0]), recipe) if node.bases else None
     if known is None:
         return
     changes = dict(known[1])
@@ -178,10 +171,6 @@ def _remember_class(node: ast.ClassDef, recipe: BridgeRecipe) -> None:
         if isinstance(target, ast.Name) and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value is not None:
             changes[target.id] = _value(line.value, recipe)
     recipe.classes[node.name] = (known[0], changes)
-
-
-def _is_provider(name: str) -> bool:
-    return name in provider_classes() or name in FACTS["bridge"]["plain_classes"]
 
 
 def _collect(body: list[ast.stmt], recipe: BridgeRecipe, *, in_branch: bool) -> None:
@@ -219,24 +208,23 @@ def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branc
 
 def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
     """Remember the models and configurations that an expression builds. Returns its own section, or an empty string."""
+    section = ""
     for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
-        name = _name_of(call.func)
-        arguments = {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}
-        if _is_provider(name):
-            recipe.models.append((name, arguments))
-        elif name in recipe.classes:
-            provider, changes = recipe.classes[name]
-            recipe.models.append((provider, {**changes, **arguments}))
+        name, arguments = _name_of(call.func), _arguments(call, recipe)
+        known, from_hub = _known_class(name, recipe), name == FROM_HUB
+        if known is not None:
+            recipe.models.append((known[0], {**known[1], **arguments}))
         elif name in CONFIGURATIONS:
             recipe.sections.setdefault(CONFIGURATIONS[name], {}).update(arguments)
-        elif name == FROM_HUB and call.args:
+        elif from_hub and call.args:
             hub_id = _value(call.args[0], recipe)
             recipe.hub_id = hub_id[:200] if isinstance(hub_id, str) else "?"
             recipe.models.append((FROM_HUB, {}))
-    name = _name_of(value.func) if isinstance(value, ast.Call) else ""
-    own_class = name in provider_classes() or name in recipe.classes
-    from_hub = bool(name) and any(_name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call))
-    return "model" if own_class or from_hub else CONFIGURATIONS.get(name, "")
+        if from_hub or (call is value and known is not None):
+            section = "model"
+        elif call is value:
+            section = CONFIGURATIONS.get(name, "")
+    return section
 
 
 def _name_of(function: ast.expr) -> str:

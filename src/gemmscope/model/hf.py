@@ -15,7 +15,6 @@ from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, built_like, known_model_types, language_part
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
-from gemmscope.model.layer_spec import LayerSpec
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, NormSpec
 from gemmscope.reading import parse_json
@@ -69,7 +68,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     label = f"{origin} (Hugging Face, {model_type})"
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
-    model = _model(FamilyConfig(model_type, config), origin)
+    names = family_facts(model_type).get("other_names", {})
+    renamed = {name: config[key] for key, name in names.items() if key in config}
+    model = _model(FamilyConfig(model_type, {**config, **renamed}), origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
@@ -130,7 +131,11 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         )
     listed = facts.get("layers_listed", False)
     count = 0 if listed else family.size("num_hidden_layers", "layers")
-    layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)
+    layers = (
+        HYBRIDS[facts["layers_by"]](family, hidden, count)
+        if "layers_by" in facts
+        else blocks.layers(family, hidden, [True] * count)
+    )
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
     positions = family.number("positions") if family.flag("positions_if", default=True) else 0  # rows of the learned table
@@ -165,18 +170,3 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         source=origin,
     )
     return replace(model, **ENDS[facts["ends_by"]](family, hidden, count)) if "ends_by" in facts else model
-
-
-def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
-    """Layers of attention and a feed-forward block each."""
-    facts = family.facts
-    attention = blocks.attention(family, hidden)
-    windows = blocks.windows(family, count)
-    mlps = blocks.feed_forwards(family, hidden, count)
-    norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
-    if not family.flag("post_norms_if", default=True):
-        norms //= 2
-    layers = [LayerSpec(replace(attention, window=window), mlp, norms) for window, mlp in zip(windows, mlps, strict=True)]
-    if "first_layer_norms" in facts:
-        layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
-    return layers

@@ -6,11 +6,30 @@ from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec, QkNorm
 from gemmscope.model.limits import check_size, divisors_text, head_size
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers, as `layer_types` names them."""
+
+
+def layers(family: FamilyConfig, hidden: int, attends: list[bool], mixer: MixerSpec | None = None) -> list[LayerSpec]:
+    """Layers of attention, or of the mixer where they do not attend, and a feed-forward block each."""
+    facts, count = family.facts, len(attends)
+    plain = attention(family, hidden) if any(attends) else None
+    parts = zip(attends, windows(family, count), feed_forwards(family, hidden, count), strict=True)
+    norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
+    if not family.flag("post_norms_if", default=True):
+        norms //= 2
+    built = [
+        LayerSpec(replace(plain, window=window), mlp, norms)
+        if plain is not None and attend
+        else LayerSpec(None, mlp, norms, mixer=mixer)
+        for attend, window, mlp in parts
+    ]
+    if "first_layer_norms" in facts:
+        built[0] = replace(built[0], norms=facts["first_layer_norms"])
+    return built
 
 
 def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
@@ -108,10 +127,10 @@ def rotated_part(share: object, head_dim: int) -> int:
 
 def mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
     """The feed-forward block of layers without experts."""
-    size = family.optional_size("intermediate_size")
+    key, times = family.facts.get("mlp_size", "intermediate_size"), family.facts.get("intermediate_times_hidden", 0)
+    size = family.optional_size(key)
     if size is None:
-        times = family.facts.get("intermediate_times_hidden")
-        size = hidden * times if times else family.size("intermediate_size")
+        size = hidden * times or family.size(key)
     bias = family.flag("mlp_bias")
     return MlpSpec(
         size, gated=family.flag("gated"), activation=activation(family),
@@ -142,12 +161,13 @@ def moe(family: FamilyConfig) -> MoeSpec:
         shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
         shared_gate=family.flag("shared_gate"),
         router_bias=family.flag("router_bias"),
+        stored_dense=family.flag("experts_dense"),
     )
 
 
 def number_of_experts(family: FamilyConfig) -> int:
     """How many experts there are. Where routing chooses groups of them first, these must be equal, with two experts or more."""
-    experts, key = family.size("num_experts"), family.facts.get("expert_groups", "")
+    experts, key = family.size(family.facts.get("experts", "num_experts")), family.facts.get("expert_groups", "")
     if not key or not experts:
         return experts
     given, chosen = family.value(key), family.value("topk_group")
@@ -177,24 +197,37 @@ def feed_forwards(family: FamilyConfig, hidden: int, count: int) -> list[MlpSpec
 
 def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts."""
-    rule = family.facts.get("moe_layers")
-    if rule is None:
-        return [False] * count
-    if rule == "sparse_step":
-        step = family.size("decoder_sparse_step", "layers")
-        dense_layers = layer_numbers(family, "mlp_only_layers") if family.value("mlp_only_layers") else []
-        dense = {index for index in dense_layers or () if isinstance(index, int)}
-        has_experts = family.optional_size("num_experts") != 0
-        return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
-    if rule == "interval":
-        step = family.size("moe_layer_interval", "layers")
-        first = family.size("moe_layer_start_index")
-        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
-        return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
+    rule, first, end, step, dense = family.facts.get("moe_layers"), 0, count, 1, list[Any]()
+    if rule == "period":
+        chosen = periodic(family, "expert_layer", count)
+        return chosen if family.size("num_experts") > 1 else [False] * count
     if rule == "mlp_layer_types" and (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
         return [kind == "sparse" for kind in kinds]
-    first = 0 if rule == "all" else family.number("dense_first") or 0
-    return [index >= first for index in range(count)]
+    if rule == "numbered" and (numbers := layer_numbers(family, "moe_layers")) is not None:
+        return [index in numbers for index in range(count)]
+    if rule == "numbered":
+        step = family.size("interleave_moe_layer_step", "layers")
+    elif rule == "sparse_step":
+        step = family.size("decoder_sparse_step", "layers")
+        dense = layer_numbers(family, "mlp_only_layers") or [] if family.value("mlp_only_layers") else []
+        end = 0 if family.optional_size("num_experts") == 0 else count
+    elif rule == "interval":
+        step, first = family.size("moe_layer_interval", "layers"), family.size("moe_layer_start_index")
+        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
+    elif rule in ("after_first", "mlp_layer_types"):
+        first = family.number("dense_first") or 0
+    elif rule is None or (rule == "if_any" and family.size("num_experts") == 0):
+        end = 0
+    return [first <= index < end and (index + 1) % step == 0 and index not in dense for index in range(count)]
+
+
+def periodic(family: FamilyConfig, name: str, count: int) -> list[bool]:
+    """The layers at `name`_offset in every `name`_period layers."""
+    period = check_size(f"{name}_period", family.size(f"{name}_period"), "layers")
+    offset = family.size(f"{name}_offset")
+    if offset >= period:
+        raise UserError(f"{name}_offset = {offset} is not less than {name}_period = {period}", "layers are counted from 0")
+    return [index % period == offset for index in range(count)]
 
 
 def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
@@ -248,7 +281,8 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
     """The sliding window of each layer; None where a layer sees the whole sequence."""
     facts = family.facts
     rule = facts.get("window")
-    layer_types = per_layer(family, "layer_types", count)
+    own_list = rule is None and "layers_by" in facts  # which that function has read
+    layer_types = None if own_list else per_layer(family, "layer_types", count)
     on = "window_if" not in facts or family.flag("window_if") or (layer_types is not None and family.flag("window_by_list"))
     window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
     if "half_window_key" in facts and (half := family.optional_size(facts["half_window_key"])) is not None:

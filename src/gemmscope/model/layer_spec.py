@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gemmscope.errors import UserError
-from gemmscope.model.limits import Checked, Size, check_size, divisors_text
-from gemmscope.roles import role
+from gemmscope.model.limits import Checked, Size, divisors_text
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -47,13 +46,8 @@ class CompressedSpec(Checked):
     rope_dim: int
     out_groups: Annotated[int, Size("o_groups", "heads")]
     out_rank: Annotated[int, Size("o_lora_rank", "hidden_size")]
-    rate: int = 0
+    rate: Annotated[int, Size("compress_rates", "sequence_length", or_none=True)] = 0
     overlaps: bool = False  # an entry also covers the positions of the entry before, by a second value of each position
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rate:
-            check_size("compress_rates", self.rate, "sequence_length")
 
     def entries(self, sequence: int) -> int:
         """Compressed entries of a sequence; the positions after the last whole one have none."""
@@ -156,19 +150,14 @@ MixerKind = Literal["ssd", "selective scan", "gated delta rule", "kda", "lightni
 
 
 @dataclass(frozen=True)
-class LinearSpec:
+class LinearSpec(Checked):
     """A linear beside attention, mixer and MLP, on every token. `role`: a key of `roles.toml`."""
 
     role: str
-    inputs: int
-    outputs: int
+    inputs: Annotated[int, Size("the input features of a linear", "intermediate_size")]
+    outputs: Annotated[int, Size("the output features of a linear", "intermediate_size")]
     bias: bool = False
     count: int = 1
-
-    def __post_init__(self) -> None:
-        name = role(self.role).name
-        check_size(f"the input features of {name}", self.inputs, "intermediate_size")
-        check_size(f"the output features of {name}", self.outputs, "intermediate_size")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Size:
 
     name: str
     limit: str
+    or_none: bool = False  # 0 means that there are none
 
 
 class Checked:
@@ -54,7 +55,7 @@ class Checked:
     def __post_init__(self) -> None:
         for field, size, optional in self._sizes:
             value = getattr(self, field)
-            if value is not None or not optional:
+            if not (optional and value is None) and not (size.or_none and value == 0):
                 check_size(size.name, value, size.limit)
 
 

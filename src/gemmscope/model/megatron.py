@@ -9,19 +9,18 @@ variable that the script does not set (or sets differently in branches that may 
 models (BERT, T5, vision) take the same flags and are rejected: the flags describe only GPT models and hybrids completely.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, closest
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_hybrid import HYBRID
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
-from gemmscope.model.shell import Shell, running_words
+from gemmscope.model.shell import Shell, flags
 from gemmscope.model.spec import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
@@ -67,8 +66,8 @@ def recognises(text: str) -> bool:
     >>> recognises("torchrun pretrain_gpt.py --num-layers 32"), recognises("  num_layers ........ 32")
     (True, True)
     """
-    flags = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z_-]*)", text)}
-    return bool(TELLTALE & flags) or prints_arguments(text)
+    names = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z_-]*)", text)}
+    return bool(TELLTALE & names) or prints_arguments(text)
 
 
 def prints_arguments(text: str) -> bool:
@@ -145,7 +144,7 @@ def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
         if meant is not None and meant not in arguments.values:
             yield name, meant
         elif meant is None and name not in FACTS["not_misspelled"]:
-            for similar in difflib.get_close_matches(name, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
+            for similar in closest(name, VALUED - {"spec", *LAUNCHER}, 1, cutoff=0.9):
                 yield name, similar
 
 
@@ -192,36 +191,21 @@ def _read_printed(text: str) -> Arguments:
 
 
 def _read_script(text: str) -> Arguments:
-    """The flags of the script's words, and the value that follows each."""
-    arguments, shell, waiting, switch = Arguments(), Shell(), "", ""
-    for piece, in_branch in running_words(text, shell, PROGRAM):
-        arguments.add_scripts(piece)
-        if piece.startswith("--"):
-            if waiting:
-                arguments.put(waiting, Unknown("(none)", f"the next word is {piece[:60]}"))
-            waiting = switch = ""
-            name, equals, value = piece[2:].partition("=")
-            name = name.rstrip(":").replace("-", "_")
-            if name in FACTS["off_switches"]:
-                arguments.put(FACTS["off_switches"][name], value=False, in_branch=in_branch)
-            elif name in SWITCHES:
-                arguments.put(name, value=value.lower() != "false", in_branch=in_branch)
-                switch = name
-            elif name in VALUED and equals:
-                arguments.put(name, shell.resolve(value), in_branch=in_branch)
-            elif name in VALUED:
-                waiting = name
-            elif re.fullmatch(r"[a-z]\w{0,80}", name):
-                arguments.unknown[name] = None
-        elif waiting:
-            arguments.put(waiting, shell.resolve(piece), in_branch=in_branch)
-            waiting = ""
-        elif piece in FACTS["recompute_modules"] and isinstance(arguments.values.get("recompute_modules"), str):
-            arguments.values["recompute_modules"] = f"{arguments.values['recompute_modules']} {piece}"
-        elif switch and piece.lower() == "false":
-            arguments.values[switch] = False
-        else:
-            switch = ""
-    if waiting:
-        arguments.put(waiting, Unknown("(none)", "the text ends after it"))
+    """The flags of the script that are arguments of Megatron, with their values."""
+    arguments = Arguments()
+    for flag in flags(text, Shell(), PROGRAM):
+        for word in flag.arguments:
+            arguments.add_scripts(word.text if isinstance(word, Unknown) else word)
+        name, value = flag.name.rstrip(":").replace("-", "_"), flag.value
+        if name in FACTS["off_switches"]:
+            arguments.put(FACTS["off_switches"][name], value=False, in_branch=flag.in_branch)
+        elif name in SWITCHES:
+            off = isinstance(value, str) and value.lower() == "false"
+            arguments.put(name, value=not off, in_branch=flag.in_branch)
+        elif name in VALUED:
+            if name == "recompute_modules" and isinstance(value, str):  # the only flag with several values
+                value = " ".join([value, *(str(word) for word in flag.arguments[1:] if word in FACTS["recompute_modules"])])
+            arguments.put(name, value, in_branch=flag.in_branch)
+        elif re.fullmatch(r"[a-z]\w{0,80}", name):
+            arguments.unknown[name] = None
     return arguments

@@ -9,7 +9,6 @@ embedding's weight.
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from difflib import SequenceMatcher
 from pathlib import PurePath
 
 from gemmscope.errors import UserError, closest, option, shown
@@ -265,16 +264,13 @@ def _require_sizes(settings: MegatronSettings, pattern: HybridPattern | None, un
     if not missing:
         return
     wanted = [settings.spell(name) for name in missing]
-    misspelled = [f"{similar[0]} (did you mean {name}?)" for name in wanted if (similar := _misspellings(name, unknown_names))]
+    # Very similar: --hiden-size, but not --hidden-dropout.
+    similar = {name: closest(name, unknown_names, 1, cutoff=0.801) for name in wanted}
+    misspelled = [f"{close[0]} (did you mean {name}?)" for name, close in similar.items() if close]
     raise UserError(
         f"the file has no {' and no '.join(wanted)}" + (f"; it has {', '.join(misspelled)}" if misspelled else ""),
         f"add for example {', '.join(settings.example(name) for name in missing)}",
     )
-
-
-def _misspellings(wanted: str, unknown_names: Collection[str]) -> list[str]:
-    """Names so similar to the wanted one that they are probably misspellings of it: --hiden-size, but not --hidden-dropout."""
-    return [name for name in closest(wanted, unknown_names) if SequenceMatcher(None, name, wanted).ratio() > 0.8]
 
 
 def model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Finding]:

@@ -29,8 +29,7 @@ PART = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
-LENGTH = re.compile(r"\$\{#(\w+)\}")  # how many characters a value has
+VARIABLE = re.compile(r"\$(\w+)|\$\{(#?\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")  # with # its number of characters
 DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
 ARITHMETIC = re.compile(r"\$\(\(((?:[^$()]|\((?:[^$()]|\([^$()]*\))*\))*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
@@ -100,20 +99,14 @@ def with_assignments(text: str) -> str:
 class Shell:
     """The variables of a script, as far as it sets them itself."""
 
-    values: dict[str, str] = field(default_factory=dict)
-    assigned: dict[str, dict[str, None]] = field(default_factory=dict)  # every value that a name was given
-    conditional: set[str] = field(default_factory=set)  # names that are set inside a condition
+    values: dict[str, dict[str, None]] = field(default_factory=dict)  # those that a name may have: several after a condition
 
     def assign(self, name: str, value: str, *, in_branch: bool) -> None:
         """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
-        self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        if in_branch:
-            self.conditional.add(name)
-        elif "$" not in filled:  # a later value replaces those of earlier conditions
-            self.conditional.discard(name)
-            self.assigned.pop(name, None)
-        self.assigned.setdefault(name, {})[self.values[name]] = None
+        before = self.values.get(name, {})
+        kept = in_branch or ("$" in filled and len(before) > 1)  # else it replaces those of earlier conditions
+        self.values[name] = {**(before if kept else {}), filled if len(filled) <= LONGEST_VALUE else "": None}
 
     def assign_word(self, assigned: re.Match[str], *, in_branch: bool, quoted: bool) -> str:
         """Remember the value of an `ASSIGNMENT`, unless it is an array. Returns the value: it may have flags."""
@@ -133,29 +126,28 @@ class Shell:
                 self.assign(name, _without_quotes(default), in_branch=in_branch)
 
     def _depends(self, name: str) -> bool:
-        """Whether a condition of the script gives the variable a value that is known."""
-        return name in self.conditional and any("$" not in value for value in self.assigned[name])
+        """Whether the script gives the variable a value that is known, perhaps besides others."""
+        return any("$" not in value for value in self.values.get(name, ()))
 
     def value(self, name: str) -> str | None:
         """The variable's value, if the script gives it only one."""
-        return None if name in self.conditional and len(self.assigned[name]) > 1 else self.values.get(name)
+        values = [*self.values.get(name, ())]
+        return values[0] if len(values) == 1 else None
 
     def fill_in(self, text: str) -> str:
         """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
-        text = LENGTH.sub(self._length, text)
         for _ in range(3):  # a default may contain a variable itself
             text = VARIABLE.sub(self._replacement, text)
         return ARITHMETIC.sub(self._result, text)
 
     def _replacement(self, match: re.Match[str]) -> str:
-        value = self.value(match[1] or match[2])
+        name = match[1] or match[2]
+        value = self.value(name.removeprefix("#"))
+        if name.startswith("#"):
+            return match[0] if not value or "$" in value else str(len(value))
         if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
             value = _without_quotes(match[3])  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
-
-    def _length(self, match: re.Match[str]) -> str:
-        value = self.value(match[1])
-        return match[0] if not value or "$" in value else str(len(value))
 
     def _result(self, match: re.Match[str]) -> str:
         result = self.computed(match[1])
@@ -175,9 +167,8 @@ class Shell:
         if "$" not in filled and "`" not in filled:
             return filled
         for name in NAME_IN_ARITHMETIC.findall(filled):
-            if name in self.conditional:
-                values = " or ".join(list(self.assigned[name])[:6])
-                return Unknown(text, f"{name} is {values}, depending on a condition of the script")
+            if len(values := [*self.values.get(name, ())]) > 1:
+                return Unknown(text, f"{name} is {' or '.join(values[:6])}, depending on a condition of the script")
         return Unknown(text, "the script does not set it")
 
 
@@ -399,6 +390,34 @@ class Branches:
 
 PRINTERS, USAGE = ("echo", "printf"), "usage"
 MOST_QUOTES = 3  # commands in quotes inside of others
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag without its dashes, with the words that follow it until the next one. The words before the first have no name."""
+
+    name: str
+    arguments: list[str | Unknown]
+    end: str  # what ends them
+    in_branch: bool  # whether a condition decides that it counts
+
+    @property
+    def value(self) -> str | Unknown:
+        """The first word after it, or behind its equals sign."""
+        return self.arguments[0] if self.arguments else Unknown("(none)", self.end)
+
+
+def flags(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[Flag]:
+    """The flags of a script that may run, in their order. `shell` and `program` as for `running_words`."""
+    name, arguments, in_branch = "", list[str | Unknown](), False
+    for word, inside in running_words(text, shell, program):
+        if not word.startswith("--"):
+            arguments.append(shell.resolve(word))
+            continue
+        yield Flag(name, arguments, f"the next word is {word[:60]}", in_branch)
+        name, equals, value = word[2:].partition("=")
+        arguments, in_branch = [shell.resolve(value)] if equals else [], inside
+    yield Flag(name, arguments, "the text ends after it", in_branch)
 
 
 def running_words(text: str, shell: Shell, program: re.Pattern[str]) -> Iterator[tuple[str, bool]]:

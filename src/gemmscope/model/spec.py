@@ -19,6 +19,7 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
+from gemmscope.options.job import Precision, Recompute
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class ModelSpec(Checked):
     last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
     layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
-    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_layers: Annotated[int, Size(option("mtp_layers"), "layers", or_none=True)] = 0
     prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
     prediction_shared: bool = False  # all of them use the same weights
     model_type: str = ""
@@ -72,8 +74,6 @@ class ModelSpec(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("num_hidden_layers", len(self.layers), "layers")
-        if self.prediction_layers:
-            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -183,11 +183,8 @@ def from_hyperparameters(
     )
 
 
-Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-OptimizerState = Literal["bf16", "fp32"]
-OPTIMIZER_STATES: tuple[OptimizerState, ...] = get_args(OptimizerState)
-ZERO_STAGES = (0, 1, 2, 3)
+OPTIMIZER_STATES: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -225,13 +222,13 @@ class RunSpec(Checked):
     zero: int | None = None  # what data-parallel ranks share: 1 optimizer, 2 and gradients, 3 and weights; None: 1 with dp > 1
     # how many share it (hybrid sharding); None: all that hold the same weights
     zero_ranks: Annotated[int | None, Size(option("zero_ranks"), "parallel")] = None
-    optimizer_state: OptimizerState | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
+    optimizer_state: Precision | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
     tp_overlap: bool = True  # collectives of tensor parallelism are split and overlap with the GEMMs; needs sequence_parallel
     dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
     ep_overlap: bool = False  # the all-to-all of one micro-batch overlaps with the computation of another
     cuda_graphs: bool | None = None  # None: not known
     # What only memory depends on.
-    gradient_precision: OptimizerState | None = None  # of the gradients that are kept and reduced; None: not known
+    gradient_precision: Precision | None = None  # of the gradients that are kept and reduced; None: not known
     quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
     partly_recomputed: bool = (
         False  # backward also computes norms, activations or some GEMMs again, which is not counted in times
@@ -242,7 +239,7 @@ class RunSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
+        if self.zero is not None and (type(self.zero) is not int or self.zero not in range(4)):
             raise UserError(
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
                 "1 shards the optimizer states across data-parallel ranks, 2 also gradients, 3 also weights",
@@ -290,7 +287,7 @@ class RunSpec(Checked):
         return self.zero if self.zero is not None else int(self.data_parallel * self.cp > 1)
 
     @property
-    def state_precision(self) -> OptimizerState:
+    def state_precision(self) -> Precision:
         """Of master weights and moments."""
         return self.optimizer_state or ("fp32" if self.data_parallel > 1 else "bf16")
 

@@ -12,12 +12,12 @@ from gemmscope.errors import UserError, did_you_mean
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
 from gemmscope.model.megatron_settings import Unknown
-from gemmscope.model.shell import Shell, running_words
+from gemmscope.model.shell import Shell, flags
 from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import families, family_names
 
 SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")
-FLAG = re.compile(rf"--(?:({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config))(?:=(.*))?", re.DOTALL)
+SETTING = re.compile(rf"({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config)")
 VARIABLES = {"MODULE": "module", "CONFIG": "config"}  # of torchtitan's run_train.sh
 PROGRAM = re.compile(r"run_train\.sh|torchtitan\.train|\btrain\.py")
 CONSTANTS = {"true": True, "false": False}
@@ -51,29 +51,21 @@ def read(text: str, origin: str) -> ModelSource:
 
 def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
     """The settings by section, and what was not known. Module and config are in the section without a name."""
-    shell, tables, findings, waiting = Shell(), dict[str, dict[str, object]](), list[Finding](), ("", "")
+    shell, tables, findings = Shell(), dict[str, dict[str, object]](), list[Finding]()
     conditional: dict[str, None] = {}  # an ordered set
 
-    def put(section: str, name: str, value: object) -> None:
+    def put(section: str, name: str, value: str | Unknown | bool) -> None:
         if isinstance(value, Unknown):
             findings.append(
                 finding("setting-without-value", setting=f"{section}.{name}", value=value.text[:60], reason=value.why)
             )
         else:
-            tables.setdefault(section, {})[name] = value
+            tables.setdefault(section, {})[name] = _value(value) if isinstance(value, str) else value
 
-    for piece, in_branch in running_words(text, shell, PROGRAM):
-        flag = FLAG.fullmatch(piece)
-        if waiting[1]:  # a flag without a value is a switch
-            put(*waiting, value=True if piece.startswith("--") else _value(shell.resolve(piece)))
-        if flag and in_branch:
-            conditional[piece.partition("=")[0]] = None
-        waiting = (flag[1] or "", (flag[2] or flag[3]).replace("-", "_")) if flag else ("", "")
-        if flag and flag[4] is not None:
-            put(*waiting, value=_value(shell.resolve(flag[4])))
-            waiting = ("", "")
-    if waiting[1]:
-        put(*waiting, value=True)
+    for flag in flags(text, shell, PROGRAM):
+        if setting := SETTING.fullmatch(flag.name):
+            put(setting[1] or "", (setting[2] or setting[3]).replace("-", "_"), flag.value if flag.arguments else True)
+            conditional |= {f"--{flag.name}": None} if flag.in_branch else {}
     for variable, name in VARIABLES.items():
         if shell.value(variable) and name not in tables.get("", {}):
             put("", name, shell.resolve(f"${variable}"))
@@ -82,9 +74,7 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
     return tables, findings
 
 
-def _value(text: str | Unknown) -> object:
-    if isinstance(text, Unknown):
-        return text
+def _value(text: str) -> object:
     if re.fullmatch(r"-?[0-9][0-9_]{0,17}", text):
         return int(text)
     return CONSTANTS.get(text.lower(), text)

@@ -129,19 +129,21 @@ def _with_gates(names: Mapping[str, LinearName], sizes: Mapping[str, tuple[int, 
     """`Up` instead of `Gate+Up` where an MLP has no gate: its first linears add up to the input width of its last one."""
     wide: Counter[tuple[int | None, int | None, str]] = Counter()
     narrow: dict[tuple[int | None, int | None, str], int] = {}
-    mlps = {path: name for path, name in names.items() if name.facts is not None and name.facts.block in FEED_FORWARD}
-    for path, name in mlps.items():
-        block = (name.layer, name.expert, role(name.role).block)
-        if role(name.role).ends_block:
+    blocks = {
+        path: (name.layer, name.expert, name.facts.block)
+        for path, name in names.items()
+        if name.facts is not None and name.facts.block in FEED_FORWARD
+    }
+    for path, block in blocks.items():
+        if role(names[path].role).ends_block:
             narrow[block] = max(narrow.get(block, 0), sizes[path][0])
         else:
             wide[block] += sizes[path][1]
     renamed = dict(names)
-    for path, name in mlps.items():
-        block = (name.layer, name.expert, role(name.role).block)
-        gated = "gate" in name.linear.rpartition(".")[2]
+    for path, block in blocks.items():
+        gated = "gate" in names[path].linear.rpartition(".")[2]
         if not gated and wide[block] == narrow.get(block):
-            renamed[path] = replace(name, role=pieces(name.role)[-1])
+            renamed[path] = replace(names[path], role=pieces(names[path].role)[-1])
     return renamed
 
 

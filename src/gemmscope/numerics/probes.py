@@ -119,12 +119,12 @@ def compute_probes(
     Tensors with NaN or Inf count as missing. `random` draws rows; PyTorch's own generators are not used. `history`: maxima of
     earlier steps, that delayed scaling takes; a tensor without one takes its own. `passes`: the GEMMs that run.
     """
-    names: tuple[TensorName, ...] = ("X", "W", "dY")
+    given: dict[TensorName, Tensor | None] = {"X": x, "W": w, "dY": dy}
     measured: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
         whole = {
             name: tensor
-            for name, tensor in zip(names, (x, w, dy), strict=True)
+            for name, tensor in given.items()
             if tensor is not None and tensor.numel() and torch.isfinite(tensor).all()
         }
         for pass_name in passes:

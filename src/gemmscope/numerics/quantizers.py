@@ -118,10 +118,7 @@ class Quantizer:
         magnitudes = blocks.abs()
         if self.rule in IGNORES_NAN:
             magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=torch.inf)
-        if self.per_tensor:
-            own = magnitudes.amax()
-            return own, own
-        maxima = magnitudes.amax(-1)
+        maxima = magnitudes.amax() if self.per_tensor else magnitudes.amax(-1)
         tensor_amax = maxima.amax() if amax is None else amax.float().reshape(())
         if self.signs:
             tensor_amax = torch.maximum(tensor_amax, maxima.amax())

@@ -227,11 +227,6 @@ class TensorRecording:
     """The file, or what the tensors were made for."""
     sampled_bytes: int
 
-    @property
-    def layers(self) -> int:
-        """How many layers have recorded linears."""
-        return len({linear.facts.layer for linear in self.linears if linear.facts.layer is not None})
-
 
 def nonfinite_values(tensor: TensorName) -> str:
     """Why a tensor cannot be quantized."""
@@ -240,13 +235,9 @@ def nonfinite_values(tensor: TensorName) -> str:
 
 def earlier_maxima(steps: Iterable[StepFacts], step: int) -> dict[TensorName, float]:
     """The largest maximum of every tensor in the recorded steps before this one. Empty if there are none."""
-    history: dict[TensorName, float] = {}
-    for one in steps:
-        if step - HISTORY <= one.step < step:
-            for tensor, facts in one.tensors.items():
-                if isfinite(facts.amax) and facts.amax > 0:
-                    history[tensor] = max(history.get(tensor, 0.0), facts.amax)
-    return history
+    history = [one.tensors.items() for one in steps if step - HISTORY <= one.step < step]
+    maxima = [(facts.amax, tensor) for tensors in history for tensor, facts in tensors if isfinite(facts.amax) and facts.amax > 0]
+    return {tensor: amax for amax, tensor in sorted(maxima)}  # the last one of a tensor is the largest
 
 
 def scale_maxima(steps: Sequence[StepFacts], own: StepFacts) -> dict[TensorName, float]:

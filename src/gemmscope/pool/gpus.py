@@ -53,12 +53,10 @@ def own_gpu(process: Launched, machine: Environment) -> GpuFacts:
     """The GPU that this process measures: the only one that CUDA_VISIBLE_DEVICES shows it, else the one whose place in the list
     of GPUs is its local rank."""
     visible = some_gpus(machine, f"on {machine.node}")
-    if len(visible) == 1 and machine.visible_devices is not None:
-        return visible[0]
     local = process.local_rank
+    if len(visible) == 1 and (machine.visible_devices is not None or local is None):
+        return visible[0]
     if local is None:
-        if len(visible) == 1:
-            return visible[0]
         raise UserError(
             f"{process.by} does not say which of the {len(visible)} GPUs of {machine.node} this process should measure",
             f"add {option('gpus', 'all')} to measure all of them, or set LOCAL_RANK",

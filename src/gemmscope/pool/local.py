@@ -5,13 +5,12 @@ A place worker that dies is started again, unless it dies again and again withou
 
 from __future__ import annotations
 
-import selectors
+import select
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import node_name
@@ -75,7 +74,6 @@ class LocalPool:
 
     def __enter__(self) -> LocalPool:
         self._folder = self._resources.enter_context(temporary_folder())
-        self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._resources.callback(self._end_all)
         try:
             for slot in self._slots.values():
@@ -100,10 +98,11 @@ class LocalPool:
         if self._waiting:
             wait_s = 0.0
         due = [slot.restart_at - time.monotonic() for slot in self._slots.values() if slot.restart_at is not None]
-        for ready, _ in self._selector.select(max(0.0, min([wait_s, *due]))):
-            self._receive(ready.data)
+        running = [slot.process for slot in self._slots.values() if slot.process is not None]
+        reading, sending = [one.reading for one in running], [one.writing for one in running if one.sending]
+        select.select(reading, sending, [], 0.0 if any(one.over for one in running) else max(0.0, min([wait_s, *due])))
         for slot in self._slots.values():
-            self._check_slot(slot)
+            self._receive(slot)
         events, self._waiting = list(self._waiting), deque()
         return events
 
@@ -111,7 +110,6 @@ class LocalPool:
         slot = self._slots[place]
         if slot.process is not None:  # else its loss is about to be reported
             slot.process.send(unit_line(unit))
-            self._listen(slot)
 
     def abandon(self, place: str) -> None:
         slot = self._slots[place]
@@ -137,18 +135,6 @@ class LocalPool:
             self._died(slot, f"its process cannot be started: {error.strerror or error}")
             return
         slot.process.send(setup.line())
-        self._selector.register(slot.process.reading, selectors.EVENT_READ, slot)
-        self._listen(slot)
-
-    def _listen(self, slot: _Slot) -> None:
-        """Wait until its input takes more, as long as something is left to send."""
-        process = slot.process
-        assert process is not None
-        known = process.writing in self._selector.get_map()
-        if process.sending and not known:
-            self._selector.register(process.writing, selectors.EVENT_WRITE, slot)
-        elif known and not process.sending:
-            self._selector.unregister(process.writing)
 
     def _receive(self, slot: _Slot) -> None:
         """Process what a place worker has sent, and send what it has not received yet."""
@@ -156,7 +142,6 @@ class LocalPool:
             return
         try:
             slot.process.flush()
-            self._listen(slot)
             for line in slot.process.lines():
                 self._tell(slot, event_of(slot.place.key, line, name=slot.place.name))
                 if slot.process is None:
@@ -165,6 +150,8 @@ class LocalPool:
             self._died(slot, str(error))
         except ProcessEndedError as end:
             self._died(slot, _how(end.ending))
+        if slot.process is not None and not slot.ready and time.monotonic() - slot.begun > self._start_s:
+            self._died(slot, f"its process did not respond for {self._start_s:g} s: the GPU driver may hang", again=False)
 
     def _tell(self, slot: _Slot, event: Event) -> None:
         if isinstance(event, PlaceFound):
@@ -177,15 +164,6 @@ class LocalPool:
             slot.greeted, event = True, replace(event, node=slot.place.node)
             self._close(slot)
         self._waiting.append(event)
-
-    def _check_slot(self, slot: _Slot) -> None:
-        """Check for a place worker that has ended while something else keeps its output open, or that does not start at all."""
-        if slot.process is None:
-            return
-        if slot.process.over:
-            self._receive(slot)
-        elif not slot.ready and time.monotonic() - slot.begun > self._start_s:
-            self._died(slot, f"its process did not respond for {self._start_s:g} s: the GPU driver may hang", again=False)
 
     def _died(self, slot: _Slot, why: str, *, again: bool = True) -> None:
         self._close(slot)
@@ -208,10 +186,6 @@ class LocalPool:
     def _close(self, slot: _Slot) -> None:
         process, slot.process = slot.process, None
         if process is not None:
-            known: Any = self._selector.get_map()
-            for stream in (process.reading, process.writing):
-                if stream in known:
-                    self._selector.unregister(stream)
             process.close()
 
     def _end_all(self) -> None:

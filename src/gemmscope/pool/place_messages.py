@@ -1,6 +1,6 @@
 """The lines that a pool and a place worker exchange: one JSON object each.
 
-To the place worker: `begin` (once, how it is set up) and `unit`; the end of its input means that it should end. From the
+To the place worker: how it is set up, then units; the end of its input means that it should end. From the
 place worker: `hello` or `refused`, then `alive`, `progress`, `outcome` and `failure`. What a unit is goes to the place worker
 as a pickle, since it holds Python values; nothing that comes back is unpickled.
 """
@@ -37,16 +37,13 @@ class PlaceSetup:
     alive_s: float = ALIVE_S
 
     def line(self) -> bytes:
-        return _line(type="begin", **asdict(self))
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> PlaceSetup:
-        return PlaceSetup(**{name: value for name, value in data.items() if name != "type"})
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def unit_line(unit: Unit) -> bytes:
     """Asks a place worker for a unit."""
-    return _line(type="unit", key=unit.key, content=base64.b64encode(pickle.dumps(unit.content)).decode())
+    content = base64.b64encode(pickle.dumps(unit.content)).decode()
+    return json.dumps({"key": unit.key, "content": content}).encode() + b"\n"
 
 
 def content_of(data: Mapping[str, Any]) -> Any:
@@ -69,10 +66,8 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
                 return PlaceFound(Place(place, str(data["node"]), data["gpu"], str(data["uuid"]), dict(data["facts"])))
             case "refused":
                 return PlaceRefused(name or str(data["node"]), str(data["why"]), str(data["hint"]), place)
-            case "alive":
-                return UnitProgress(place, "")
-            case "progress":
-                return UnitProgress(place, str(data["text"]))
+            case "alive" | "progress" as kind:
+                return UnitProgress(place, str(data["text"]) if kind == "progress" else "")
             case "outcome":
                 return UnitDone(place, str(data["unit"]), data["outcome"])
             case "failure":
@@ -81,7 +76,3 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"not a line of a place worker: {error}") from error
     raise ValueError("not a line of a place worker")
-
-
-def _line(**content: Any) -> bytes:
-    return json.dumps(content).encode() + b"\n"

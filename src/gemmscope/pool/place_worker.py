@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return  # not needed any more
-    setup = PlaceSetup.of(json.loads(first))
+    setup = PlaceSetup(**json.loads(first))
     cores = available_cores()
     with ExitStack() as stack:
         out = stack.enter_context(messages_to_parent())
@@ -68,13 +68,6 @@ def available_cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
-
-
-def _run_on(cores: Sequence[int]) -> None:
-    """Pin this process and those that it starts."""
-    if cores:
-        with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
-            os.sched_setaffinity(0, cores)
 
 
 class _PlaceWorker(Reporter):
@@ -102,10 +95,11 @@ class _PlaceWorker(Reporter):
         except UserError as error:
             self._refuse(error)
             return
-        _run_on(
-            self._setup.cores
-            or (shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ())
-        )
+        near = shares_of_cores([one.index for one in machine.gpus])[gpu.index] if self._setup.near and gpu is not None else ()
+        own_cores = self._setup.cores or near
+        if own_cores:
+            with suppress(OSError, AttributeError):  # cores that this process may not use, or a system that does not pin
+                os.sched_setaffinity(0, own_cores)
         self._send(
             type="hello",
             node=machine.node,
@@ -136,23 +130,18 @@ class _PlaceWorker(Reporter):
 
     def _measure(self, key: str, request: dict[str, Any]) -> bool:
         """Measure a unit. False: nothing can be measured here."""
+        usable = False
         try:
             unit: MeasureUnit = content_of(request)
             unit.check_place(self._free_machine())
-        except UserError as error:
-            self._refuse(error)
-            return False
-        except Exception as error:
-            self._send(type="failure", unit=key, why=in_a_line(error), hint="")
-            return True
-        try:
+            usable = True
             with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
                 outcome = unit.run(self, Path(folder))  # a journal of its own, which must not be on a disk that many nodes share
             self._send(type="outcome", unit=key, outcome=outcome)
-        except NotStartedError as error:
-            self._refuse(error)
-            return False
         except UserError as error:
+            if not usable or isinstance(error, NotStartedError):
+                self._refuse(error)
+                return False
             self._send(type="failure", unit=key, why=error.message, hint=error.hint, unfit=isinstance(error, DoesNotFitError))
         except Exception as error:
             self._send(type="failure", unit=key, why=in_a_line(error), hint="")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 
 
 @dataclass(frozen=True)
@@ -196,23 +197,19 @@ def place_findings(outcomes: Outcomes, most_at_once: dict[str, int], limits: dic
         findings.append(finding("pool-shares-cpu" if on_cpu else "pool-shares-host", most=most))
     for cores, gpus, at_once in sorted(set(limits.values())):
         nodes = [node for node, limit in limits.items() if limit == (cores, gpus, at_once)]
-        findings.append(finding("pool-few-cores", nodes=_some(nodes), cores=cores, gpus=gpus, at_once=at_once))
-    refused: dict[tuple[str, str], list[str]] = {}
-    for refusal in outcomes.refused:
-        refused.setdefault((refusal.why, refusal.hint), []).append(refusal.name)
+        findings.append(finding("pool-few-cores", nodes=some_of(nodes), cores=cores, gpus=gpus, at_once=at_once))
+    refused = grouped(((refusal.why, refusal.hint), refusal.name) for refusal in outcomes.refused)
     for (why, hint), names in refused.items():
-        findings.append(finding("pool-places-refused", places=_some(names), reason=f"{why} ({hint})" if hint else why))
-    lost: dict[str, list[str]] = {}
-    for loss in outcomes.lost:
-        lost.setdefault(loss.why, []).append(outcomes.place_name(loss.place))
+        findings.append(finding("pool-places-refused", places=some_of(names), reason=f"{why} ({hint})" if hint else why))
+    lost = grouped((loss.why, outcomes.place_name(loss.place)) for loss in outcomes.lost)
     for why, names in lost.items():
-        findings.append(finding("pool-places-lost", places=_some(list(dict.fromkeys(names))), reason=why))
+        findings.append(finding("pool-places-lost", places=some_of(list(dict.fromkeys(names))), reason=why))
     if outcomes.repeated:
         findings.append(finding("pool-units-repeated", units=outcomes.repeated))
     return findings
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
     """Not all of them, which may be thousands."""
     rest = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -14,7 +14,7 @@ from typing import Any
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
-from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
+from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone, some_of
 from gemmscope.pool.ray_messages import check_installed, last_useful_line, nobody_answers, ray_address
 from gemmscope.process import ProcessEndedError, WorkerProcess
 from gemmscope.signals import Interrupted, defer_signals
@@ -38,7 +38,6 @@ class _RaySlot:
 
     host: str
     key: str = ""
-    greeted: bool = False
     known: bool = False
 
 
@@ -71,17 +70,15 @@ class RayPool:
         """Connect, and find the first places. A `UserError` if there is no cluster, or nothing in it that can measure."""
         check_installed()
         self._folder = str(self._stack.enter_context(temporary_folder()))
+        self._stack.callback(self._end_bridge)
         try:
-            census = self._connect()
-            self._check(census)
+            self._check(self._connect())
         except BaseException:
-            self._end_bridge()
             self._stack.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_bridge()
         self._stack.close()
 
     def _end_bridge(self) -> None:
@@ -91,7 +88,7 @@ class RayPool:
 
     def expected(self) -> int:
         """Place workers that are being started, except at places that are known; and one if a node may be replaced."""
-        starting = sum(not slot.greeted and not slot.known for slot in self._slots.values())
+        starting = sum(not slot.key and not slot.known for slot in self._slots.values())
         return max(starting, int(time.monotonic() < self._hope_until))
 
     def events(self, wait_s: float) -> Iterable[Event]:
@@ -220,7 +217,7 @@ class RayPool:
                 self._take_line(number, message["line"])
             case "lost":
                 slot = self._forget(number)
-                if slot is not None and slot.greeted:
+                if slot is not None and slot.key:
                     self._away.setdefault(slot.host, set()).add(slot.key)
                     may_return = message["again"] or message["left"]  # a node that left may come back, or another for it
                     self._waiting.append(PlaceLost(slot.key, message["why"], again=may_return))
@@ -239,9 +236,7 @@ class RayPool:
                 self._waiting.append(PlaceRefused(message["host"], why, "`ray status` shows what is in use", gpus=count))
             case "census":
                 if not self._setup.cpu and message["without"]:
-                    names = message["without"]
-                    shown_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-                    self._waiting.append(PlaceRefused(shown_names, "no GPU that Ray knows of", gpus=0))
+                    self._waiting.append(PlaceRefused(some_of(message["without"]), "no GPU that Ray knows of", gpus=0))
 
     def _take_line(self, number: int, line: str) -> None:
         slot = self._slots.get(number)
@@ -252,7 +247,7 @@ class RayPool:
         except ValueError:
             if self._bridge is not None:
                 self._bridge.order(type="abandon", slot=number)
-            if slot.greeted:  # else the bridge tells when it was ended, and starts another one
+            if slot.key:  # else the bridge tells when it was ended, and starts another one
                 self._waiting.append(PlaceLost(slot.key, f"its process sent an invalid message: {shown(line)}", again=True))
                 self._forget(number)
             return
@@ -261,7 +256,7 @@ class RayPool:
         elif isinstance(event, PlaceRefused):
             event = replace(event, place=self._place_of(slot))
             self._forget(number)
-        elif not slot.greeted:
+        elif not slot.key:
             return
         elif isinstance(event, UnitDone):
             self._connections = 0
@@ -274,7 +269,7 @@ class RayPool:
         while (key := f"{node}/{place.uuid or 'cpu'}") in self._by_key:
             count += 1
             node = f"{place.node}#{count}"
-        slot.key, slot.greeted = key, True
+        slot.key = key
         self._by_key[key] = number
         self._away.get(slot.host, set()).discard(key)
         return PlaceFound(replace(place, key=key, node=node))
@@ -282,7 +277,7 @@ class RayPool:
     def _place_of(self, slot: _RaySlot) -> str:
         """The key of its place. The successor of a lost actor has that of the only place of its host that is away; empty if there
         are several, since Ray may have given it any of their GPUs."""
-        away = self._away.get(slot.host, set()) if slot.known and not slot.greeted else ()
+        away = self._away.get(slot.host, set()) if slot.known and not slot.key else ()
         return slot.key or (next(iter(away)) if len(away) == 1 else "")
 
     def _forget(self, number: int) -> _RaySlot | None:

@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 import zipfile
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -44,22 +44,13 @@ OF_THE_NODE = ("numpy",)
 _SAME_TIME = (1980, 1, 1, 0, 0, 0)  # the same files make the same bundle
 
 
-@dataclass(frozen=True)
-class PackedCode:
-    """The zip file, and a fingerprint of its content."""
-
-    content: bytes
-    digest: str
-
-
-def pack_code() -> PackedCode:
-    """Pack gemmscope and what place workers need."""
+def pack_code() -> bytes:
+    """A zip file of gemmscope and what place workers need."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, path in sorted(_files()):
             archive.writestr(zipfile.ZipInfo(name, _SAME_TIME), path.read_bytes(), zipfile.ZIP_DEFLATED)
-    content = packed.getvalue()
-    return PackedCode(content, hashlib.sha256(content).hexdigest()[:16])
+    return packed.getvalue()
 
 
 def _files() -> Iterator[tuple[str, Path]]:
@@ -135,11 +126,8 @@ class Node:
 class Bridge:
     """Everything between the driver's pipes and the actors."""
 
-    def __init__(self, ray: Any, request: dict[str, Any], outgoing: Outgoing, bundle: PackedCode) -> None:
+    def __init__(self, ray: Any, request: dict[str, Any], outgoing: Outgoing, bundle: bytes) -> None:
         self.ray, self.request, self.outgoing = ray, request, outgoing
-        self.cpu: bool = request["cpu"]
-        self.silence_s: float = request["silence_s"]
-        self.held_s: float = request["held_s"]
         self.slots: dict[int, Slot] = {}
         self.nodes: dict[str, Node] = {}
         self._gone = (ray.exceptions.RayError, asyncio.TimeoutError, OSError)  # an actor, a node or the connection
@@ -147,13 +135,13 @@ class Bridge:
         self._own = ray.get_runtime_context().get_node_id()  # through which this process is connected; a client's is the head
         ray.cloudpickle.register_pickle_by_value(relay)
         self._relay = ray.remote(relay.PlaceActor)
-        self._bundle, self._digest = ray.put(bundle.content), bundle.digest
+        self._bundle, self._digest = ray.put(bundle), hashlib.sha256(bundle).hexdigest()[:16]
         self._work: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until the driver closes the input."""
         stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        loop = self.outgoing.loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=1 << 30)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         tasks = [asyncio.create_task(work) for work in (self._watch(), self._sign_of_life(), self._obey(reader, stopped))]
@@ -183,7 +171,7 @@ class Bridge:
 
     async def _watch(self) -> None:
         """Start actors on nodes that appear, and give up those on nodes that vanish."""
-        census_due = time.monotonic() + self.held_s
+        census_due = time.monotonic() + self.request["held_s"]
         told = False
         while True:
             nodes = await self._nodes()
@@ -223,16 +211,11 @@ class Bridge:
         for node in new:
             self.nodes[node] = Node(str(alive[node].get("NodeManagerHostname") or node[:8]), time.monotonic())
         without = []
-        if self.cpu:
-            for node in new:
-                if alive[node].get("Resources", {}).get("CPU", 0) >= 1:
-                    self._start(node)
-                else:
-                    without.append(self.nodes[node].host)
-            return without
-        free = await self._free() if new or any(node.occupied for node in self.nodes.values()) else None
+        some = not self.request["cpu"] and (new or any(node.occupied for node in self.nodes.values()))
+        free = await self._free() if some else None
         for node, facts in self.nodes.items():
-            total = int(alive[node].get("Resources", {}).get("GPU", 0))
+            resources = alive[node].get("Resources", {})
+            total = int(resources.get("CPU", 0) >= 1 if self.request["cpu"] else resources.get("GPU", 0))
             if node in new and total == 0:
                 without.append(facts.host)
             wanted = total if node in new else facts.occupied
@@ -254,7 +237,7 @@ class Bridge:
     def _report_occupied(self) -> None:
         """Report GPUs that other jobs still use after a while, and stop waiting for them."""
         for facts in self.nodes.values():
-            if facts.occupied and time.monotonic() - facts.seen >= self.held_s:
+            if facts.occupied and time.monotonic() - facts.seen >= self.request["held_s"]:
                 self.outgoing.put(type="held", host=facts.host, gpus=facts.occupied)
                 facts.occupied = 0
 
@@ -277,7 +260,7 @@ class Bridge:
             slot.actor = self._actor(slot.node)
             while not slot.over:
                 wait_s = max(POLL_S, len(self.slots) / POLLS_PER_S)
-                limit_s = self.silence_s if slot.started else START_S
+                limit_s = self.request["silence_s"] if slot.started else START_S
                 lines, ended = await self._reply(slot.actor.poll.remote(wait_s), wait_s + limit_s)
                 slot.started = True
                 self._pass_on(slot, lines)
@@ -287,7 +270,7 @@ class Bridge:
                     self._refuse(slot, f"its process did not start within {HELLO_S:.0f} s")
         except asyncio.TimeoutError:
             if slot.started:
-                self._lose(slot, f"it sent nothing for {self.silence_s:.0f} s", again=True)
+                self._lose(slot, f"it sent nothing for {self.request['silence_s']:.0f} s", again=True)
             else:
                 self._refuse(slot, f"Ray did not start an actor there within {START_S:.0f} s")
         except Exception as error:  # of Ray: the actor or its node died, or could not start
@@ -295,7 +278,7 @@ class Bridge:
 
     def _actor(self, node: str) -> Any:
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "num_gpus": 0 if self.cpu else 1, "max_restarts": 0, "max_concurrency": 4}
+        options = {"num_cpus": 0, "num_gpus": 0 if self.request["cpu"] else 1, "max_restarts": 0, "max_concurrency": 4}
         create = self._relay.options(scheduling_strategy=strategy, **options).remote
         return create(self._bundle, self._digest, self.request["module"], self.request["begin"])
 
@@ -385,16 +368,9 @@ class Bridge:
 
     async def _reply(self, reference: Any, limit_s: float) -> Any:
         """What an actor or task returns; a `TimeoutError` after a while. The call itself is not cancelled."""
-        call = asyncio.ensure_future(_awaited(reference))
-        done, _ = await asyncio.wait([call], timeout=limit_s)
-        if not done:
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nothing waits for it any more
-            raise asyncio.TimeoutError
-        return call.result()
-
-
-async def _awaited(reference: Awaitable[Any]) -> Any:
-    return await reference
+        call = asyncio.ensure_future(reference)
+        call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nothing may wait for it any more
+        return await asyncio.wait_for(asyncio.shield(call), limit_s)
 
 
 class Outgoing:
@@ -459,24 +435,16 @@ def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
         import ray
         import ray.util.scheduling_strategies  # of which `ray` alone does not import all
 
-        if address == "local":
-            own = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": request["folder"]}
-        else:
-            own = {}
+        here = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": request["folder"]}
         if address == "auto" and (place := _current_cluster()):
             _must_answer(place, request["answer_s"])
-        ray.init(address=address, log_to_driver=False, namespace="gemmscope", **own)
+        ray.init(address=address, log_to_driver=False, namespace="gemmscope", **(here if address == "local" else {}))
     except Exception as error:
         why, hint = why_no_connection(address, error)
         outgoing.put(type="unusable", why=why, hint=hint)
         return None
     outgoing.put(type="connected", ray=ray.__version__)
     return ray
-
-
-async def _run(ray: Any, request: dict[str, Any], outgoing: Outgoing) -> None:
-    outgoing.loop = asyncio.get_running_loop()
-    await Bridge(ray, request, outgoing, pack_code()).run()
 
 
 def main() -> None:
@@ -488,7 +456,7 @@ def main() -> None:
         request = json.loads(unbuffered.readline())  # what follows is read by `Bridge`
         ray = connect(request, outgoing)
         if ray is not None:
-            asyncio.run(_run(ray, request, outgoing))
+            asyncio.run(Bridge(ray, request, outgoing, pack_code()).run())
             ray.shutdown()
 
 

@@ -25,6 +25,13 @@ class NotRayError(OSError):
     """Something accepts connections at an address, and it is not Ray."""
 
 
+REASONS: dict[type[OSError], str] = {
+    NotRayError: "something else listens at that port",
+    ConnectionRefusedError: "connection refused",
+    TimeoutError: "no answer in time",
+}
+
+
 def ray_address(text: str) -> str:
     """The address of a cluster, checked; a `UserError` if it cannot be one.
 
@@ -34,17 +41,13 @@ def ray_address(text: str) -> str:
     address = text.strip()
     if address.lower() in ("local", "auto"):
         return address.lower()
-    try:
-        place = host_and_port(address)
-    except ValueError:
-        place = None
-    if place is None:
+    if host_and_port(address) is None:
         raise UserError(f"{option('ray')} must be the address of a Ray cluster, got {shown(text)}", f"for example {EXAMPLES}")
     return address
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Where a cluster listens; None for an address that only Ray can look up. A `ValueError` if it has no port.
+    """Where a cluster listens; None for an address that only Ray can look up, and for one without a port.
 
     >>> host_and_port("ray://[::1]:10001"), host_and_port("head:6379"), host_and_port("auto")
     (('::1', 10001), ('head', 6379), None)
@@ -54,7 +57,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     host, _, port = address.removeprefix(_CLIENT).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not re.fullmatch(r"[\w.%:-]+", host) or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError(address)
+        return None
     return host, int(port)
 
 
@@ -91,15 +94,11 @@ def why_no_connection(address: str, error: BaseException) -> tuple[str, str]:
         return f"{asked}: this machine is not a node of that cluster", "connect as a client: ray://HOST:10001"
     if re.search(r"not find any running Ray|No existing Ray cluster", text, re.IGNORECASE):
         return nobody_answers(address)
-    if isinstance(error, NotRayError):
-        return nobody_answers(address, "something else listens at that port")
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError) and error.strerror:
-        return nobody_answers(address, error.strerror)
-    if isinstance(error, ConnectionRefusedError):
-        return nobody_answers(address, "connection refused")
-    if isinstance(error, TimeoutError):
-        return nobody_answers(address, "no answer in time")
-    return nobody_answers(address, in_a_line(error)[:200])
+    for kind, reason in REASONS.items():
+        if isinstance(error, kind):
+            return nobody_answers(address, reason)
+    known = isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.strerror
+    return nobody_answers(address, str(known or in_a_line(error)[:200]))
 
 
 def _other_versions(asked: str, ray: str, python: str) -> tuple[str, str]:

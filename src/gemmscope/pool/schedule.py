@@ -41,7 +41,7 @@ from gemmscope.pool.pool import (
     UnitProgress,
     place_findings,
 )
-from gemmscope.progress import PoolProgress, Reporter
+from gemmscope.progress import QUIET, PoolProgress, Reporter
 from gemmscope.signals import defer_signals
 
 CORES_PER_GPU = 2  # a measuring process launches kernels from one thread, and its parent needs some time beside it
@@ -196,7 +196,7 @@ class Schedule:
         units: Iterable[Unit] = (),
         recording: RecordedRun | None = None,
         on_outcome: OnOutcome = lambda *_: None,
-        reporter: Reporter | None = None,
+        reporter: Reporter = QUIET,
         *,
         units_of: Callable[[Place], Sequence[Unit]] | None = None,
         at_once: int | None = None,
@@ -234,11 +234,8 @@ class Schedule:
         """Until every unit is finished, or a signal arrives. The pool must have been entered."""
         outcomes = self._outcomes
         with defer_signals() as signals:
-            if self._reporter is None:
-                self._loop(lambda: signals.first is not None, lambda _: None)
-            else:
-                with self._reporter.spreading(self._what) as show:
-                    self._loop(lambda: signals.first is not None, show)
+            with self._reporter.spreading(self._what) as show:
+                self._loop(lambda: signals.first is not None, show)
             if signals.first is not None:
                 outcomes.interrupted = signals.answered = True
                 signals.outcome = f"the same command with {option('resume')} continues from here"
@@ -489,9 +486,13 @@ class Schedule:
 
     def _hand_out(self) -> None:
         for place_state in self._places.ready():
-            unit = self._next(place_state.place.key)
+            unit, now = self._next(place_state.place.key), self._clock()
             if unit is not None:
-                self._assign(place_state, unit)
+                place_state.since, place_state.heard, place_state.text, place_state.paused_s = now, now, "", 0.0
+                self._places.move(place_state, "busy")
+                place_state.unit = unit
+                self._tasks[unit].running.add(place_state.place.key)
+                self._pool.assign(place_state.place.key, self._tasks[unit].unit)
 
     def _next(self, key: str) -> str | None:
         """What this place should measure now."""
@@ -521,14 +522,6 @@ class Schedule:
     def _may_copy(self, task: _Task, key: str) -> bool:
         once = not task.unit.place and len(task.running) == 1 and task.copies < MOST_COPIES
         return once and key not in task.lost_at
-
-    def _assign(self, place_state: PlaceState, unit: str) -> None:
-        place_state.since = place_state.heard = self._clock()
-        place_state.text, place_state.paused_s = "", 0.0
-        self._places.move(place_state, "busy")
-        place_state.unit = unit
-        self._tasks[unit].running.add(place_state.place.key)
-        self._pool.assign(place_state.place.key, self._tasks[unit].unit)
 
     def _progress(self) -> PoolProgress:
         done, failed = len(self._outcomes.done), len(self._outcomes.failed)

@@ -180,8 +180,8 @@ def losing_blocks(measurements: StepMeasurements, recipe: str) -> tuple[str, ...
 
 def candidate(measurements: StepMeasurements, times: StepTimes) -> PartialRecipe | None:
     """A mixed plan that could beat every single recipe; None if no block loses, or all do. A fallback is never its recipe."""
-    others = [time for time in times.recipes if recipe(time.recipe).quantizes and not time.fell_back]
-    others = [time for time in others if recipe(time.recipe).kept is None]
+    single = [time for time in times.recipes if recipe(time.recipe).quantizes and recipe(time.recipe).kept is None]
+    others = [time for time in single if not time.fell_back]
     if not others:
         return None
     best = min(others, key=lambda time: time.step_ms.value).recipe  # though BF16 is faster, it may win without blocks that lose

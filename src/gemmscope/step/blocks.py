@@ -99,10 +99,8 @@ class Experts(nn.Module):
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, **make)
         width = spec.latent or hidden
-        self.into, self.back = None, None
-        if spec.latent is not None:
-            self.into = kit.linear(hidden, width, bias=spec.latent_bias)
-            self.back = kit.linear(width, hidden, bias=spec.latent_bias)
+        self.into = kit.linear(hidden, width, bias=spec.latent_bias) if spec.latent is not None else None
+        self.back = kit.linear(width, hidden, bias=spec.latent_bias) if spec.latent is not None else None
         self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1, "shared expert") if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -35,29 +36,18 @@ class LinearUse:
     last_call: int = 0  # its place among all calls
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What becomes of every linear in one recipe: the paths that are converted, and why the others are not."""
-
-    converted: tuple[str, ...]
-    kept: dict[str, str]
-
-
 def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[dict[str, LinearUse], list[bool]]:
     """Every linear by its path, as one call of `forward` uses it; and whether each attention was given an explicit mask."""
-    uses: dict[str, LinearUse] = {}
+    linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+    uses = {path: LinearUse(one.in_features, one.out_features, why_not=why_not_converted(one)) for path, one in linears.items()}
     masked: list[bool] = []
-    attend = functional.scaled_dot_product_attention
+    attend, calls = functional.scaled_dot_product_attention, count()
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
         return attend(*args, **kwargs)
 
-    hooks, calls = [], count()
-    for path, child in module.named_modules():
-        if isinstance(child, nn.Linear):
-            use = uses[path] = LinearUse(child.in_features, child.out_features, why_not=why_not_converted(child))
-            hooks.append(child.register_forward_pre_hook(_counting(use, calls)))
+    hooks = [one.register_forward_pre_hook(partial(_called, uses[path], calls)) for path, one in linears.items()]
     try:
         functional.scaled_dot_product_attention = attention
         try:
@@ -77,13 +67,10 @@ def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[di
     return uses, masked
 
 
-def _counting(use: LinearUse, calls: Iterator[int]) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def called(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor):
-            use.rows.append(inputs[0].numel() // max(inputs[0].shape[-1], 1))
-            use.last_call = next(calls)
-
-    return called
+def _called(use: LinearUse, calls: Iterator[int], _: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if inputs and isinstance(inputs[0], torch.Tensor):
+        use.rows.append(inputs[0].numel() // max(inputs[0].shape[-1], 1))
+        use.last_call = next(calls)
 
 
 def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[str]) -> str | None:
@@ -91,21 +78,16 @@ def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[st
     return output_head(module, {path: use.last_call for path, use in uses.items() if use.rows}, layers)
 
 
-def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> Conversion:
-    """Which linears a recipe runs in low precision, and why not the others."""
-    kept = {path: reason for path, use in uses.items() if (reason := "the head" if path == head else _why_not(path, use, kit))}
-    return Conversion(tuple(path for path in uses if path not in kept), kept)
+def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> dict[str, str]:
+    """Why a recipe does not run each linear in low precision, by its path; empty if it does."""
+    return {path: "the head" if path == head else _why_not(path, use, kit) for path, use in uses.items()}
 
 
 def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
     if not use.rows:
         return NOT_CALLED
-    if reason := why_high_precision(path, use.inputs, use.outputs):
-        return reason
-    if use.why_not:
-        return use.why_not
-    reasons = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
-    return next((reason for reason in reasons if reason), "")
+    of_kit = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
+    return why_high_precision(path, use.inputs, use.outputs) or use.why_not or next(filter(None, of_kit), "")
 
 
 def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -117,15 +99,14 @@ def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:
     yield from Counter(re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", path) for path in paths).items()
 
 
-def summary(conversion: Conversion) -> tuple[list[str], list[str]]:
+def summary(reasons: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """What was converted, and what was not and why, a line for every kind of linear."""
-    converted = [f"{count} x {path}" if count > 1 else path for path, count in grouped(conversion.converted)]
-    reasons: dict[str, list[str]] = {}
-    for path, reason in conversion.kept.items():
-        reasons.setdefault(reason, []).append(path)
-    kept = [
-        f"{f'{count} x ' if count > 1 else ''}{path} ({reason})"
-        for reason, paths in reasons.items()
-        for path, count in grouped(paths)
-    ]
-    return converted, kept
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(path)
+    lines = {
+        reason: [f"{count} x {path}" if count > 1 else path for path, count in grouped(paths)]
+        for reason, paths in by_reason.items()
+    }
+    converted = lines.pop("", [])
+    return converted, [f"{line} ({reason})" for reason, kept in lines.items() for line in kept]

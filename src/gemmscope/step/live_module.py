@@ -10,9 +10,9 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from gemmscope.errors import option
-from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, record_linears, summary
+from gemmscope.step.conversion import LinearUse, decide, find_head, record_linears, summary
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
-from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, gated_backward_is_wrong
+from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, KernelSources, gated_backward_is_wrong
 from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, load_factory, own_loss
 from gemmscope.workload.failures import TraceError, naming
-from gemmscope.workload.huggingface import huggingface_model, training_inputs
+from gemmscope.workload.huggingface import BUILDING, as_built, huggingface_model, training_inputs
 from gemmscope.workload.module_parts import expert_weights, find_layers, tensors_in, with_tensors
 
 OPTIMIZERS: dict[str, Any] = {
@@ -80,7 +80,7 @@ class LiveModule:
             built, folder, cast = live_huggingface(plan, device, precision), None, False
         objective = Objective(built)
         with naming("running the module", folder):
-            linears, masked = record_linears(built.module, objective.tried(built))
+            linears, masked = record_linears(built.module, partial(objective.try_once, built))
         name = type(built.module).__name__
         if not any(use.rows for use in linears.values()):
             raise TraceError(
@@ -155,20 +155,15 @@ class Objective(nn.Module):
         self.module = compiled_module(self.module)
         return self
 
-    def tried(self, built: Built) -> Callable[[], object]:
+    def try_once(self, built: Built) -> None:
         """A first call, which shows whether the module has a loss of its own."""
-
-        def call() -> None:
-            output = built.module(*built.args, **built.kwargs)
-            self.squares = self.given is None and own_loss(output) is None
-
-        return call
+        output = built.module(*built.args, **built.kwargs)
+        self.squares = self.given is None and own_loss(output) is None
 
 
 def _squares(output: Any) -> torch.Tensor:
-    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-    if torch.is_grad_enabled():
-        floats = [tensor for tensor in floats if tensor.requires_grad]
+    learns = torch.is_grad_enabled()
+    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and (tensor.requires_grad or not learns)]
     if not floats:
         raise TraceError(
             "the module returns no float tensor to compute a loss from",
@@ -205,9 +200,13 @@ class ModuleStep:
     def __init__(self, live: LiveModule, kit: Kit, accumulation: int = 1) -> None:
         self.live, self.kit, self._accumulation = live, kit, accumulation
         objective = live.copied()
-        self.conversion = decide(live.linears, live.head, kit) if kit.recipe.quantizes else Conversion((), {})
-        if kit.recipe.quantizes:
-            self._convert(objective)
+        self.conversion = decide(live.linears, live.head, kit) if kit.recipe.quantizes else {}  # why not, by path
+        converted = [path for path, reason in self.conversion.items() if not reason]
+        if converted:
+            kit.convert(objective, [f"module.{path}" for path in converted])
+        elif kit.recipe.quantizes:
+            reason = next(iter(self.conversion.values()))
+            raise TraceError(f"none of its {len(self.conversion)} linears can run in {kit.recipe.name}: {reason}")
         for path in live.layers:
             parent, _, name = path.rpartition(".")
             holder = objective.module.get_submodule(parent)
@@ -217,16 +216,10 @@ class ModuleStep:
         self._objective = objective.compiled() if whole else objective
 
     @property
-    def mixer_kernels(self) -> ModelKernels | None:
+    def mixer_kernels(self) -> KernelSources | None:
         """Where the functions of its mixers come from; None if it has none."""
         kernels = mixers(self.live.built.module, compiled=self.kit.compiled != "none")
         return kernels if kernels.sources else None
-
-    def _convert(self, objective: Objective) -> None:
-        if not self.conversion.converted:
-            reason = next(iter(self.conversion.kept.values()))
-            raise TraceError(f"none of its {len(self.conversion.kept)} linears can run in {self.kit.recipe.name}: {reason}")
-        self.kit.convert(objective, [f"module.{path}" for path in self.conversion.converted])
 
     def _forward(self) -> torch.Tensor:
         with self.kit.autocast():
@@ -259,18 +252,17 @@ class ModuleStep:
         return loss
 
 
-def built_notes(live: LiveModule, compiled: str) -> Iterator[Note]:
+def built_notes(live: LiveModule, compiled: str) -> list[Note]:
     """Notes on the module itself, before any recipe."""
-    if live.objective.squares:
-        yield "loss-of-squares", {}
-    if live.cast:
-        yield "module-cast", {}
-    if compiled == "layers" and not live.layers:
-        yield "no-layers-to-compile", {"module": type(live.built.module).__name__}
-    if weights := expert_weights(live.built.module):
-        yield "experts-not-converted", {"count": weights}
-    if compiled == "whole" and live.masked is False and _masks_when_compiled(live):
-        yield "attention-mask-explicit", {}
+    weights, name = expert_weights(live.built.module), type(live.built.module).__name__
+    notes: dict[str, tuple[bool, dict[str, Any]]] = {
+        "loss-of-squares": (live.objective.squares, {}),
+        "module-cast": (live.cast, {}),
+        "no-layers-to-compile": (compiled == "layers" and not live.layers, {"module": name}),
+        "experts-not-converted": (weights > 0, {"count": weights}),
+        "attention-mask-explicit": (compiled == "whole" and live.masked is False and _masks_when_compiled(live), {}),
+    }
+    return [(code, facts) for code, (applies, facts) in notes.items() if applies]
 
 
 def _masks_when_compiled(live: LiveModule) -> bool:
@@ -302,25 +294,17 @@ def linear_notes(steps: Iterable[object]) -> Iterator[Note]:
             yield "linears-kept", {"recipes": recipes, "kept": list(kept)}
 
 
-@dataclass(frozen=True)
-class ModelKernels:
-    """Which package each function of the mixers comes from, and why another one was not used."""
-
-    sources: dict[str, str]
-    refused: dict[str, str]
-
-
 def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> Built:
     """The model of a config with its first `plan.depth` layers (0: all), and random inputs with labels."""
     assert plan.config is not None
     config = truncated(plan.config, plan.depth) if plan.depth else dict(plan.config)
     hide_wrong_kernels()
-    with naming("building the model from its config"):
+    with naming(BUILDING):
         model = huggingface_model(config, device, precision)
     if plan.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs = training_inputs(model, plan.micro_batch_size, plan.sequence_length or None, device, precision)
-    return Built(model, (), inputs, own_inputs=next(iter(inputs)) != "input_ids")
+    return as_built(model, inputs)
 
 
 def hide_wrong_kernels() -> None:
@@ -339,7 +323,7 @@ def compiled_as_exported() -> bool:
     return bool(torch.compile(asked, backend="eager")(torch.zeros(1)))
 
 
-def mixers(model: nn.Module, *, compiled: bool = False) -> ModelKernels:
+def mixers(model: nn.Module, *, compiled: bool = False) -> KernelSources:
     """Which implementation each function of its mixers has: the package that it comes from, or PyTorch code of transformers.
 
     transformers looks for flash-linear-attention, mamba-ssm and causal-conv1d when it imports a model, and falls back to
@@ -357,16 +341,13 @@ def mixers(model: nn.Module, *, compiled: bool = False) -> ModelKernels:
     sources = {name: _package(functions[name]) for name in names}
     hidden = sys.modules.get("fla", sys) is None
     refused = {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS}
-    unused = [name for name, package in sources.items() if compiled and package != TRANSFORMERS and _is_wrapped(functions[name])]
+    # those where transformers decides at every call which implementation runs
+    wrapped = [name for name in names if any(NOT_WHEN_EXPORTED in _inside(one) for one in _unwrapped(functions[name]))]
+    unused = [name for name in wrapped if compiled and sources[name] != TRANSFORMERS]
     if unused and compiled_as_exported():
         sources |= dict.fromkeys(unused, TRANSFORMERS)
         refused |= dict.fromkeys(unused, EXPORTED)
-    return ModelKernels(sources, refused)
-
-
-def _is_wrapped(function: Any) -> bool:
-    """Whether transformers decides at every call which implementation runs."""
-    return any(NOT_WHEN_EXPORTED in _inside(one) for one in _unwrapped(function))
+    return KernelSources(sources=sources, refused=refused)
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

@@ -25,13 +25,12 @@ def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
     """Checks what the step of a module or a Hugging Face model needs, and chooses its backend: torchao where it is installed."""
     source, run = job.source, job.run
     name = option("module" if source.module is not None else "hugging_face")
-    if source.module is None and source.config is None:
-        where = f"give it with {option('config')}: config.json, its folder, or a hub ID"
-        raise UserError(f"{name} needs a Hugging Face config", where)
     split = run.tp * run.cp * run.ep * run.pp > 1
     whole, sizes = option("recompute", "full"), f"{option('tp')} and the other parallel sizes"
     module = source.module is not None
+    where = f"give it with {option('config')}: config.json, its folder, or a hub ID"
     for applies, message, hint in (
+        (source.module is None and source.config is None, "needs a Hugging Face config", where),
         (module and run.recompute != "none", "runs as it is, and cannot be recomputed", f"remove {option('recompute')}"),
         (module and options.break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
         (run.recompute == "selective", "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
@@ -51,12 +50,20 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
     for name, value, known in (("compile", compile_what, COMPILES), ("optimizer", optimizer, OPTIMIZERS)):
         if value is not None and value not in known:
             raise UserError(f"{option(name)} must be {', '.join(known[:-1])} or {known[-1]}, not {shown(value)}")
-    if optimizer not in (None, "adamw") and not live:
-        message = f"{option('optimizer')} is for {option('module')} and {option('hugging_face')}: other steps run AdamW"
-        raise UserError(message, f"remove {option('optimizer')}")
-    if compile_what not in (None, "none") and backend == "transformer_engine" and not live:
-        message = "Transformer Engine's modules are not compiled: they are fused kernels already"
-        raise UserError(message, f"remove {option('compile')}, or add {option('backend', 'torchao')}")
+    for applies, message, hint in (
+        (
+            optimizer not in (None, "adamw"),
+            f"{option('optimizer')} is for {option('module')} and {option('hugging_face')}: other steps run AdamW",
+            f"remove {option('optimizer')}",
+        ),
+        (
+            compile_what not in (None, "none") and backend == "transformer_engine",
+            "Transformer Engine's modules are not compiled: they are fused kernels already",
+            f"remove {option('compile')}, or add {option('backend', 'torchao')}",
+        ),
+    ):
+        if applies and not live:
+            raise UserError(message, hint)
     settings = StepSettings(
         backend,
         compile=compile_what or ("layers" if backend == "torchao" else "none"),

@@ -7,7 +7,6 @@ complete: the kernels before it belong to the part. Without a recording, marks c
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,27 +14,15 @@ import torch
 Direction = Literal["forward", "backward", "step"]
 
 
-@dataclass
-class Recording:
-    """The marks that have run so far, in order."""
-
-    labels: list[tuple[str, Direction]] = field(default_factory=list)
-
-    def passed(self, part: str, direction: Direction) -> None:
-        self.labels.append((part, direction))
-        if torch.cuda.is_available():
-            torch.cuda._sleep(1)
-
-
-_current: Recording | None = None
+_current: list[tuple[str, Direction]] | None = None  # the labels of the marks that have run so far, in order
 _inner = False  # whether marks inside of the model are recorded, too
 
 
 @contextmanager
-def recording(*, inner: bool = True) -> Iterator[Recording]:
+def recording(*, inner: bool = True) -> Iterator[list[tuple[str, Direction]]]:
     """In this context, marks are recorded; without `inner`, only those between the model and the optimizer."""
     global _current, _inner
-    _current, _inner = Recording(), inner
+    _current, _inner = [], inner
     try:
         yield _current
     finally:
@@ -46,14 +33,13 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: str) -> torch.Tensor:
         ctx.part = part
-        assert _current is not None
-        _current.passed(part, "forward")
+        mark_step(part, "forward")
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if _current is not None and _inner:
-            _current.passed(ctx.part, "backward")
+        if _inner:
+            mark_step(ctx.part, "backward")
         return grads[0], None
 
 
@@ -72,6 +58,8 @@ _pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(
 
 
 def mark_step(part: str, direction: Direction = "step") -> None:
-    """A part begins that gradients do not flow through: the optimizer, or the embedding lookup."""
+    """A part begins here. Gradients do not flow through this mark: that of the optimizer, or the embedding lookup."""
     if _current is not None:
-        _current.passed(part, direction)
+        _current.append((part, direction))
+        if torch.cuda.is_available():
+            torch.cuda._sleep(1)

@@ -9,6 +9,7 @@ Tensors are [batch, sequence, heads, head] and [batch, sequence, channels] every
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -51,13 +52,21 @@ class MissingKernelError(ImportError):
 
 
 @dataclass
-class MixerKernels:
+class KernelSources:
+    """What computes each part of the mixers."""
+
+    sources: dict[str, str] = field(default_factory=dict, kw_only=True)  # the part -> the package that computes it
+    refused: dict[str, str] = field(
+        default_factory=dict, kw_only=True
+    )  # the part -> why an installed package cannot compute it here
+
+
+@dataclass
+class MixerKernels(KernelSources):
     """Chooses kernels for one device, each when it is first needed."""
 
     device: str
     without: frozenset[str] = frozenset()  # packages that are not used
-    sources: dict[str, str] = field(default_factory=dict)  # what it computes -> the package that does
-    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why a package that is installed cannot do it here
     _loaded: dict[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
 
     def _first(self, what: str, *choices: tuple[str, str, str]) -> tuple[str, Callable[..., Any]]:
@@ -193,47 +202,27 @@ class MixerKernels:
         """An RMS norm of every `group` channels with a gate: before the norm (Mamba-2), or after it (delta rules). `weight` is
         as wide as x, or as one group. The gate is SiLU, or a sigmoid."""
         shared = weight.shape[-1] != x.shape[-1]  # one weight for all heads
-        if self.device.startswith("cuda"):
-            out = self._fused_gated_norm(x, z, weight, eps, group, gate_first=gate_first, sigmoid=sigmoid, shared=shared)
-            if out is not None:
-                return out
+        if self.device.startswith("cuda") and not (gate_first if shared else sigmoid):
+            with suppress(MissingKernelError):  # the same in one kernel
+                if shared:
+                    _, norm = self._first("gated norm", (FLA, "fla.modules.norm.fused_norm_gate", "rms_norm_gated"))
+                    heads = x.reshape(-1, group), z.reshape(-1, group)
+                    return _output(norm(*heads, weight, None, activation="sigmoid" if sigmoid else "swish", eps=eps)).view(
+                        x.shape
+                    )
+                _, norm = self._first(
+                    "grouped gated norm",
+                    (MAMBA, "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn"),
+                    (FLA, "fla.modules.norm.layernorm_gated", "rmsnorm_fn"),
+                )
+                return _output(norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first))
         self.sources.setdefault("gated norm", PYTORCH)
         gate = torch.sigmoid(z.float()) if sigmoid else functional.silu(z.float())
         inner = x.float() * gate if gate_first else x.float()
         grouped = inner.unflatten(-1, (-1, group))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-        normed = normed * weight.float() if shared else normed.flatten(-2) * weight.float()
-        normed = normed.flatten(-2) if shared else normed
+        normed = (normed * weight.float()).flatten(-2) if shared else normed.flatten(-2) * weight.float()
         return (normed if gate_first else normed * gate).to(x.dtype)
-
-    def _fused_gated_norm(
-        self,
-        x: torch.Tensor,
-        z: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        group: int,
-        *,
-        gate_first: bool,
-        sigmoid: bool,
-        shared: bool,
-    ) -> torch.Tensor | None:
-        """The same in one kernel; None where there is none."""
-        try:
-            if shared and not gate_first:
-                _, norm = self._first("gated norm", (FLA, "fla.modules.norm.fused_norm_gate", "rms_norm_gated"))
-                heads = x.reshape(-1, group), z.reshape(-1, group)
-                return _output(norm(*heads, weight, None, activation="sigmoid" if sigmoid else "swish", eps=eps)).view(x.shape)
-            if shared or sigmoid:
-                return None
-            _, norm = self._first(
-                "grouped gated norm",
-                (MAMBA, "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn"),
-                (FLA, "fla.modules.norm.layernorm_gated", "rmsnorm_fn"),
-            )
-        except MissingKernelError:
-            return None
-        return _output(norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first))
 
 
 def _output(result: Any) -> torch.Tensor:

@@ -39,11 +39,9 @@ class Mixer(nn.Module):
         width = sum(self.columns.values())
         self.prepare(hidden, norm)
         self.projection = kit.norm_linear(None if self.normed_apart else norm, hidden, width, bias=spec.in_bias)
-        channels = sum(self.columns[name] for name in self.convolved)
-        self.conv_weight, self.conv_bias = None, None
-        if spec.conv_kernel:
-            self.conv_weight = self.parameter(channels, spec.conv_kernel, scale=spec.conv_kernel**-0.5)
-            self.conv_bias = self.parameter(channels) if spec.conv_bias else None
+        channels, kernel = sum(self.columns[name] for name in self.convolved), spec.conv_kernel
+        self.conv_weight = self.parameter(channels, kernel, scale=kernel**-0.5) if kernel else None
+        self.conv_bias = self.parameter(channels) if kernel and spec.conv_bias else None
         self.norm_weight = None
         if spec.norm and not self.norms_itself:
             self.norm_weight = nn.Parameter(self.parameter(spec.value_dim if spec.norm == "head" else spec.inner).data.fill_(1.0))

@@ -154,8 +154,6 @@ def extrapolation(kinds: Callable[[int], Kinds | None], layers: int, most: int) 
 
 def _spread(depths: list[int], most: int) -> list[int]:
     """At most so many of the depths, evenly spread, the deepest included."""
-    if len(depths) <= most:
-        return depths
     return sorted({depths[round(index * (len(depths) - 1) / (most - 1))] for index in range(most)})
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from gemmscope.engine.campaign import LocalWorkers
-from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
@@ -12,10 +11,8 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.options.measuring import StepOptions
 from gemmscope.progress import Reporter
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.step import AtBatch, Recommendation, StepSettings, StepTimes, VariantResult
+from gemmscope.results.step import AtBatch, Recommendation, StepTimes, VariantResult
 from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times
-from gemmscope.step.module_plan import ModulePlan
-from gemmscope.step.stack_plan import StackPlan
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.step.waterfall import smaller_batches
 from gemmscope.units import counted
@@ -42,65 +39,39 @@ class MeasuredStep:
 
 @dataclass
 class StepSession:
-    """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
+    """Runs the step of one plan in several ways: as `campaign` says, and with changes. `interrupted`: Ctrl-C ended one of them,
+    and nothing is started after it."""
 
-    plan: StackPlan | ModulePlan
-    recipes: Sequence[str]
-    settings: StepSettings
-    precision: float
-    time_limit: float
-    recording: RecordedRun
-    workers: LocalWorkers
+    campaign: StepCampaign
     reporter: Reporter
-    most_layers: int | None
     findings: list[Finding] = field(default_factory=list)
     interrupted: bool = False
 
     def measure(self, of: str, summed: Totals, run: RunSpec, options: StepOptions) -> MeasuredStep:
         """Everything that was asked for. `of`: a description of what is run; `summed`: the work of the step, all layers
         together."""
-        predicted = self.run(f"running the step of {of} in {', '.join(self.recipes)} …")
+        predicted = self.run(f"running the step of {of} in {', '.join(self.campaign.recipes)} …")
         real, as_deep = self.verify() if options.verify and not self.interrupted else (None, None)
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
         graphs = self.capture(depth) if options.cuda_graphs and not self.interrupted else None
         beside = {"real": real, "as_deep": as_deep, "captured": graphs}
         measured = {name: campaign.results for name, campaign in beside.items() if campaign is not None}
-        times = step_times(predicted.results, self.recipes, summed, run.tokens_per_gpu, **measured)
+        times = step_times(predicted.results, self.campaign.recipes, summed, run.tokens_per_gpu, **measured)
         times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
         recommended, mixed = self.recommend(predicted, times, try_mixed=options.try_mixed)
         batches = self.break_even(times) if options.break_even and not self.interrupted else ()
         runs = [campaign for campaign in (predicted, real, as_deep, graphs, mixed) if campaign is not None]
         return MeasuredStep(predicted, runs, times, depth, recommended, batches)
 
-    def run(
-        self,
-        purpose: str,
-        *,
-        plan: StackPlan | ModulePlan | None = None,
-        recipes: Sequence[str] | None = None,
-        mixed: tuple[PartialRecipe, ...] = (),
-        real: bool = False,
-        captured_depth: int | None = None,
-        limits: tuple[float, float] | None = None,
-    ) -> StepCampaign:
-        """One measurement; of another plan, the CPU time to launch is not measured again."""
+    def run(self, purpose: str, limits: tuple[float, float] | None = None, **changes: Any) -> StepCampaign:
+        """One measurement, with these changes; of another plan, the CPU time to launch is not measured again."""
         self.reporter.say(purpose)
-        precision, time_limit = limits or (self.precision, self.time_limit)
-        rule = StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit))
-        settings = self.settings if plan is None else replace(self.settings, host=False)
-        campaign = StepCampaign(
-            plan=plan or self.plan,
-            recipes=recipes or self.recipes,
-            settings=settings,
-            rule=rule,
-            recording=self.recording,
-            workers=self.workers,
-            real=real,
-            captured_depth=captured_depth,
-            mixed=mixed,
-            most_layers=self.most_layers,
-        )
+        longest_s, settings = self.campaign.rule.longest_s, self.campaign.settings
+        precision, time_limit = limits or (self.campaign.rule.target, longest_s)
+        rule = StoppingRule(target=precision, longest_s=min(time_limit, longest_s))
+        settings = replace(settings, host=settings.host and "plan" not in changes)
+        campaign = replace(self.campaign, rule=rule, settings=settings, findings=[], **changes)
         with self.reporter.measuring(campaign) as campaign.on_message:
             campaign.run()
         self.interrupted = campaign.interrupted
@@ -111,11 +82,11 @@ class StepSession:
         try:
             real = self.run("running the real model …", real=True)
             measured = [result.variant.depth for result in real.results.tasks.values() if result.measured]
-            depth = max(measured, default=self.plan.depth)
-            if depth == self.plan.depth or self.interrupted:
+            depth = max(measured, default=self.campaign.plan.depth)
+            if depth == self.campaign.plan.depth or self.interrupted:
                 return real, None
             self.findings.append(finding("verified-shallower", depth=depth))
-            return real, self.run(f"predicting {counted(depth, 'layer')} …", plan=self.plan.with_depth(depth))
+            return real, self.run(f"predicting {counted(depth, 'layer')} …", plan=self.campaign.plan.with_depth(depth))
         except UserError as error:
             self.findings.append(finding("not-verified", reason=error.message))
             return None, None
@@ -123,7 +94,7 @@ class StepSession:
     def capture(self, depth: int) -> StepCampaign | None:
         """The same steps as CUDA graphs, at the depth that the launched ones could be run at."""
         try:
-            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.plan.depth)
+            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.campaign.plan.depth)
         except UserError as error:
             self.findings.append(finding("nothing-captured", reason=error.message))
             return None
@@ -155,22 +126,27 @@ class StepSession:
     def break_even(self, times: StepTimes) -> tuple[AtBatch, ...]:
         """The step on smaller batches; this one last."""
         batches = []
-        for size, length in smaller_batches(self.plan.micro_batch_size, self.plan.sequence_length):
+        for size, length in smaller_batches(self.campaign.plan.micro_batch_size, self.campaign.plan.sequence_length):
             if self.interrupted:
                 break
             batch = f"{size} x {length}"
             try:
-                smaller = self.plan.with_batch(size, length)
+                smaller = self.campaign.plan.with_batch(size, length)
                 step_run = self.run(f"running a batch of {batch} tokens …", plan=smaller, limits=BATCH_LIMITS)
             except UserError as error:
                 self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
                 continue
             failed = {result.variant.recipe: result.failure for result in step_run.results.tasks.values() if result.failure}
-            for name, reason in failed.items():
-                self.findings.append(finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason))
+            self.findings += [
+                finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason) for name, reason in failed.items()
+            ]
             others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
             speedups = {name: speedup for name, speedup in others.items() if speedup is not None}
             batches.append(AtBatch(micro_batch_size=size, sequence_length=length, speedups=speedups))
         here = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
-        last = AtBatch(micro_batch_size=self.plan.micro_batch_size, sequence_length=self.plan.sequence_length, speedups=here)
+        last = AtBatch(
+            micro_batch_size=self.campaign.plan.micro_batch_size,
+            sequence_length=self.campaign.plan.sequence_length,
+            speedups=here,
+        )
         return (*batches, last)

@@ -11,6 +11,7 @@ thousands of kernels. All captured steps use the same memory: one runs at a time
 
 import gc
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,7 @@ class Weights:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._moments: dict[int, dict[str, torch.Tensor]] = {}
+        self._beside: dict[tuple[int, str], torch.Tensor] = {}  # gradients and moments
 
     def adopt(self, module: nn.Module, slot: int) -> list[nn.Parameter]:
         """Move a module's parameters into the slot's memory. Parameters that are new there keep their values."""
@@ -48,17 +48,17 @@ class Weights:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """The memory of a gradient, shared by all parameters that share memory."""
-        address = parameter.data_ptr()
-        if address not in self._gradients:
-            self._gradients[address] = torch.randn_like(parameter) * 1e-3
-        return self._gradients[address]
+        return self._shared(parameter, "gradient", lambda like: torch.randn_like(like) * 1e-3)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of AdamW, shared by all parameters that share memory."""
-        address = parameter.data_ptr()
-        if address not in self._moments:
-            self._moments[address] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        return self._moments[address]
+        return {name: self._shared(parameter, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq")}
+
+    def _shared(self, parameter: nn.Parameter, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        key = parameter.data_ptr(), name
+        if key not in self._beside:
+            self._beside[key] = make(parameter)
+        return self._beside[key]
 
 
 class Stack(nn.Module):

@@ -207,8 +207,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         layers_before=first,
         layers_after=len(model.layers) - last,
     )
-    padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    return padded, _differences(model, run, every, workload)
+    # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
+    return plan.padded(16), _differences(model, run, every, workload)
 
 
 def projected_widths(spec: AttentionSpec) -> list[int]:

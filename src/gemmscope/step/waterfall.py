@@ -13,6 +13,7 @@ from itertools import pairwise, takewhile
 from gemmscope.bench.linears import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
@@ -262,10 +263,7 @@ def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
 
 def _attention(times: StepTimes) -> Iterator[Finding]:
     """Which implementation of attention ran: once for all recipes in which it is the same one."""
-    alike: dict[tuple[str, ...], list[StepTime]] = {}
-    for time in times.recipes:
-        if time.attention_kernels:
-            alike.setdefault(tuple(time.attention_kernels), []).append(time)
+    alike = grouped((tuple(time.attention_kernels), time) for time in times.recipes if time.attention_kernels)
     for group in alike.values():
         kernels_ms = max((time.attention_kernels for time in group), key=lambda kernels: sum(kernels.values()))
         yield finding("attention-ran", recipes=[time.recipe for time in group], kernels_ms=dict(kernels_ms))

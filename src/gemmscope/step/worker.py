@@ -24,7 +24,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes
-from gemmscope.step.marks import recording
+from gemmscope.step.marks import mark_step, recording
 from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights
@@ -203,8 +203,8 @@ class StepWorker(MeasuringProcess):
             with recording(inner=inner) as marks:
                 step.run()
                 torch.cuda.synchronize()
-                marks.passed("end", "step")
-            labels.extend(marks.labels)
+                mark_step("end")
+            labels.extend(marks)
 
         try:
             if compiled == "layers" and inner:  # they are compiled again with marks in them

@@ -42,6 +42,9 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     batched = [op for op in workload.ops if isinstance(op, (Attention, IndexScores, StreamMix))]
     derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
+    for op in trace.attentions:
+        runs = {"forward": op.count * op.forward_runs, "backward": op.count * op.backward_runs}
+        traced += [(gemm, runs[gemm[0]]) for gemm in op.batched_gemms()]
     result += _unequal(_attention(derived), _attention(traced))
     if not has_fallback(trace):
         result += _unequal(_kernels(workload.ops), _kernels((*trace.scans, *trace.causal_convolutions)))
@@ -84,7 +87,7 @@ def _kernels(ops: Iterable[Op]) -> Counts:
                 sizes += f", {op.groups} groups, chunks of {op.chunk}"
             yield f"{op.rule} on {op.batch} x {op.sequence}: {sizes}", op.count
         elif isinstance(op, CausalConv):
-            yield f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}", op.channels * op.count
+            yield f"channels of causal convolutions on {op.rows} tokens, kernel {op.kernel}", op.width * op.count
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:

@@ -244,13 +244,13 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
             role="rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
     if spec.temperature:
-        width = spec.q_width // run.tp
-        yield Elementwise(role="attention-temperature", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2)
-    queries = run.sequence_length // run.cp
+        yield Elementwise(
+            role="attention-temperature", rows=run.tokens, width=spec.q_width // run.tp, forward_tensors=2, backward_tensors=2
+        )
     pairs = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window, chunk=spec.chunk)
     attention = Attention(
         role="attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
-        queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
+        queries=run.sequence_length // run.cp, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
         pairs=pairs / run.cp, causal=spec.causal, window=spec.window or spec.chunk, shares_kv=spec.shares_kv,
         parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
@@ -326,8 +326,7 @@ def _feed_forward(
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    router = linear("moe-router", run, hidden, spec.experts, bias=spec.router_bias)
-    yield on_sequence_shard(router, run)
+    yield on_sequence_shard(linear("moe-router", run, hidden, spec.experts, bias=spec.router_bias), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
     width = spec.latent or hidden

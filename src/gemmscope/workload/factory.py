@@ -13,7 +13,6 @@ It may take `micro_batch_size` and `sequence_length`, and gets each one that the
 """
 
 import contextlib
-import importlib.machinery
 import importlib.util
 import inspect
 import re
@@ -46,7 +45,8 @@ _RELATIVE = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 class Built:
     """What a factory built, on the requested device. Call it as `module(*args, **kwargs)`.
 
-    `own_inputs`: the factory brought its inputs; else they are token ids. `taken`: which of `SIZES` were given and accepted.
+    `own_inputs`: the factory brought its inputs; else they are token ids. `taken`: which of `SIZES` were given and accepted;
+    `ignored`: which were given although it brings its inputs, and not accepted.
     """
 
     module: torch.nn.Module
@@ -55,6 +55,7 @@ class Built:
     loss: Callable[[Any], Any] | None = None
     own_inputs: bool = False
     taken: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> list[tuple[str, torch.Tensor]]:
@@ -87,8 +88,8 @@ def load_factory(
     folder, python_module = path.resolve().parent, _import(path)
     factory = getattr(python_module, name, None)
     if not callable(factory):
-        own = {key: value for key, value in vars(python_module).items() if _is_of(value, python_module)}
-        callables = ", ".join(sorted(key for key, value in own.items() if callable(value)))
+        own = {key for key, value in vars(python_module).items() if getattr(value, "__module__", None) == python_module.__name__}
+        callables = ", ".join(sorted(key for key in own if callable(getattr(python_module, key))))
         raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
     given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
     accepted = _accepted(factory, name, given)
@@ -100,7 +101,8 @@ def load_factory(
         module = _moved(module, device).train()
         args, kwargs = _arguments(inputs, device)
     if inputs is not None:
-        return Built(module, args, kwargs, loss, own_inputs=True, taken=frozenset(accepted))
+        ignored = tuple(size for size in given if size not in accepted)
+        return Built(module, args, kwargs, loss, own_inputs=True, taken=frozenset(accepted), ignored=ignored)
     if micro_batch is None or sequence is None:
         missing = " and ".join(option(key) for key in SIZES if key not in given)
         raise TraceError(
@@ -148,7 +150,9 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
 
     A `TraceError` where there is none.
     """
-    targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    results = [logits] if isinstance(logits, torch.Tensor) else tensors_in(output)
+    targets = [tensor for tensor in results if tensor.is_floating_point() and tensor.requires_grad]
     if not targets:
         raise TraceError(
             "nothing to trace backward: the forward pass returned no tensor that requires a gradient",
@@ -157,24 +161,17 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
     return targets
 
 
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    results = [logits] if isinstance(logits, torch.Tensor) else tensors_in(output)
-    return [tensor for tensor in results if tensor.is_floating_point()]
-
-
 def move_to_meta(module: torch.nn.Module) -> None:
     """Drop the storage of a module that was built on another device. Unlike `module.to`, this keeps tied parameters tied."""
-    moved: dict[int, Any] = {}
+    moved: dict[int, torch.Tensor] = {}
     for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in moved:
-                    moved[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                part._parameters[name] = moved[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in moved:
+                    empty = tensor.to("meta")
+                    is_parameter = tensors is part._parameters
+                    moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = moved.get(id(tensor))
 
 
 def know_meta_tensors() -> None:
@@ -230,36 +227,20 @@ def _import(path: Path) -> ModuleType:
     module_name = f"{path.stem}_traced" if taken else path.stem
     with naming(f"importing {path}", folder):
         if _RELATIVE.search(path.read_text(encoding="utf-8", errors="replace")):
-            _import_package(folder)
+            _imported(PACKAGE, folder / "__init__.py", [str(folder)])
             module_name = f"{PACKAGE}.{module_name}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise TraceError(f"{str(path)!r} is not a Python file")
-        return _executed(spec)
+        return _imported(module_name, path)
 
 
-def _import_package(folder: Path) -> None:
-    """The folder of the user's file as a package, with its `__init__.py` if it has one."""
-    start = folder / "__init__.py"
-    if start.is_file():
-        spec = importlib.util.spec_from_file_location(PACKAGE, start, submodule_search_locations=[str(folder)])
-    else:
-        spec = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
-        spec.submodule_search_locations = [str(folder)]
-    assert spec is not None
-    _executed(spec)
-
-
-def _executed(spec: importlib.machinery.ModuleSpec) -> ModuleType:
-    python_module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = python_module
-    if spec.loader is not None:
+def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
+    """A file as a module of this name, or a package whose modules are in these folders; without the file, it is empty."""
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    if spec is None or spec.loader is None:
+        raise TraceError(f"{str(path)!r} is not a Python file")
+    sys.modules[name] = python_module = importlib.util.module_from_spec(spec)
+    if path.is_file():
         spec.loader.exec_module(python_module)
     return python_module
-
-
-def _is_of(value: Any, python_module: ModuleType) -> bool:
-    return getattr(value, "__module__", None) == python_module.__name__
 
 
 def _unpacked(result: Any, name: str) -> tuple[torch.nn.Module, Any, Callable[[Any], Any] | None]:

@@ -55,9 +55,10 @@ def advice(error: BaseException) -> str:
     return str(next(fitting, ""))
 
 
-def fails_on_meta(error: BaseException) -> bool:
+def fails_on_meta(error: TraceError) -> bool:
     """Whether an operator failed because tensors on the meta device have no values, or because it has no kernel for them."""
-    return any(one.get("on_meta") and _says(error, one) for one in _known())
+    cause = error.__cause__
+    return cause is not None and any(one.get("on_meta") and _says(cause, one) for one in _known())
 
 
 def _says(error: BaseException, known: Mapping[str, Any]) -> bool:

@@ -10,8 +10,9 @@ import torch
 from gemmscope.errors import option, shown
 from gemmscope.workload.confine import offline
 from gemmscope.workload.factory import Built, know_meta_tensors
-from gemmscope.workload.failures import TraceError, reason
+from gemmscope.workload.failures import TraceError, naming, reason
 
+BUILDING = "building the model from its config"
 USUAL_IMAGE = 224  # pixels, where a config says nothing of images
 USUAL_SOUND = 160_000  # samples, where no length is given: ten seconds at 16 kHz
 
@@ -32,24 +33,28 @@ def build_huggingface(
 
 def built_huggingface(config_dict: dict[str, Any], batch: int, sequence: int | None) -> Iterator[Built]:
     """The model as it is trained: in BF16 and with labels; then, where that fails, in FP32 and with neither."""
-    module, inputs = build_huggingface(config_dict, batch, sequence, torch.bfloat16)
-    own = next(iter(inputs)) != "input_ids"
-    if (labels := _labels(module, inputs)) is not None:
-        yield Built(module, (), {**inputs, "labels": labels}, own_inputs=own)
-    yield Built(module, (), inputs, own_inputs=own)
-    module, inputs = build_huggingface(config_dict, batch, sequence)
-    yield Built(module, (), inputs, own_inputs=own)
+    with naming(BUILDING):
+        module, inputs = build_huggingface(config_dict, batch, sequence, torch.bfloat16)
+        if (labels := _labels(module, inputs)) is not None:
+            yield as_built(module, {**inputs, "labels": labels})
+        yield as_built(module, inputs)
+        yield as_built(*build_huggingface(config_dict, batch, sequence))
 
 
 def huggingface_with_values(config_dict: dict[str, Any], batch: int, sequence: int | None) -> Iterator[Built]:
     """The model on the CPU in FP32, with random inputs: with labels; then, where that fails, without."""
     torch.manual_seed(0)
-    module = huggingface_model(config_dict, "cpu", torch.float32)
-    inputs = training_inputs(module, batch, sequence, "cpu", torch.float32)
-    own = next(iter(inputs)) != "input_ids"
-    yield Built(module, (), inputs, own_inputs=own)
-    if inputs.pop("labels", None) is not None:
-        yield Built(module, (), inputs, own_inputs=own)
+    with naming(BUILDING):
+        module = huggingface_model(config_dict, "cpu", torch.float32)
+        inputs = training_inputs(module, batch, sequence, "cpu", torch.float32)
+        yield as_built(module, inputs)
+        if inputs.pop("labels", None) is not None:
+            yield as_built(module, inputs)
+
+
+def as_built(module: torch.nn.Module, inputs: dict[str, Any]) -> Built:
+    """A model with its inputs: token ids come first, unless it reads something else."""
+    return Built(module, (), inputs, own_inputs=next(iter(inputs)) != "input_ids")
 
 
 def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtype) -> dict[str, Any]:
@@ -157,16 +162,17 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
         if device == "meta":  # the loss that balances experts counts tokens, which have no values there
             config.get_text_config().output_router_logits = False
         config.architectures = []  # not None: where a type has several classes, transformers looks them up there
-        if getattr(config, "apply_spec_augment", False):  # it masks at random places, which have no values on the meta device
-            config.apply_spec_augment = False
         for part in (config, config.get_text_config()):
-            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):  # it leaves out layers at random
-                if getattr(part, name, 0):
-                    setattr(part, name, 0.0)
+            for name in _RANDOM:
+                if value := getattr(part, name, None):
+                    setattr(part, name, type(value)(0))
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
 
+
+_RANDOM = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Settings that mask at random places, which have no values on the meta device, or leave out layers at random."""
 
 # Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer or a kernel to
 # import, code to run).
@@ -192,8 +198,8 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
     """The class that is trained with this config: a language model if there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
-    names = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")  # older versions do not have all of them
-    mixed = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    # Older versions do not have all of them.
+    mixed = [getattr(transformers, f"AutoModelFor{kind}", None) for kind in ("ImageTextToText", "MultimodalLM")]
     senses = [transformers.AutoModelForImageClassification, transformers.AutoModelForAudioClassification]
     if getattr(config, "is_encoder_decoder", False):
         order = [*pairs, causal, *mixed, masked, bare]
@@ -203,7 +209,7 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
         forward = getattr(bare._model_mapping.get(type(config), None), "forward", None)  # None: no class, or several
         compares = forward is not None and _compares(inspect.signature(forward).parameters)
         order = [causal, *pairs, *mixed, masked, *([] if compares else senses), bare]
-    known = [auto for auto in order if type(config) in auto._model_mapping]
+    known = [auto for auto in order if auto is not None and type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")
     errors = []

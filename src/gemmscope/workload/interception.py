@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemmscope.workload import stand_ins
-from gemmscope.workload.ops import ALL_VISIBLE, PASSES
+from gemmscope.workload.ops import PASSES
 from gemmscope.workload.recorder import Recorder
-from gemmscope.workload.traced_ops import TracedAttention, Unfused
+from gemmscope.workload.traced_ops import ALL_VISIBLE, TracedAttention, Unfused
 from gemmscope.workload.traffic import tensors
 
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -42,26 +42,20 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: fl
     A `TimeoutError` after `longest_s`: with values, a large module would run for hours.
     """
     recorder, hooks = Recorder(module), torch.nn.modules.module
-    handles = [
+    functions, saving = _Functions(recorder), contextlib.nullcontext()
+    if between_gemms:
+        saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+    with (
         hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
-    ]
-    try:
-        functions = _Functions(recorder)
-        with (
-            stand_ins.replaced(recorder),
-            stand_ins.recorded_flex(functions.flex_attention),
-            _Dispatch(recorder, between_gemms, longest_s),
-            functions,
-            mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
-            contextlib.ExitStack() as stack,
-        ):
-            if between_gemms:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
+        stand_ins.replaced(recorder),
+        mock.patch.object(stand_ins, "attend", functions.flex_attention),
+        _Dispatch(recorder, between_gemms, longest_s),
+        functions,
+        mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+        saving,
+    ):
+        yield recorder
 
 
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -208,14 +202,14 @@ def _attention(
     )  # fmt: skip
     if queries > 1:  # a single query does not show causality
         recorder.masks[mask] += 1
-    recorder.attention(op, "forward", visible)
+    recorder.attentions[op]["forward"] += 1
     # 4 bytes each, also in a module whose FP32 tensors count as BF16
     kept = [query.new_empty((*query.shape[:-1], keys), dtype=torch.int32)] if unfused and query.is_meta else []
     return stand_ins.shapes_only(
         recorder,
         (query, key, value, bias),
         lambda: query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed,
-        lambda _: recorder.attention(op, "backward", visible),
+        lambda _: recorder.attentions[op].update(["backward"]),
         kept,
     )
 
@@ -260,11 +254,8 @@ class RememberedShapes:
         if key in self._known:
             return _rebuilt(self._known[key])
         output = operator(*args, **kwargs)
-        try:
-            described = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
-        except _UnknownError:
-            return output
-        self._known[key] = described
+        with contextlib.suppress(_UnknownError):
+            self._known[key] = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
         return output
 
 

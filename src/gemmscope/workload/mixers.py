@@ -11,11 +11,11 @@ linear of the checkpoint's code whose sides are multiples of 16: the bottlenecks
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gemmscope.model.layer_spec import MixerSpec
+from gemmscope.model.layer_spec import MixerKind, MixerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.ops import Activation, Elementwise, Norm, Op
 from gemmscope.workload.rank_ops import linear
-from gemmscope.workload.scans import CausalConv, Scan, scan_role
+from gemmscope.workload.scans import Scan, causal_conv, scan_role
 
 
 def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
@@ -25,7 +25,7 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
     if part.conv_kernel:
         channels = part.inner + (0 if part.kind in ("selective scan", "short convolution") else 2 * part.keys)
         weights = channels * (part.conv_kernel + part.conv_bias)
-        yield CausalConv(role="causal-conv", tokens=run.tokens, channels=channels, kernel=part.conv_kernel, parameters=weights)
+        yield causal_conv(run.tokens, channels, part.conv_kernel, weights)
     if part.kind == "lightning attention":  # without a convolution
         width = 2 * part.keys + part.inner
         yield Activation(role="mixer-activation", rows=run.tokens, width=width, function="silu")
@@ -56,8 +56,6 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
 def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
     """The projections of the hidden state, as one GEMM or as stored."""
     widths = input_widths(part)
-    if not widths:
-        return
     pieces = part.stored if run.separate_projections and part.stored else ("".join(widths),)
     for piece in pieces:
         role = "mixer-in" if len(pieces) == 1 else f"mixer-in-{piece}"
@@ -70,26 +68,23 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
             )
 
 
+COLUMNS: dict[MixerKind, str] = {
+    "ssd": "zvkqa", "gated delta rule": "qkvzba", "kda": "qkvb", "lightning attention": "qkvz", "selective scan": "vz",
+    "short convolution": "qkv",
+}  # fmt: skip
+"""What the input projection makes, in the order of the models' own code: queries, keys, values, output gate (z), write strength
+(b), decay (a)."""
+
+
 def input_widths(part: MixerSpec) -> dict[str, int]:
-    """Columns of the input projection in the order of the models' own code, by letter: queries, keys, values, output gate, write
-    strength (b), decay (a)."""
-    if part.kind == "short convolution":
-        return {"q": part.inner, "k": part.inner, "v": part.inner}
-    if part.kind == "selective scan":
-        return {"v": part.inner, "z": part.inner}
-    gate = {"z": part.inner} if part.gated else {}
-    if part.kind == "ssd":
-        return {**gate, "v": part.inner, "k": part.keys, "q": part.keys, "a": part.heads}
-    widths = {"q": part.keys, "k": part.keys, "v": part.inner}
-    if part.kind == "kda":
-        return widths | {"b": part.heads}
-    return widths | gate | ({"b": part.heads, "a": part.heads} if part.kind == "gated delta rule" else {})
+    """Columns of the input projection by letter. A short convolution gates its values before and after, by q and k."""
+    keys = part.inner if part.kind == "short convolution" else part.keys
+    widths = {"q": keys, "k": keys, "v": part.inner, "z": part.inner, "b": part.heads, "a": part.heads}
+    return {letter: widths[letter] for letter in COLUMNS[part.kind] if letter != "z" or part.gated}
 
 
 def _scan_parameters(part: MixerSpec) -> int:
     """Vectors of the recurrence: decay, time step's bias, and the direct path (D) of state-space models."""
-    if part.kind == "ssd":
-        return 3 * part.heads
-    if part.kind == "selective scan":
-        return part.inner * (part.key_dim + 1)
-    return {"gated delta rule": 2 * part.heads, "kda": part.heads + part.heads * part.key_dim}.get(part.kind, 0)
+    heads, states = part.heads, part.inner * part.key_dim
+    known = {"ssd": 3 * heads, "selective scan": states + part.inner, "gated delta rule": 2 * heads}
+    return {**known, "kda": heads + heads * part.key_dim}.get(part.kind, 0)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field, PlainSerializer, PlainValidator
+from pydantic import Field
 
 from gemmscope import roles
 
@@ -33,7 +32,6 @@ Direction = Literal["forward", "backward"]
 Size = TypeVar("Size")  # a number, or an array of them
 Counted = TypeVar("Counted", bound="Gemm | Op")
 
-ALL_VISIBLE = Fraction(1)
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 
@@ -257,15 +255,9 @@ class Attention(Op):
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) of the batched GEMMs of unfused attention, which applies the mask afterwards."""
-        for direction, shapes in attention_gemms(self.queries, self.keys, self.head_dim, self.value_dim).items():
-            yield from ((direction, *shape, self.batch * self.heads) for shape in shapes)
-
-
-def attention_gemms(q: int, k: int, d: int, v: int) -> dict[Direction, tuple[tuple[int, int, int], ...]]:
-    """M, K and N of scores and context forward and of the four gradients backward: `q` queries and `k` keys of size `d`,
-    values of size `v`.
-    """
-    return {"forward": ((q, d, k), (q, k, v)), "backward": ((q, k, d), (d, q, k), (q, v, k), (k, q, v))}
+        q, k, d, v = self.queries, self.keys, self.head_dim, self.value_dim
+        yield from (("forward", *shape, self.batch * self.heads) for shape in ((q, d, k), (q, k, v)))
+        yield from (("backward", *shape, self.batch * self.heads) for shape in ((q, k, d), (d, q, k), (q, v, k), (k, q, v)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,18 +278,17 @@ class OneWay(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedGemm(OneWay):
-    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows."""
+    """A batched GEMM of two activations, as a trace shows it."""
 
     kind: ClassVar[str] = "batched GEMM"
     m: int
     k: int
     n: int
     batch: int
-    visible: Annotated[Fraction, PlainValidator(Fraction), PlainSerializer(str)] = ALL_VISIBLE
 
     def work(self) -> Work:
         elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
-        return Work(int(2 * self.batch * self.m * self.k * self.n * self.visible), elements * ELEMENT_BYTES)
+        return Work(2 * self.batch * self.m * self.k * self.n, elements * ELEMENT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,15 @@ in the section `MIXER`: they belong to a fallback for its kernel.
 
 import contextlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 
 from gemmscope.workload.module_parts import why_not_converted
-from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Convolution, Direction, Gemm, Pass, attention_gemms, gemm_size
+from gemmscope.workload.ops import BatchedGemm, Convolution, Direction, Gemm, Pass, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
 from gemmscope.workload.traced_ops import TracedAttention
@@ -92,7 +91,7 @@ class Recorder:
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     recomputed: Counter[Scan | CausalConv] = field(default_factory=Counter)  # those that backward runs forward again
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
-    attentions: dict[TracedAttention, Counter[Direction]] = field(default_factory=dict)
+    attentions: defaultdict[TracedAttention, Counter[Direction]] = field(default_factory=lambda: defaultdict(Counter))
     traffic: Traffic = field(default_factory=Traffic)
     linear_paths: set[str] = field(default_factory=set)  # of GEMMs of every nn.Linear that can be converted
     saved: dict[int, int] = field(default_factory=dict)  # bytes that backward needs, by storage
@@ -212,21 +211,12 @@ class Recorder:
         self.gemms[Gemm(path, pass_name, *gemm_size(*size, pass_name), groups)] += 1
 
     def batched_gemm(
-        self,
-        path: str,
-        direction: Direction,
-        shape: tuple[int, int, int],
-        batch: int,
-        visible: Fraction = ALL_VISIBLE,
-        role: str = "batched-gemm",
-        record: _Forward | None = None,
+        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, record: _Forward | None = None
     ) -> None:
         """One batched GEMM, M x K x N, of two activations; `record` is the forward one that it belongs to."""
         m, k, n = shape
         section = record.section if record is not None else ""
-        gemm = BatchedGemm(
-            role=role, label=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible
-        )
+        gemm = BatchedGemm(role="batched-gemm", label=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch)
         self._batched.append((record, gemm))
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -258,12 +248,6 @@ class Recorder:
             self.batched_gemm(record.path, "backward", gemm_size(*record.shape, pass_name), record.batch, record=record)
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
-
-    def attention(self, op: TracedAttention, direction: Direction, visible: Fraction) -> None:
-        """One attention, and the batched GEMMs that it stands for, of which the mask allows this share."""
-        self.attentions.setdefault(op, Counter())[direction] += 1
-        for shape in attention_gemms(op.queries, op.keys, op.head_dim, op.value_dim)[direction]:
-            self.batched_gemm(op.label, direction, shape, op.batch * op.heads, visible, "fused-attention-gemm")
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
@@ -318,11 +302,10 @@ class Recorder:
             for record in records:
                 record.role = "attention-gemm"
             records, weighted = [], True
-        for tensor in outputs if records or weighted else ():
-            if records:
-                self._scores[storage_of(tensor)] = tuple(records)
-            if weighted:
-                self._weighted.add(storage_of(tensor))
+        if records:
+            self._scores |= {storage_of(tensor): tuple(records) for tensor in outputs}
+        if weighted:
+            self._weighted |= set(map(storage_of, outputs))
 
     def keep(self, outputs: list[torch.Tensor]) -> None:
         """Keep storages alive, so that no other gets the same number."""

@@ -9,40 +9,28 @@ from typing import ClassVar
 
 from gemmscope.model.layer_spec import LayerSpec, StreamsSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Direction, Elementwise, Linear, Op, Work, gemm_size
+from gemmscope.workload.ops import Activation, Direction, Elementwise, Linear, Op, gemm_size
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, shard_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamMix(Op):
-    """Every token's streams are multiplied by a small matrix of its own. Kernels do this while they read and write the streams.
+class StreamMix(Elementwise):
+    """Every token's streams (together `width` elements) are multiplied by a small matrix of its own. Kernels do this while they
+    read and write the streams.
 
     `stacked`: the streams are the rows of a matrix whose columns are the hidden size; else its columns.
     """
 
     kind: ClassVar[str] = "stream mixing"
-    rows: int
-    width: int
     streams: int
     stacked: bool
-
-    def forward(self) -> Work:
-        """Reads the streams, writes new ones."""
-        elements = self.rows * self.streams * self.width
-        return Work(2 * elements * self.streams, 2 * elements * ELEMENT_BYTES)
-
-    def backward(self) -> Work:
-        """Reads the streams and the gradients of the new ones, writes those of the old ones."""
-        elements = self.rows * self.streams * self.width
-        return Work(4 * elements * self.streams, 3 * elements * ELEMENT_BYTES)
-
-    def kept_bytes(self) -> float:
-        """The streams; where they are rows of a matrix, the norm before it keeps them."""
-        return 0.0 if self.stacked else self.rows * self.width * self.streams * ELEMENT_BYTES
+    forward_tensors: float = 2  # reads the streams, writes new ones
+    backward_tensors: float = 3  # reads the streams and the gradients of the new ones, writes those of the old ones
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) as batched GEMMs, one matrix for each token."""
-        sizes = (self.streams, self.streams, self.width) if self.stacked else (self.width, self.streams, self.streams)
+        streams, hidden = self.streams, self.width // self.streams
+        sizes = (streams, streams, hidden) if self.stacked else (hidden, streams, streams)
         yield "forward", *sizes, self.rows
         yield "backward", *gemm_size(*sizes, "dgrad"), self.rows
         yield "backward", *gemm_size(*sizes, "wgrad"), self.rows
@@ -102,7 +90,10 @@ def _small(role: str, run: RunSpec, inputs: int, outputs: int, count: int = 1) -
 
 def _mix(run: RunSpec, hidden: int, count: int, *, stacked: bool) -> StreamMix:
     rows, copies = shard_rows(run)
-    return StreamMix(role="stream-mix", rows=rows, width=hidden, streams=count, stacked=stacked, copies=copies)
+    return StreamMix(
+        role="stream-mix", rows=rows, width=count * hidden, streams=count, stacked=stacked, copies=copies,
+        forward_flops=2 * count, backward_flops=4 * count, kept_tensors=0 if stacked else 1,  # the norm before it keeps a stack
+    )  # fmt: skip
 
 
 def _elementwise(role: str, run: RunSpec, width: int, *, reads: int, writes: int) -> Elementwise:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gemmscope.model.layer_spec import MixerKind
-from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Op, Work
+from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Elementwise, Op, Work
 
 DELTA_BLOCK = 16  # positions of a block in the kernels of delta rules
 SSD_BLOCK = 64  # and of Mamba-2's scan, which try 32 to 128
@@ -189,24 +189,19 @@ def seen_positions(chunk: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalConv(Op):
-    """A short convolution over the positions of each channel alone, with its activation."""
+class CausalConv(Elementwise):
+    """A short convolution over the positions of each channel alone, with its activation: `rows` positions, `width` channels."""
 
     kind: ClassVar[str] = "causal convolution"
-    tokens: int
-    channels: int
     kernel: int
+    forward_tensors: float = 2  # reads x, writes y
+    backward_tensors: float = 3  # reads x and dy, writes dx; the gradient of the filters is small
+    kept_tensors: float = 1
 
-    def forward(self) -> Work:
-        """Reads x, writes y."""
-        elements = self.tokens * self.channels
-        return Work(2 * self.kernel * elements, 2 * elements * ELEMENT_BYTES)
 
-    def backward(self) -> Work:
-        """Reads x and dy, writes dx; the gradient of the filters is small."""
-        elements = self.tokens * self.channels
-        return Work(4 * self.kernel * elements, 3 * elements * ELEMENT_BYTES)
-
-    def kept_bytes(self) -> float:
-        """What backward needs: x."""
-        return self.tokens * self.channels * ELEMENT_BYTES
+def causal_conv(tokens: int, channels: int, kernel: int, parameters: int = 0) -> CausalConv:
+    """The convolution with its FLOPs."""
+    return CausalConv(
+        role="causal-conv", rows=tokens, width=channels, kernel=kernel, parameters=parameters, forward_flops=2 * kernel,
+        backward_flops=4 * kernel,
+    )  # fmt: skip

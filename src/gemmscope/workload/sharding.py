@@ -15,6 +15,7 @@ the rest; contradictory sizes are a `UserError` that names the nearest sizes tha
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
@@ -169,8 +170,7 @@ def check_schedule(run: RunSpec) -> None:
     torchtitan's schedules take other numbers too.
     """
     if run.vp > 1 and run.gradient_accumulation % run.pp:
-        below = run.gradient_accumulation // run.pp * run.pp
-        counts = [count for count in (below, below + run.pp) if count]
+        counts = _multiples(run.gradient_accumulation, run.pp)
         accumulation, batch = (
             " or ".join(option(name, per_micro_batch * count) for count in counts)
             for name, per_micro_batch in (
@@ -187,8 +187,7 @@ def check_schedule(run: RunSpec) -> None:
 
 
 def _neighbours(value: int, multiple: int) -> str:
-    below = value // multiple * multiple
-    return ", ".join(str(size) for size in (below, below + multiple) if size)
+    return ", ".join(map(str, _multiples(value, multiple)))
 
 
 def stage_layers(model: ModelSpec, run: RunSpec) -> list[tuple[int, int]]:
@@ -411,21 +410,19 @@ def _nearest(run: RunSpec, given: Given, dp: int, above: int | None = None) -> l
     above = dp if above is None else above
     if given.global_batch is not None:
         per_rank, rest = divmod(given.global_batch, run.micro_batch_size * (given.gradient_accumulation or 1))
-        if given.gradient_accumulation is not None:
-            fitting = [per_rank] if per_rank and not rest and per_rank % step == 0 and per_rank <= limit else []
-        else:
-            fitting = [step * part for part in _divisors(per_rank // step)] if not rest and per_rank % step == 0 else []
-        fitting = [size for size in fitting if size <= limit]
+        exact = given.gradient_accumulation is not None
+        candidates = [per_rank] if exact else [step * part for part in _divisors(per_rank // step)]
+        fitting = [size for size in candidates if 0 < size <= limit and not rest and per_rank % step == 0]
         if fitting:
             below, beyond = [size for size in fitting if size <= dp], [size for size in fitting if size >= above]
             return list(dict.fromkeys([*below[-1:], *beyond[:1]]))
     return _multiples(dp, step, limit, above)
 
 
-def _multiples(value: int, step: int, limit: int, above: int | None = None) -> list[int]:
+def _multiples(value: int, step: int, limit: int = sys.maxsize, above: int | None = None) -> list[int]:
     """The nearest multiples of `step`, at most one on each side, from `step` to `limit`.
 
-    >>> _multiples(10, 4, 100), _multiples(3, 4, 100), _multiples(8, 4, 100)
+    >>> _multiples(10, 4), _multiples(3, 4), _multiples(8, 4)
     ([8, 12], [4], [8])
     """
     below, beyond = min(value, limit) // step * step, -(-(value if above is None else above) // step) * step

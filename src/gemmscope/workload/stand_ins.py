@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gemmscope.workload.ops import ALL_VISIBLE
 from gemmscope.workload.recorder import Recorder
-from gemmscope.workload.scans import CausalConv, Scan, scan_role
+from gemmscope.workload.scans import Scan, causal_conv, scan_role
+from gemmscope.workload.traced_ops import ALL_VISIBLE
 
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels
 
@@ -92,7 +92,7 @@ def _mixed(recorder: Recorder, *inputs: Any) -> torch.Tensor:
 def _causal_conv(recorder: Recorder, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """x is [batch, channels, sequence], the weight [channels, kernel]."""
     batch, channels, sequence = x.shape
-    recorder.scan(CausalConv(role="causal-conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
+    recorder.scan(causal_conv(batch * sequence, channels, weight.shape[-1]))
     return _mixed(recorder, x, weight, bias)
 
 
@@ -113,16 +113,13 @@ def _selective_scan(recorder: Recorder, x: Any, dt: Any, a: Any, b: Any, c: Any,
     return (output, x.new_empty(batch, channels, a.shape[-1])) if named.get("return_last_state") else output
 
 
-def _delta_rule(rule: str) -> Callable[..., Any]:
-    def stand_in(recorder: Recorder, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
-        """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
-        batch, sequence, heads, value_dim = v.shape
-        chunk = named.get("chunk_size", DELTA_CHUNK)
-        recorder.scan(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
-        state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
-        return _mixed(recorder, v, q, k, g, beta), state
-
-    return stand_in
+def _delta_rule(rule: str, recorder: Recorder, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
+    """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
+    batch, sequence, heads, value_dim = v.shape
+    chunk = named.get("chunk_size", DELTA_CHUNK)
+    recorder.scan(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
+    state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
+    return _mixed(recorder, v, q, k, g, beta), state
 
 
 def _scan(rule: Any, rows: tuple[int, int], values: tuple[int, int], keys: tuple[int, ...], chunk: int = DELTA_CHUNK) -> Scan:
@@ -142,8 +139,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _absent,
     "mamba_selective_scan": _selective_scan,
     "mamba_inner_fn": _absent,
-    "torch_chunk_gated_delta_rule": _delta_rule("gated delta rule"),
-    "chunk_kimi_delta_attention": _delta_rule("kda"),
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, "gated delta rule"),
+    "chunk_kimi_delta_attention": partial(_delta_rule, "kda"),
 }
 """By the name that transformers gives the function."""
 
@@ -159,7 +156,7 @@ _ORIGINAL: Any = flex.flex_attention if flex is not None else None
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fraction | None], torch.Tensor]
 """Queries, keys, values and the share of pairs that are visible (None: not known), to the output."""
 
-_attend: list[Attend] = []  # of the recordings that run; the last one counts
+attend: Attend | None = None  # of the recording that runs
 
 
 def install_flex() -> None:
@@ -168,22 +165,12 @@ def install_flex() -> None:
         flex.flex_attention = _flex
 
 
-@contextlib.contextmanager
-def recorded_flex(attend: Attend) -> Iterator[None]:
-    """Inside this context, calls of `flex_attention` go to `attend`."""
-    _attend.append(attend)
-    try:
-        yield
-    finally:
-        _attend.pop()
-
-
 def _flex(query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, *args: Any, **named: Any) -> Any:
-    if not _attend:
+    if attend is None:
         return _ORIGINAL(query, key, value, score_mod, block_mask, *args, **named)
     settings = dict(zip(("scale", "enable_gqa", "return_lse", "kernel_options"), args, strict=False)) | named
     share = ALL_VISIBLE if block_mask is None else visible_share(block_mask, query.shape[-2], key.shape[-2])
-    output = _attend[-1](query, key, value, share)
+    output = attend(query, key, value, share)
     if settings.get("return_aux") is None and not settings.get("return_lse"):
         return output
     sums = query.new_zeros(query.shape[:-1], dtype=torch.float32)

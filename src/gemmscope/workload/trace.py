@@ -38,7 +38,7 @@ class ModuleTrace:
     """One forward and backward pass of one micro-batch, as the worker recorded it.
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
-    those without a weight, those inside `attentions` included; `scans` and `causal_convolutions` are calls of mixers' kernels,
+    those without a weight, and outside of `attentions`; `scans` and `causal_convolutions` are calls of mixers' kernels,
     `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask tensor, whose
     values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped GEMMs), `heads`
     output heads, `layers` how many layers can be compiled one by one. `saved_bytes` is what forward keeps for backward.
@@ -154,14 +154,11 @@ def as_workload(trace: ModuleTrace) -> Workload:
     """The trace as a workload: linears by module, each with the passes that ran, then everything else and the optimizer."""
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
-        tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
-        if not gemm.flops:  # of an empty tensor
-            continue
-        by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
+        if gemm.flops:  # else of an empty tensor
+            tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
+            by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
-    ops += trace.attentions
-    ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused-attention-gemm" or not trace.attentions]
-    ops += [*trace.scans, *trace.causal_convolutions, *trace.convolutions]
+    ops += [*trace.attentions, *trace.batched_gemms, *trace.scans, *trace.causal_convolutions, *trace.convolutions]
     ops += [between(work, head=work.path in trace.heads) for work in trace.others]
     if trace.trainable:
         ops.append(Optimizer(role="optimizer", section=STEP, updated=trace.trainable))

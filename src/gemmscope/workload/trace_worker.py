@@ -23,35 +23,29 @@ from pydantic import TypeAdapter
 
 from gemmscope.workload import stand_ins
 from gemmscope.workload.confine import limited_memory, offline
-from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
+from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
 from gemmscope.workload.huggingface import (
+    BUILDING,
     build_huggingface,
     built_huggingface,
     causal,
-    huggingface_model,
     huggingface_with_values,
     windows,
 )
 from gemmscope.workload.interception import record
-from gemmscope.workload.module_parts import find_layers
+from gemmscope.workload.module_parts import find_layers, output_head
 from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 from gemmscope.workload.traced_ops import Moved, OtherWork, TracedAttention
 from gemmscope.workload.traffic import WorkGroup
 
-__all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
-
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 RUNNING = "running the model on the meta device"
 LARGEST_WITH_VALUES = 2 * 2**30  # bytes of the parameters of a module that is run on the CPU
 LONGEST_WITH_VALUES_S = 120.0
 LEAST_UNREACHED = 0.01  # share of the parameters of a part that is worth a warning
-
-
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
-    """Run forward and backward of `module` and return what was recorded."""
-    return trace_built(Built(module, args, dict(kwargs)))
 
 
 def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = math.inf) -> ModuleTrace:
@@ -64,14 +58,16 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
             loss = loss_of(built, output)
         targets = [loss] if loss is not None else outputs_of(output)
         _backward(targets, [torch.empty_like(target) for target in targets])
-    again = recorder.recomputed
-    kernels = with_counts({replace(op, forward_runs=1 + again[op] // ran): ran for op, ran in recorder.scans.items()})
+    kernels = with_counts(
+        {replace(op, forward_runs=1 + recorder.recomputed[op] // ran): ran for op, ran in recorder.scans.items()}
+    )
     unreached, unreached_share = _unreached(module)
-    unique = {id(parameter): parameter for parameter in module.parameters()}
+    head = output_head(module, {}, ())  # as a Hugging Face model names it
+    parameters = list(module.parameters())
     return ModuleTrace(
         class_name=type(module).__name__,
-        parameters=sum(parameter.numel() for parameter in unique.values()),
-        trainable=sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         gemms=with_counts(recorder.gemms),
         batched_gemms=with_counts(recorder.batched_gemms),
         attentions=tuple(_attention(op, ran) for op, ran in recorder.attentions.items()),
@@ -81,7 +77,7 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         scans=tuple(op for op in kernels if isinstance(op, Scan)),
         causal_convolutions=tuple(op for op in kernels if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
-        heads=_heads(module),
+        heads=(head,) if head else (),
         layers=len(find_layers(module)),
         recurrent=tuple(sorted({type(part).__name__ for part in module.modules() if isinstance(part, torch.nn.RNNBase)})),
         unreached=unreached,
@@ -91,6 +87,7 @@ def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = 
         has_loss=loss is not None,
         inputs=built.described_inputs() if built.own_inputs and built.taken != {*SIZES} else None,
         samples=built.samples,
+        ignored=built.ignored,
     )
 
 
@@ -129,19 +126,9 @@ def _attention(op: TracedAttention, ran: Mapping[Direction, int]) -> TracedAtten
 
 def _others(sums: Mapping[WorkGroup, Moved]) -> Iterator[OtherWork]:
     """The recorded work between GEMMs, with both directions of a module in one item."""
-    both: dict[tuple[str, str], dict[str, Moved]] = {}
-    for group, moved in sums.items():
-        both.setdefault((group.path, group.kind), {})[group.direction] = moved
-    for (path, kind), directions in both.items():
-        yield OtherWork(path, kind, **directions)
-
-
-def _heads(module: torch.nn.Module) -> tuple[str, ...]:
-    """The path of a Hugging Face model's output head."""
-    with contextlib.suppress(Exception):  # whatever a module of this name does elsewhere
-        head = module.get_output_embeddings()
-        return tuple(name for name, part in module.named_modules() if part is head)
-    return ()
+    for path, kind in dict.fromkeys((group.path, group.kind) for group in sums):
+        forward, backward = (sums.get(WorkGroup(path, kind, direction), Moved()) for direction in DIRECTIONS)
+        yield OtherWork(path, kind, forward, backward)
 
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
@@ -156,7 +143,7 @@ def _trace_config(request: dict[str, Any]) -> ModuleTrace:
     with offline():
         if request.get("as_trained"):
             return _trace_as_trained(request)
-        with naming("building the model from its config"):
+        with naming(BUILDING):
             module, kwargs = build_huggingface(request["config"], request["micro_batch"], request["sequence"])
         with naming(RUNNING):
             result = trace_built(Built(module, (), kwargs), between_gemms=False)
@@ -167,67 +154,66 @@ def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
     """Trace the model in the first way that works: on the meta device, or, if it reads values and is small, on the CPU. If none
     does, raise the error of the last one, the least demanding."""
     sizes = (request["config"], request["micro_batch"], request["sequence"])
-    ways, with_values = built_huggingface(*sizes), False
-    failure: TraceError | None = None
-    small = reads_values = False
-    while True:
-        with naming("building the model from its config"):
-            built = next(ways, None)
-        if built is None and reads_values and small and not with_values:
-            ways, with_values = huggingface_with_values(*sizes), True
-            continue
-        if built is None:
-            raise failure or TraceError("the model cannot be run")
-        try:
-            with naming("running the model on the CPU" if with_values else RUNNING):
-                result = trace_built(built, longest_s=LONGEST_WITH_VALUES_S if with_values else math.inf)
-                return replace(result, with_values=with_values)
-        except TraceError as error:  # advice on how to change a module does not help with a config
-            reads_values = error.__cause__ is not None and fails_on_meta(error.__cause__)
-            failure = TraceError(str(error)) if reads_values else error
-            small = sum(parameter.nbytes for parameter in built.module.parameters()) <= LARGEST_WITH_VALUES
+    failure = TraceError("the model cannot be run")
+    for with_values, ways in ((False, built_huggingface(*sizes)), (True, huggingface_with_values(*sizes))):
+        can_have_values = False
+        for built in ways:
+            try:
+                return _run(built, with_values=with_values)
+            except TraceError as error:  # advice on how to change a module does not help with a config
+                failure = TraceError(str(error)) if fails_on_meta(error) else error
+                can_have_values = fails_on_meta(error) and _is_small(built)
+        if not can_have_values:
+            break
+    raise failure
+
+
+def _run(built: Built, folder: Path | None = None, *, with_values: bool = False) -> ModuleTrace:
+    """Trace on the meta device, or with values on the CPU."""
+    longest_s = LONGEST_WITH_VALUES_S if with_values else math.inf
+    with naming("running the model on the CPU" if with_values else RUNNING, folder):
+        return replace(trace_built(built, longest_s=longest_s), with_values=with_values)
+
+
+def _is_small(built: Built) -> bool:
+    """Whether its parameters are small enough for the CPU."""
+    size: int = sum(parameter.nbytes for parameter in built.module.parameters())
+    return size <= LARGEST_WITH_VALUES
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
-    built = _built_on_meta(request)
-    given = [name for name, key in zip(SIZES, ("micro_batch", "sequence"), strict=True) if request[key] is not None]
-    ignored = tuple(name for name in given if built.own_inputs and name not in built.taken)
+    """Trace a module on the meta device. One that reads values is run on the CPU, where its inputs have some; if that fails too,
+    raise the first error."""
+    arguments = (request["module"], request["micro_batch"], request["sequence"])
     folder = Path(request["module"].rpartition(":")[0]).resolve().parent
+    built = _built_on_meta(arguments)
     try:
-        with naming(RUNNING, folder):
-            return replace(trace_built(built), ignored=ignored)
+        return _run(built, folder)
     except TraceError as error:
-        size = sum(parameter.nbytes for parameter in built.module.parameters())
-        if error.__cause__ is None or not fails_on_meta(error.__cause__) or size > LARGEST_WITH_VALUES:
+        if not fails_on_meta(error) or not _is_small(built):
             raise
-        return replace(_trace_with_values(request, folder, error), ignored=ignored)
+        without = error
+    torch.manual_seed(0)
+    try:
+        with limited_memory():
+            return _run(load_factory(*arguments, "cpu"), folder, with_values=True)
+    except TraceError as error:  # one without a cause is about what the module returned
+        raise (error if error.__cause__ is None else without) from None
 
 
-def _built_on_meta(request: dict[str, Any]) -> Built:
+def _built_on_meta(arguments: tuple[str, int | None, int | None]) -> Built:
     """What the factory returns, on the meta device. A factory that reads values, such as the rates of `torch.linspace`, is called
     on the CPU. If that fails too, the first error is raised."""
-    arguments = (request["module"], request["micro_batch"], request["sequence"], "meta")
     try:
-        return load_factory(*arguments)
+        return load_factory(*arguments, "meta")
     except TraceError as error:
-        if error.__cause__ is None or not fails_on_meta(error.__cause__):
+        if not fails_on_meta(error):
             raise
         try:
             with limited_memory():
-                return load_factory(*arguments, built_on="cpu")
+                return load_factory(*arguments, "meta", built_on="cpu")
         except TraceError:
             raise error from error.__cause__
-
-
-def _trace_with_values(request: dict[str, Any], folder: Path, without: TraceError) -> ModuleTrace:
-    """Runs a module that reads values on the CPU, where its inputs have some. If that fails too, the first error is raised."""
-    torch.manual_seed(0)
-    try:
-        with limited_memory(), naming("running the model on the CPU", folder):
-            built = load_factory(request["module"], request["micro_batch"], request["sequence"], "cpu")
-            return replace(trace_built(built, longest_s=LONGEST_WITH_VALUES_S), with_values=True)
-    except TraceError as error:  # one without a cause is about what the module returned
-        raise (error if error.__cause__ is None else without) from None
 
 
 def main() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from fractions import Fraction
 from typing import Literal
 
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
 
 KINDS = ("norm", "activation", "softmax", "embedding", "loss")  # of work between GEMMs, and its roles; all else is elementwise
+ALL_VISIBLE = Fraction(1)  # of the pairs of queries and keys
 Unfused = tuple[Literal["sizes", "query", "key", "value", "mask"], ...]
 
 

@@ -198,14 +198,12 @@ class Traffic:
         for number, chain in chains.items():
             if self._operators[chain.members[0]].group.direction != "forward":
                 continue
-            for_backward, used_by = {}, set[int]()
-            for key, size in chain.writes.items():
-                outside = readers[key] - {number}
-                if key in self._needed or not outside or not all(map(self._is_backward, outside)):
-                    continue
-                for_backward[key] = size
-                used_by |= outside
-            kept = sum(size + size * len(readers[key] - {number}) for key, size in for_backward.items())
+            outside = {key: readers[key] - {number} for key in chain.writes if key not in self._needed}
+            for_backward = {
+                key: chain.writes[key] for key, others in outside.items() if others and all(map(self._is_backward, others))
+            }
+            used_by = {other for key in for_backward for other in outside[key]}
+            kept = sum(size + size * len(outside[key]) for key, size in for_backward.items())
             sources = self._sources(for_backward, chain)
             again = sum(region.bytes_moved for reader in used_by for region in sources if region not in chains[reader].reads)
             if not for_backward or again >= kept:
@@ -240,29 +238,10 @@ class Traffic:
         return self._operators[chain].group.direction == "backward"
 
 
-REDUCTIONS = frozenset(
-    {
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "var",
-        "var_mean",
-        "std",
-        "std_mean",
-        "norm",
-        "linalg_vector_norm",
-        "prod",
-        "any",
-    }
-    | {"all", "argmax", "argmin", "logsumexp", "nansum", "_softmax", "_log_softmax"}
-)
-OVERWRITING = frozenset({"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential", "trunc_normal"})
-GATHERING = frozenset({"embedding", "index", "gather", "index_select", "take_along_dim"})  # read some of the first tensor
-SCATTERING = frozenset({"index_put", "_index_put_impl", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_copy"})
-FREE, SEPARATE = frozenset(aten()["free"]["names"]), frozenset(aten()["separate"]["names"])
+@cache
+def named(group: str) -> frozenset[str]:
+    """The operators of a group of the table."""
+    return frozenset(aten()[group]["names"])
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
@@ -303,7 +282,7 @@ class Operand:
 
 def is_free(name: str, operator: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an operator moves nothing: it reserves memory, or creates a view of a tensor."""
-    if name in FREE or not outputs:
+    if name in named("free") or not outputs:
         return True
     if operator._schema.is_mutable:
         return False
@@ -317,12 +296,12 @@ def operands(
     """What an operator reads, and what it writes."""
     reads = [operand.region(tensor) for tensor in inputs if tensor.dim()]
     writes = [operand.region(tensor) for tensor in outputs if tensor.dim()]
-    if name in OVERWRITING:
+    if name in named("overwriting"):
         written = {region.storage for region in writes}
         reads = [region for region in reads if region.storage not in written]
-    elif name in GATHERING and inputs and outputs and inputs[0].dim():
+    elif name in named("gathering") and inputs and outputs and inputs[0].dim():
         reads[0] = operand.region(inputs[0], operand.bytes_of(outputs[0]))
-    elif name in SCATTERING and inputs and outputs and inputs[0].dim() and outputs[0].dim():
+    elif name in named("scattering") and inputs and outputs and inputs[0].dim() and outputs[0].dim():
         values = max((operand.bytes_of(tensor) for tensor in inputs[1:]), default=0)
         kept = storage_of(outputs[0]) == storage_of(inputs[0])  # in place: the rest of the tensor stays as it is
         reads[0] = operand.region(inputs[0], values if kept else float("inf"))
@@ -332,9 +311,9 @@ def operands(
 
 def is_fusible(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: tuple[Any, ...]) -> bool:
     """Whether a compiler would fuse it with its neighbors: not if it reduces columns or a whole tensor."""
-    if name in SEPARATE:
+    if name in named("separate"):
         return False
-    if name not in REDUCTIONS or not inputs or not outputs or outputs[0].numel() >= inputs[0].numel():
+    if name not in named("reductions") or not inputs or not outputs or outputs[0].numel() >= inputs[0].numel():
         return True
     dims = next((value for value in args[1:] if isinstance(value, (int, list, tuple)) and not isinstance(value, bool)), None)
     listed = [dims] if isinstance(dims, int) else list(dims) if dims else []
@@ -343,8 +322,6 @@ def is_fusible(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor
 
 
 def flops_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
-    """FLOPs for each element of its largest tensor (of copies: none)."""
-    if name in ("copy", "clone", "_to_copy", "cat", "stack", "fill", "zero", "zeros", "ones", "full", "embedding", "index"):
-        return 0.0
+    """FLOPs for each element of its largest tensor."""
     most = max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     return float(aten()["flops"].get(name, 1) * most)

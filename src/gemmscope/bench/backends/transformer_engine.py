@@ -121,10 +121,9 @@ class TransformerEngineBackend(Backend):
         }
         left, right, _ = LAYOUTS[task.pass_name]
         make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        if task.pass_name == "wgrad":
-            out = [torch.empty(task.case.outputs, task.case.inputs, **make) for _ in busy]
-        else:
-            out = [torch.empty(task.case.tokens, task.case.outputs if task.pass_name == "fprop" else task.case.inputs, **make)]
+        tokens, inputs, outputs = task.case.tokens, task.case.inputs, task.case.outputs
+        sizes = {"fprop": [(tokens, outputs)], "dgrad": [(tokens, inputs)], "wgrad": [(outputs, inputs)] * len(busy)}
+        out = [torch.empty(*size, **make) for size in sizes[task.pass_name]]
         settings = _gemm_settings(task.pass_name, precision) | {
             "single_output": task.pass_name != "wgrad",
             "m_splits": [rows[index] for index in busy],

@@ -7,7 +7,7 @@ from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hf_blocks import FULL, LINEAR
-from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec
+from gemmscope.model.layer_spec import LayerSpec, MixerSpec
 
 CONVOLUTION = "conv"
 
@@ -67,8 +67,6 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         raise UserError(f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32}')
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
     moved = {name: inner[key] for key, name in names.items() if key in inner}
-    others = {"num_shared_experts": "n_shared_experts", "n_group": "num_expert_group"}  # other names of the same settings
-    moved |= {name: family.config[key] for key, name in others.items() if key in family.config}
     family = replace(family, config={**family.config, **moved})
     head_dim = family.size("linear_head_dim")
     heads = family.size("linear_num_heads")
@@ -141,7 +139,7 @@ def lfm2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if not family.facts.get("moe_layers"):
         size = _adjusted(family, family.optional_size("block_ff_dim") or family.size("intermediate_size"))
         family = replace(family, config={**family.config, "intermediate_size": size})
-    return _hybrid(family, hidden, kinds, mixer)
+    return _hybrid(family, hidden, kinds, mixer, CONVOLUTION)
 
 
 def _adjusted(family: FamilyConfig, size: int) -> int:
@@ -157,16 +155,7 @@ def _adjusted(family: FamilyConfig, size: int) -> int:
     return -(-int(factor * size) // multiple) * multiple
 
 
-def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpec) -> list[LayerSpec]:
+def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpec, other: str = LINEAR) -> list[LayerSpec]:
     """Layers of attention where the kind is full attention, else of the mixer; each with its feed-forward block."""
-    other = CONVOLUTION if mixer.kind == "short convolution" else LINEAR
     blocks.check_kinds(family, kinds, (FULL, other))
-    attention: AttentionSpec | None = None
-    if FULL in kinds:
-        window = family.optional_size("sliding_window") if family.facts.get("window") == "all" else None
-        attention = replace(blocks.attention(family, hidden), window=window or None)
-    norms, mlps = family.facts["norms"], blocks.feed_forwards(family, hidden, len(kinds))
-    return [
-        LayerSpec(attention, mlp, norms) if kind == FULL else LayerSpec(None, mlp, norms, mixer=mixer)
-        for kind, mlp in zip(kinds, mlps, strict=True)
-    ]
+    return blocks.layers(family, hidden, [kind == FULL for kind in kinds], mixer)

@@ -21,18 +21,11 @@ def mamba(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
 
 def mamba_or_attention(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     """Bamba, Granite 4.0 and Jamba: in each layer the mixer or attention, then an MLP or experts."""
-    attends, sparse = _attention_layers(family, count), _expert_layers(family, count)
-    attention = blocks.attention(family, hidden) if any(attends) else None
+    attends = _attention_layers(family, count)
     mixer = _mixer(family, hidden) if not all(attends) else None
     if family.facts["mixer"] == "ssd":
         _heads(family, hidden)  # the class compares them, also where no layer has them
-    moe = blocks.moe(family) if any(sparse) else None
-    dense = _dense(family, hidden) if not all(sparse) else None
-    norms = family.facts["norms"]
-    return [
-        LayerSpec(attention if attend else None, moe if experts else dense, norms, mixer=None if attend else mixer)
-        for attend, experts in zip(attends, sparse, strict=True)
-    ]
+    return blocks.layers(family, hidden, attends, mixer)
 
 
 def falcon_h1(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
@@ -95,19 +88,10 @@ def _zamba_mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
 
 
 _PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
-# Names in older configs, which count where both are given.
-_OLD_NAMES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_chunk_size": "chunk_size",
-}
 
 
 def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     """Nemotron-H and Nemotron-3: each layer is one block: the mixer, attention, an MLP or experts."""
-    renamed = {new: family.config[old] for old, new in _OLD_NAMES.items() if old in family.config}
-    family = FamilyConfig(family.model_type, {**family.config, **renamed})
     kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
         pattern = family.config.get("hybrid_override_pattern", "ME*-")
@@ -208,32 +192,7 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
     if rule == "attn_layer_indices":
         chosen = (blocks.layer_numbers(family, rule) or []) if family.value(rule) else []
         return [index in chosen for index in range(count)]
-    return _periodic(family, rule, count)
-
-
-def _expert_layers(family: FamilyConfig, count: int) -> list[bool]:
-    """Which layers have experts: Granite without any has the shared one alone, Jamba with one an MLP."""
-    if family.facts.get("moe_layers") == "expert_layer":
-        layers = _periodic(family, "expert_layer", count)
-        return layers if family.size("num_experts") > 1 else [False] * count
-    return [family.facts.get("moe_layers") == "all" and family.size("num_experts") > 0] * count
-
-
-def _periodic(family: FamilyConfig, name: str, count: int) -> list[bool]:
-    """The layers at `name`_offset in every `name`_period layers."""
-    period = check_size(f"{name}_period", family.size(f"{name}_period"), "layers")
-    offset = family.size(f"{name}_offset")
-    if offset >= period:
-        raise UserError(f"{name}_offset = {offset} is not less than {name}_period = {period}", "layers are counted from 0")
-    return [index % period == offset for index in range(count)]
-
-
-def _dense(family: FamilyConfig, hidden: int) -> MlpSpec:
-    """The MLP of layers without experts: where all other layers would have a shared expert, that one."""
-    if "shared_size" in family.facts:
-        size = family.size(family.facts["shared_size"])
-        return MlpSpec(size, gated=True, activation=blocks.activation(family), stored_fused=family.flag("shared_fused"))
-    return blocks.mlp(family, hidden)
+    return blocks.periodic(family, rule, count)
 
 
 def _listed(family: FamilyConfig, *keys: str) -> list[str] | None:

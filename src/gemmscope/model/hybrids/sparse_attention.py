@@ -31,10 +31,10 @@ def indexed_attention(family: FamilyConfig, hidden: int, count: int) -> list[Lay
             f"index_head_dim = {indexer.dim} is smaller than qk_rope_head_dim = {family.size('qk_rope_head_dim')}",
             "the indexer rotates as many dimensions of a head as attention does",
         )
-    mlps = blocks.feed_forwards(family, hidden, count)
+    layers = blocks.layers(family, hidden, [True] * count)
     return [
-        LayerSpec(replace(attention, indexer=indexer if own else None), mlp)
-        for own, mlp in zip(_own_indexers(family, count), mlps, strict=True)
+        replace(layer, attention=replace(attention, indexer=indexer if own else None))
+        for own, layer in zip(_own_indexers(family, count), layers, strict=True)
     ]
 
 
@@ -72,19 +72,6 @@ def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     chunk = family.size("attention_chunk_size", "sequence_length") if CHUNKED in kinds else None
     plain = blocks.attention(family, hidden)
     tuned = family.flag("temperature")
-    sparse = _moe_layers(family, count)
-    act = blocks.activation(family)
-    dense = MlpSpec(family.size("intermediate_size_mlp"), gated=True, activation=act) if not all(sparse) else None
-    moe = None
-    if any(sparse):
-        expert = MlpSpec(family.size("intermediate_size"), gated=True, activation=act)
-        moe = MoeSpec(
-            experts=family.size("num_local_experts"),
-            top_k=family.size("num_experts_per_tok"),
-            expert=replace(expert, stored_fused=True),
-            shared=expert,
-            stored_dense=True,
-        )
     attentions = {
         (rotated, kind): replace(
             plain,
@@ -97,10 +84,8 @@ def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         for rotated in (False, True)
         for kind in (CHUNKED, FULL)
     }
-    return [
-        LayerSpec(attentions[rotated, kind], moe if experts else dense)
-        for rotated, kind, experts in zip(rotary, kinds, sparse, strict=True)
-    ]
+    mlps = blocks.feed_forwards(family, hidden, count)
+    return [LayerSpec(attentions[rotated, kind], mlp) for rotated, kind, mlp in zip(rotary, kinds, mlps, strict=True)]
 
 
 def _rotary(family: FamilyConfig, count: int) -> list[bool]:
@@ -116,15 +101,6 @@ def _rotary(family: FamilyConfig, count: int) -> list[bool]:
             f"give it {count} entries: 1 for layers with rotary positions, 0 for layers without",
         )
     return [bool(rotates) for rotates in listed[:count]]
-
-
-def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
-    """Which layers have experts: those that `moe_layers` numbers; without it the last of every n."""
-    listed = blocks.layer_numbers(family, "moe_layers")
-    if listed is None:
-        step = family.size("interleave_moe_layer_step", "layers")
-        return [(index + 1) % step == 0 for index in range(count)]
-    return [index in listed for index in range(count)]
 
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"

@@ -118,17 +118,12 @@ def read_checkpoint(
 def checkpoint_files(path: str | Path) -> list[TensorFile]:
     """The files of a checkpoint."""
     place = Path(path)
-    if place.is_dir():
-        index = place / INDEX
-        if not index.is_file():
-            shards = sorted(place.glob("*.safetensors"))[:MOST_FILES]
-            if not shards:
-                raise UserError(f"{called(path)} is a folder without safetensors files", HINT)
-            return [read_header(shard, HINT) for shard in shards]
-        place = index
-    if place.name.endswith(".json"):
-        return [read_header(shard, HINT) for shard in _indexed(place)]
-    return [read_header(path, HINT)]
+    index, files = (place / INDEX, sorted(place.glob("*.safetensors"))[:MOST_FILES]) if place.is_dir() else (place, [place])
+    if index.name.endswith(".json") and index.is_file():
+        files = _indexed(index)
+    if not files:
+        raise UserError(f"{called(path)} is a folder without safetensors files", HINT)
+    return [read_header(file, HINT) for file in files]
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -32,9 +32,7 @@ from gemmscope.errors import UserError
 from gemmscope.numerics.formats import FORMATS, AmaxHistory
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, operands
 from gemmscope.recipe.recipes import recipe as find_recipe
-from gemmscope.workload.ops import OPERANDS, TensorName
-
-Passes = Mapping[str, tuple[GemmOperand, GemmOperand]]
+from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 Factors = tuple[torch.Tensor, torch.Tensor | None]
 """An operand as it is multiplied, and the scale of the whole tensor that multiplies the output (None: there is none)."""
@@ -67,30 +65,27 @@ class Emulation:
 
     `backend`: whose variant of the recipe; by default the recipe's first. `why_kept`: why the linear of a path stays as it
     is; empty if it does not. `seed`: of stochastic rounding; None: random numbers come from PyTorch's default generator.
-    `recipe` may also give the operands of every pass. It can be entered many times; the history of delayed scaling and the
-    random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is several
-    times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it is set,
-    nothing is quantized and the histories of delayed scaling are filled.
+    `passes` are the operands of every pass, and may be replaced. It can be entered many times; the history of delayed scaling
+    and the random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is
+    several times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it
+    is set, nothing is quantized and the histories of delayed scaling are filled.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        recipe: str | Passes,
+        recipe: str,
         *,
         backend: str = "",
         why_kept: Callable[[str], str] = lambda _: "",
         seed: int | None = 0,
         quantize: Callable[..., Factors] = quantized_factors,
     ) -> None:
-        multiple = 1  # that features must be a multiple of
-        if isinstance(recipe, str):
-            known = find_recipe(recipe)
-            recipe, multiple = {name: operands(known.name, name, backend) for name in OPERANDS}, known.multiple_of
-        self.passes: Passes = recipe
+        known = find_recipe(recipe)
+        self.passes = {name: operands(known.name, name, backend) for name in OPERANDS}
         self.delayed = {
             operand.tensor: FORMATS[operand.quantizer.format]
-            for pair in recipe.values()
+            for pair in self.passes.values()
             for operand in pair
             if operand.quantizer.delayed
         }
@@ -98,20 +93,16 @@ class Emulation:
         self.quantize, self.observing = quantize, False
         self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
         self.kept: dict[str, str] = {}
-        self._linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
+        self.linears: dict[str, tuple[nn.Linear, EmulatedLinear]] = {}
         linears = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
         if not linears:
             name = type(module).__name__
             raise UserError(f"{name} has no nn.Linear: there is nothing to emulate", "pass the module that holds the linears")
         for path, linear in linears.items():
-            if reason := (why_kept(path) or _why_not(linear, multiple)):
+            if reason := (why_kept(path) or _why_not(linear, known.multiple_of)):
                 self.kept[path] = reason
             else:
-                self._linears[path] = (linear, EmulatedLinear(self))
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        return tuple(self._linears)
+                self.linears[path] = (linear, EmulatedLinear(self))
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Random numbers for stochastic rounding, apart from those of the user's training; None: PyTorch's default ones."""
@@ -122,15 +113,15 @@ class Emulation:
         return self._generators[device]
 
     def __enter__(self) -> Emulation:
-        taken = [path for path, (linear, _) in self._linears.items() if _is_emulated(linear)]
+        taken = [path for path, (linear, _) in self.linears.items() if _is_emulated(linear)]
         if taken:
             raise UserError(f"{taken[0]} is emulated already", "leave the first emulation before you enter another")
-        for linear, emulated in self._linears.values():
+        for linear, emulated in self.linears.values():
             linear.forward = partial(emulated.forward, linear)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        for linear, _ in self._linears.values():
+        for linear, _ in self.linears.values():
             vars(linear).pop("forward", None)
 
 
@@ -169,7 +160,7 @@ class EmulatedLinear:
 
     def gemm(
         self,
-        pass_name: str,
+        pass_name: Pass,
         tensors: Mapping[str, torch.Tensor],
         maxima: Mapping[str, torch.Tensor | None],
         dtype: torch.dtype,

@@ -14,37 +14,31 @@ from gemmscope.units import steps
 from gemmscope.workload.ops import OPERANDS
 
 
-def error_findings(computed: ComputedErrors, backend: str) -> list[Finding]:
+def error_findings(computed: ComputedErrors, backend: str) -> Iterator[Finding]:
     """What there is to know about the errors of linears. `backend`: whose variants of the recipes."""
-    tensors = computed.tensors.result
-    findings = [finding("numerics-recording-note", text=note) for note in computed.tensors.notes]
+    tensors, counted = computed.tensors.result, counted_linears(computed.linears)
+    yield from tensors.findings
     if not computed.complete:
         facts = {"done": computed.done, "count": computed.tensors.count}
         ended = computed.ended
-        findings.append(
-            finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
-        )
-    if tensors.source != "checkpoint" and not computed.tensors.probed:
-        findings.append(finding("numerics-no-probes"))
+        yield finding("numerics-worker-ended", reason=ended, **facts) if ended else finding("numerics-interrupted", **facts)
     if computed.depth.failure:
-        findings.append(finding("numerics-no-depth", reason=computed.depth.failure))
+        yield finding("numerics-no-depth", reason=computed.depth.failure)
     if computed.depth.notes:
-        findings.append(finding("numerics-depth", notes=list(computed.depth.notes)))
+        yield finding("numerics-depth", notes=list(computed.depth.notes))
     with_errors = dict.fromkeys(linear.recipe for linear in computed.linears if linear.passes)
-    findings += padded_tokens(tensors.tokens or 0, with_errors, backend)
-    delayed = any(recipe(linear.recipe).delayed and linear.passes for linear in computed.linears)
-    if tensors.source == "recording" and delayed:
-        earlier = max(len(tensors.steps) - 1, 0)
-        if not computed.stale:
-            findings.append(finding("numerics-no-history"))
-        elif earlier < HISTORY:
-            findings.append(finding("numerics-short-history", steps=earlier, history=HISTORY))
-    counted = counted_linears(computed.linears)
+    yield from padded_tokens(tensors.tokens or 0, with_errors, backend)
     if tensors.source == "recording":
+        earlier = max(len(tensors.steps) - 1, 0)
+        delayed = any(recipe(name).delayed for name in with_errors)
+        if delayed and not computed.stale:
+            yield finding("numerics-no-history")
+        elif delayed and earlier < HISTORY:
+            yield finding("numerics-short-history", steps=earlier, history=HISTORY)
         passes = {one.pass_name for linear in counted for one in linear.passes}
-        dropped = any(linear.dropped for linear in counted)
-        findings += [finding("numerics-forward-only")] if passes == {"fprop"} and not dropped else []
-    return [*findings, *failures(counted), *dropped_passes(counted)]
+        if passes == {"fprop"} and not any(linear.dropped for linear in counted):
+            yield finding("numerics-forward-only")
+    yield from (*failures(counted), *dropped_passes(counted))
 
 
 def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:

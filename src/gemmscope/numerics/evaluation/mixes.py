@@ -149,8 +149,8 @@ def _all_plans(table: ErrorTable, speeds: Speeds) -> Iterator[ScoredPlan]:
 def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterator[ScoredPlan]:
     """All mixes of two recipes that no other one of them beats."""
     gains = table.squares[recipe] - table.squares[higher]  # of squared error, if a cell is kept in higher precision
-    saved, kept_saved = speeds.savings[recipe], speeds.savings[higher]
-    costs = saved.total * saved.shares - kept_saved.total * kept_saved.shares  # of time
+    saved = speeds.savings[recipe].by_cell
+    costs = saved - speeds.savings[higher].by_cell  # of time
     layers, linears = gains.shape
     listed = _listed(linears) if linears <= MOST_LISTED else None
     ends = list(_ends(layers)) if table.contiguous else [(0, 0)]
@@ -166,7 +166,7 @@ def _pair(table: ErrorTable, speeds: Speeds, recipe: str, higher: str) -> Iterat
         more_cost = sums[1][front] + costs[:first].sum() + costs[layers - last :].sum() + parts
         fronts.append((less_error, more_cost, sets[front], np.full(len(front), place)))
     less_error, more_cost, kept, of_ends = (np.concatenate(parts) for parts in zip(*fronts, strict=True))
-    squares, sums_of_costs = table.squares[recipe].sum() + less_error, 1 - saved.total * saved.shares.sum() + more_cost
+    squares, sums_of_costs = table.squares[recipe].sum() + less_error, 1 - saved.sum() + more_cost
     for place in _front(squares, sums_of_costs):
         first, last = ends[of_ends[place]]
         plan = MixPlan(recipe, higher, first, last, tuple(map(bool, kept[place])))

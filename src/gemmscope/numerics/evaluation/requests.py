@@ -17,14 +17,13 @@ from pydantic import Field, TypeAdapter
 from gemmscope.errors import UserError
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
-from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, StaleScale
+from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, Source, StaleScale
 from gemmscope.signals import DeferredSignals, defer_signals
 from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 
 WORKER = "gemmscope.numerics.evaluation.worker"
 USUAL_SEQUENCE = 512
-SyntheticKind = Literal["normal", "heavy", "outliers"]
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,18 @@ class ModelLinears:
 
 
 @dataclass(frozen=True)
-class RecordingSource:
-    """A file of `gemmscope.record_tensors`."""
+class TensorSource:
+    """Where tensors come from: a file of `gemmscope.record_tensors`, the weights of a checkpoint, or a kind of random tensors."""
 
-    path: str
-    type: Literal["recording"] = "recording"
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """The weights of a checkpoint, which is compared with `model`."""
-
-    path: str
-    model: ModelLinears | None = None
-    type: Literal["checkpoint"] = "checkpoint"
-
-
-@dataclass(frozen=True)
-class SyntheticSource:
-    """Random tensors for linears of these sizes: op → (inputs, outputs)."""
-
-    kind: SyntheticKind
-    sizes: Mapping[str, tuple[int, int]]
+    kind: Source
+    origin: str
+    """The file, or the kind of random tensors."""
+    expected: ModelLinears | None = None
+    """What a checkpoint is compared with."""
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of the linears that get random tensors: op → (inputs, outputs)."""
     model: str = ""
-    type: Literal["synthetic"] = "synthetic"
+    """The name of their model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class DepthModel:
 class ErrorsRequest:
     """What to compute, of which tensors. `backend`: whose variants of the recipes."""
 
-    source: RecordingSource | CheckpointSource | SyntheticSource
+    source: TensorSource
     recipes: tuple[str, ...]
     backend: str = ""
     device: str = "cpu"
@@ -87,12 +74,10 @@ class ErrorsRequest:
 
 @dataclass(frozen=True)
 class TensorsOpened:
-    """The tensors are there. `result`: without errors yet. `count`: of linears. `probed`: every linear has probes."""
+    """The tensors are there. `result`: without errors yet. `count`: of linears."""
 
     result: NumericsResult
     count: int
-    notes: tuple[str, ...] = ()
-    probed: bool = True
     type: Literal["opened"] = "opened"
 
 

@@ -36,16 +36,16 @@ MOST_SAVED = 0.9  # share of the BF16 time that the linears with a gain may save
 
 @dataclass(frozen=True)
 class Savings:
-    """The savings of one recipe in all linears: `total` is the share of the BF16 time, `shares` is each cell's share of the
-    total.
+    """The savings of one recipe in all linears: `totals` are shares of the BF16 time (the value and both ends of its interval),
+    `shares` is each cell's share of the total."""
 
-    `low`, `high`: the ends of the total's interval.
-    """
-
-    total: float
-    low: float
-    high: float
+    totals: tuple[float, float, float]
     shares: Values
+
+    @property
+    def by_cell(self) -> Values:
+        """What every cell saves."""
+        return self.totals[0] * self.shares
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,17 @@ class Speeds:
     gpu: str = ""
     findings: tuple[Finding, ...] = ()
 
-    def time(self, parts: Mapping[str, Values]) -> float:
-        """The time of a mix relative to BF16. `parts`: recipe → 1 for the cells that run in it, else 0."""
-        return 1 - sum(
-            self.savings[name].total * float((self.savings[name].shares * cells).sum()) for name, cells in parts.items()
-        )
+    def time(self, parts: Mapping[str, Values], end: int = 0) -> float:
+        """The time of a mix relative to BF16. `parts`: recipe → 1 for the cells that run in it, else 0; `end` of the interval."""
+        shares = {name: float((self.savings[name].shares * cells).sum()) for name, cells in parts.items()}
+        return 1 - sum(self.savings[name].totals[end] * share for name, share in shares.items())
 
     def speedup(self, parts: Mapping[str, Values]) -> Interval | None:
         """The speedup of a mix over BF16. Its interval assumes that the errors of the recipes' speedups are fully correlated."""
         if self.of is None:
             return None
-        value = low = high = 1.0
-        for name, cells in parts.items():
-            own = self.savings[name]
-            share = float((own.shares * cells).sum())
-            value, low, high = value - own.total * share, low - own.low * share, high - own.high * share
         known = all(self.speedups[name].known for name in parts if name != BASELINE)
-        return Interval(1 / value, 1 / low, 1 / high) if known else Interval(1 / value)
+        return Interval(*(1 / self.time(parts, end) for end in range(3 if known else 1)))
 
 
 def nominal_speeds(table: ErrorTable) -> Speeds:
@@ -86,7 +80,7 @@ def nominal_speeds(table: ErrorTable) -> Speeds:
     for name in table.squares:
         passes = recipe(name).operands.values()
         saved = 1 - sum(max(number_format(operand)["bits"] for operand in formats) for formats in passes) / 16 / len(passes)
-        savings[name] = Savings(saved, saved, saved, table.flops * (1 - table.skipped.get(name, 0.0)))
+        savings[name] = Savings((saved, saved, saved), table.flops * (1 - table.skipped.get(name, 0.0)))
     return Speeds(savings)
 
 
@@ -112,14 +106,14 @@ def speeds_of(result: SpeedResult, table: ErrorTable, gpu: str = "") -> Speeds:
     findings = [warning for warning in chosen.findings if warning.code == "step-host-bound"]
     if missing := [name for name in table.squares if name not in speedups and name != BASELINE]:
         findings.append(finding("numerics-no-speed", recipes=missing, where=where))
-    savings = {BASELINE: Savings(0.0, 0.0, 0.0, table.flops)}
+    savings = {BASELINE: Savings((0.0, 0.0, 0.0), table.flops)}
     by_flops = []
     for name, speedup in speedups.items():
         shares = _shares(linears, table, name, 1 - 1 / speedup.value) if linears is not None else None
         by_flops += [name] if shares is None else []
-        total, low, high = (1 - 1 / (end or speedup.value) for end in (speedup.value, speedup.low, speedup.high))
+        value, low, high = (1 - 1 / (end or speedup.value) for end in (speedup.value, speedup.low, speedup.high))
         divided = shares if shares is not None else table.flops
-        savings[name] = Savings(total, low, high, divided * (1 - table.skipped.get(name, 0.0)))
+        savings[name] = Savings((value, low, high), divided * (1 - table.skipped.get(name, 0.0)))
     if by_flops:
         findings.append(finding("numerics-speed-by-flops", recipes=by_flops))
     return Speeds(

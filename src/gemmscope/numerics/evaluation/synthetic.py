@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.evaluation.requests import SyntheticKind
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
@@ -55,7 +54,7 @@ def _outlier_tensors(tokens: int, inputs: int, outputs: int, generator: torch.Ge
     return x, w, dy * torch.exp(SPREAD * torch.randn(tokens, 1, generator=generator))
 
 
-MAKERS: dict[SyntheticKind, Maker] = {
+MAKERS: dict[str, Maker] = {
     "normal": partial(_scaled, _normal),
     "heavy": partial(_scaled, _student),
     "outliers": _outlier_tensors,
@@ -68,7 +67,7 @@ TITLES = {
 
 
 def synthetic_recording(
-    kind: SyntheticKind,
+    kind: str,
     sizes: Mapping[str, tuple[int, int]],
     *,
     tokens: int = TOKENS,

@@ -8,18 +8,17 @@ from collections.abc import Iterator
 import torch
 
 from gemmscope.errors import UserError, in_a_line
+from gemmscope.findings import finding
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
 from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales, without_errors
 from gemmscope.numerics.evaluation.requests import (
     MESSAGE,
     REQUEST,
     AllComputed,
-    CheckpointSource,
     ErrorsMessage,
     ErrorsRequest,
     LinearComputed,
     NotComputed,
-    RecordingSource,
     TensorsOpened,
     from_line,
     to_line,
@@ -47,7 +46,7 @@ def main() -> None:
 def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     """The facts of the recording, then the errors of every linear in every recipe."""
     threads = torch.get_num_threads()
-    if isinstance(request.source, RecordingSource):
+    if request.source.kind == "recording":
         torch.set_num_threads(1)  # the tensors are small: more threads would not be faster
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {request.device} is not available: PyTorch sees no GPU", "use the CPU, which is fast enough")
@@ -69,11 +68,12 @@ def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
 
 def opened(request: ErrorsRequest) -> TensorRecording:
     """The tensors that the request names."""
-    if isinstance(request.source, RecordingSource):
-        return read_recording(request.source.path)
-    if isinstance(request.source, CheckpointSource):
-        return read_checkpoint(request.source.path, seed=request.seed, model=request.source.model)
-    return synthetic_recording(request.source.kind, request.source.sizes, seed=request.seed, model=request.source.model)
+    source = request.source
+    if source.kind == "recording":
+        return read_recording(source.origin)
+    if source.kind == "checkpoint":
+        return read_checkpoint(source.origin, seed=request.seed, model=source.expected)
+    return synthetic_recording(source.origin, source.sizes, seed=request.seed, model=source.model)
 
 
 def about(recording: TensorRecording, device: str) -> TensorsOpened:
@@ -81,21 +81,25 @@ def about(recording: TensorRecording, device: str) -> TensorsOpened:
     plain = [linear for linear in recording.linears if linear.facts.expert is None]
     inside = [linear for linear in plain if linear.facts.layer is not None]  # a head may read one token of each sequence
     tokens = {step.facts.tokens for linear in inside or plain for step in linear.sampled_steps}
+    sampled = [step for linear in recording.linears for step in linear.sampled_steps]
+    probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
+    findings = [finding("numerics-recording-note", text=note) for note in recording.facts.notes]
+    if recording.facts.source != "checkpoint" and not probed:
+        findings.append(finding("numerics-no-probes"))
     result = NumericsResult(
         command="",
+        findings=tuple(findings),
         source=recording.facts.source,
         origin=recording.origin,
         model_name=recording.facts.model,
         steps=recording.facts.steps,
         tokens=tokens.pop() if len(tokens) == 1 else None,
         sampled_bytes=recording.sampled_bytes,
-        layers=recording.layers,
+        layers=len({linear.facts.layer for linear in recording.linears if linear.facts.layer is not None}),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         versions={**recording.facts.packages, "torch": torch.__version__},
     )
-    sampled = [step for linear in recording.linears for step in linear.sampled_steps]
-    probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
-    return TensorsOpened(result, len(recording.linears), recording.facts.notes, probed)
+    return TensorsOpened(result, len(recording.linears))
 
 
 def errors_of(linear: RecordedLinear, request: ErrorsRequest) -> LinearComputed:

@@ -69,13 +69,12 @@ class Taken:
 class StepCapture:
     """One recorded step: every linear once, from the first forward pass that gets a gradient."""
 
-    def __init__(self, step: int, budget: int | None, seed: int, guarded: Guard) -> None:
-        self.step, self.guarded = step, guarded
-        self.budget = budget
-        """Bytes for the samples of each linear; None where only maxima are recorded."""
-        self.seed = seed
-        self.histories: Mapping[str, Sequence[StepFacts]] = {}
-        """The largest maxima of the steps before, for every linear."""
+    def __init__(
+        self, step: int, budget: int | None, seed: int, guarded: Guard, histories: Mapping[str, Sequence[StepFacts]]
+    ) -> None:
+        """`budget`: bytes for the samples of each linear; None where only maxima are recorded. `histories`: the steps before, of
+        every linear."""
+        self.step, self.budget, self.seed, self.guarded, self.histories = step, budget, seed, guarded, histories
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
 
@@ -279,9 +278,7 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention, which does not call it
         return ""
     for base in type(module).__mro__:
-        if base is nn.Linear:
-            return "Linear"
-        if base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES:
+        if base is nn.Linear or (base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES):
             return base.__name__
     return ""
 

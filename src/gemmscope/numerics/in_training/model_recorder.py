@@ -66,8 +66,8 @@ class ModelRecorder:
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
-        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded)
-        capture.histories = {key: tuple(steps) for key, steps in self._facts.items()}
+        histories = {key: tuple(steps) for key, steps in self._facts.items()}
+        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded, histories)
         self._capture = capture
         self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
         self._hooks += [RerunModule(module, linears, capture) for module, linears in self._plan.regions]

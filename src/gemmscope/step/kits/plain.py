@@ -128,13 +128,14 @@ class Kit:
             owner, _, name = path.rpartition(".")
             linear = module.get_submodule(path)
             assert isinstance(linear, nn.Linear)
-            setattr(module.get_submodule(owner), name, self._converted(linear))
+            converted = self._like(linear)
+            for parameter, value in linear.named_parameters(recurse=False):
+                setattr(converted, parameter, value)
+            setattr(module.get_submodule(owner), name, converted.train(linear.training))
 
-    def _converted(self, linear: nn.Linear) -> nn.Module:
-        """Here: the same linear, in a class of its own."""
-        plain = PlainLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        plain.weight, plain.bias = linear.weight, linear.bias
-        return plain
+    def _like(self, linear: nn.Linear) -> nn.Module:
+        """The framework's linear of this size; here one in a class of its own."""
+        return PlainLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
 
     def autocast(self, *, kept: bool = False) -> AbstractContextManager[Any]:  # noqa: ARG002
         """The context in which all layers run. `kept`: that of a layer, or a part, that a mix keeps in a higher precision."""

@@ -24,10 +24,8 @@ class TorchaoKit(Kit):
         for chosen in (self.recipe, *([recipe_named(self.recipe.kept.recipe)] if self.recipe.kept is not None else [])):
             if chosen.quantizes and "float8" not in chosen.settings.get(self.name, {}):
                 return f"{chosen.name} is not yet supported in steps with torchao"
-        if isinstance(plan, ModulePlan):  # it is decided linear by linear
-            return ""
-        if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
-            return ""
+        if isinstance(plan, ModulePlan) or "bf16" in self.recipe.operands["wgrad"]:
+            return ""  # decided linear by linear, or the GEMM that sums over tokens takes any number of them
         return self.recipe.misaligned({"tokens": plan.run.tokens})
 
     def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:

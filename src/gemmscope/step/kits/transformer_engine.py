@@ -44,7 +44,6 @@ class TransformerEngineKit(Kit):
         self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda", compiled: str = "none"
     ) -> None:
         super().__init__(recipe, left_out, device, compiled)
-        self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # separate: delayed scaling would otherwise run in the steps of every recipe
         self._precision = _recipe_of(recipe)
@@ -53,13 +52,9 @@ class TransformerEngineKit(Kit):
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
         return "" if isinstance(plan, ModulePlan) else plan.misaligned(self.recipe)
 
-    def _converted(self, linear: nn.Linear) -> nn.Module:
+    def _like(self, linear: nn.Linear) -> nn.Module:
         make: dict[str, Any] = {"params_dtype": linear.weight.dtype, "device": self.device}
-        converted = te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
-        converted.weight = linear.weight
-        if linear.bias is not None:
-            converted.bias = linear.bias
-        return converted.train(linear.training)
+        return te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
