@@ -89,6 +89,11 @@ def test_add_a_recipe(copy: PackageCopy) -> None:
     for kind in ("library", "version"):
         copy.change(TRANSFER, f"[uncertainty.other_{kind}]\n", f"[uncertainty.other_{kind}]\nmxfp6 = 0.69\n")
     copy.change(TRAINING, "uncertainty = { bf16 = 0.07", "uncertainty = { mxfp6 = 0.15, bf16 = 0.07")
+    drawn = copy.outcomes(
+        "forecast --shapes 4096 --gpu b200 --recipes mxfp6 --json drawn.json", "report drawn.json -o drawn.html"
+    )
+    assert [missing(outcome) for outcome in drawn] == [None, ("document/palette.toml", "recipe.MXFP6")]
+    copy.change("document/palette.toml", "[recipe]\n", '[recipe]\nMXFP6 = { light = "#123456", dark = "#654321" }\n')
     outcomes = copy.outcomes(
         f"shapes {MODEL}",
         f"forecast {MODEL} --gpu b200,h200 --tp 2 --json forecast.json",

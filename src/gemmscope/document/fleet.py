@@ -17,7 +17,7 @@ from gemmscope.document.fleet_tables import (
     summary_table,
     value_text,
 )
-from gemmscope.document.model import Document, KeyFigure, Message, Section
+from gemmscope.document.model import Document, KeyFigure, Message
 from gemmscope.document.table import Facts, grouped
 from gemmscope.findings import finding
 from gemmscope.gpu.health import health_problems
@@ -40,10 +40,26 @@ def fleet_document(result: FleetResult, name: str = "") -> Document:
         where=_where(view),
         answer=_answer(view),
         because=tuple(_because(view)),
-        key_figures=tuple(_key_figures(view)),
+        key_figures=tuple(
+            KeyFigure(
+                figure.name,
+                value_text(figure.center, figure),
+                f"chip to chip {100 * figure.spread.value:.1f}%" if figure.spread is not None else "",
+            )
+            for figure in _main_figures(view)
+        ),
         summary=summary_table(view),
         context=tuple(_context(view)),
-        sections=_sections(view),
+        sections=sections(
+            {
+                "Versions": [differences_table("Versions and limits that differ", result.differences)],
+                "Outliers": [outlier_table(view)],
+                f"Speed of every {view.kind}": rank_charts(view),
+                "Metrics": [figure_table(view)],
+                "Nodes": [heat_map(view), node_table(view)],
+                f"{view.kind}s": [gpu_table(view), health_table(view)],
+            }
+        ),
         messages=(*_evidence(view), *_not_measured(result), *_health(view), *map(Message.of, result.findings)),
         facts={"Method": _method(view)},
         next_purpose=phrase("fleet-again") if again else "",
@@ -135,13 +151,6 @@ def _because(view: FleetView) -> Iterator[str]:
         yield phrase("fleet-spread", group=f" ({group})" if len(view.groups) > 1 else "", spreads=shown)
 
 
-def _key_figures(view: FleetView) -> Iterator[KeyFigure]:
-    """Medians with the spread from chip to chip, for the page."""
-    for figure in _main_figures(view):
-        spread = f"chip to chip {100 * figure.spread.value:.1f}%" if figure.spread is not None else ""
-        yield KeyFigure(figure.name, value_text(figure.center, figure), spread)
-
-
 def _context(view: FleetView) -> Iterator[str]:
     result = view.result
     repeats = sorted({gpu.repeats for gpu in result.measured} or {1})
@@ -182,19 +191,6 @@ def _not_measured(result: FleetResult) -> list[Message]:
     ordered = sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
     listed = [f"{units.names(places, 3)}: {reason}" for reason, places in ordered]
     return [Message.of(finding("fleet-not-measured", gpus=sum(map(len, reasons.values())), reasons="; ".join(listed)))]
-
-
-def _sections(view: FleetView) -> tuple[Section, ...]:
-    return sections(
-        {
-            "Versions": [differences_table("Versions and limits that differ", view.result.differences)],
-            "Outliers": [outlier_table(view)],
-            f"Speed of every {view.kind}": rank_charts(view),
-            "Metrics": [figure_table(view)],
-            "Nodes": [heat_map(view), node_table(view)],
-            f"{view.kind}s": [gpu_table(view), health_table(view)],
-        }
-    )
 
 
 def _method(view: FleetView) -> Facts:

@@ -22,6 +22,7 @@ from gemmscope.document.table import (
     across,
     difference_cell,
     ends_text,
+    estimated,
     grouped,
     table,
 )
@@ -98,15 +99,14 @@ class FleetView:
     @cached_property
     def standings(self) -> Mapping[str, list[Standing]]:
         """For every place, each of its figures relative to the median."""
-        return {gpu.place: self._standings(gpu) for gpu in self.result.gpus}
 
-    def _standings(self, gpu: FleetGpu) -> list[Standing]:
-        known = []
-        for name, value in gpu.figures.items():
-            figure = self.result.figure(name, gpu.group)
-            if figure is not None and figure.gpus > 1 and (ratio := relative(value, figure)) is not None:
-                known.append(Standing(figure, ratio))
-        return known
+        def known(gpu: FleetGpu) -> Iterator[Standing]:
+            for name, value in gpu.figures.items():
+                figure = self.result.figure(name, gpu.group)
+                if figure is not None and figure.gpus > 1 and (ratio := relative(value, figure)) is not None:
+                    yield Standing(figure, ratio)
+
+        return {gpu.place: list(known(gpu)) for gpu in self.result.gpus}
 
     def worst(self, gpu: FleetGpu) -> Standing | None:
         """The metric to show of a GPU: the one in which it is an outlier, else the time in which it is slowest."""
@@ -154,9 +154,8 @@ def value_cell(value: Interval | None, unit: str, *, both: bool = False) -> Cell
     if value is None:
         return NOTHING
     if both:
-        digits = units.ratio_decimals(value) if unit == "x" else units.fixed(value, most=3)
-        return Cell(units.ends(value, digits), value.value, value.low, value.high)
-    return Cell(units.short_speedup(value) if unit == "x" else units.milliseconds(value), value.value, value.low, value.high)
+        return estimated(units.ends(value, units.ratio_decimals(value) if unit == "x" else units.fixed(value, most=3)), value)
+    return estimated(units.short_speedup(value) if unit == "x" else units.milliseconds(value), value)
 
 
 def value_text(value: Interval, figure: FleetFigure) -> str:
@@ -277,8 +276,7 @@ def _rate(figure: FleetFigure) -> float | None:
 def _share_range(share: Interval | None) -> Value:
     if share is None or not share.known:
         return share.value if share is not None else None
-    text = f"{100 * share.value:.2f}% [{100 * (share.low or 0.0):.2f}, {100 * (share.high or 0.0):.2f}]"
-    return Cell(text, share.value, share.low, share.high)
+    return estimated(f"{100 * share.value:.2f}% [{100 * (share.low or 0.0):.2f}, {100 * (share.high or 0.0):.2f}]", share)
 
 
 def node_table(view: FleetView) -> Table | None:
@@ -373,13 +371,10 @@ def _state(value: int | str | None) -> Value:
 
 def rank_charts(view: FleetView) -> Iterator[RankChart]:
     """The GPUs by their speed relative to the median: first the figure with the clearest outlier."""
-    scores: dict[tuple[str, str], float] = {}
-    for outlier in view.result.outliers:
-        key = outlier.group, outlier.figure
-        scores[key] = max(scores.get(key, 0.0), abs(outlier.score))
+    scores = grouped(((outlier.group, outlier.figure), abs(outlier.score)) for outlier in view.result.outliers)
     tested = view.result.rule.figures
     shown = [figure for figure in view.result.figures if figure.gpus and (not tested or figure.name in tested)]
-    shown.sort(key=lambda figure: (-scores.get((figure.group, figure.name), 0.0), figure.unit == "x"))
+    shown.sort(key=lambda figure: (-max(scores.get((figure.group, figure.name), (0.0,))), figure.unit == "x"))
     for place, figure in enumerate(shown[:MOST_CHARTS]):
         if chart := rank_chart(view, figure, main=place == 0):
             yield chart
@@ -393,7 +388,11 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
     if not standings:
         return None
     standings.sort(key=lambda pair: pair[1].ratio.value)
-    called = {gpu.place for gpu, _ in standings if _is_called(view, gpu, figure)}
+    called = {
+        gpu.place
+        for gpu, _ in standings
+        if any(figure.name in (outlier.figure, *outlier.also) for outlier in view.outliers_of(gpu))
+    }
     kept = set(thinned([gpu.place in called for gpu, _ in standings]))
     ranked = [
         Ranked(gpu.place, rank, own.ratio, label=gpu.place if gpu.place in called else "", facts=_facts(gpu, own))
@@ -413,10 +412,6 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
         note=limit + some,
         main=main,
     )
-
-
-def _is_called(view: FleetView, gpu: FleetGpu, figure: FleetFigure) -> bool:
-    return any(figure.name in (outlier.figure, *outlier.also) for outlier in view.outliers_of(gpu))
 
 
 def thinned(called: Sequence[bool], most: int = MOST_POINTS, ends: int = MOST_ENDS) -> list[int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 
 from gemmscope import units
@@ -18,9 +17,17 @@ from gemmscope.document.common import (
     sections,
     subject,
 )
-from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_summary, linears_times
-from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
+from gemmscope.document.linears import (
+    linears_answer,
+    linears_sections,
+    linears_speedups,
+    linears_summary,
+    linears_times,
+    total_ms,
+)
+from gemmscope.document.model import Block, Document, Section
 from gemmscope.document.step_parts import (
+    best_time,
     common_baseline,
     cost_table,
     memory_cell,
@@ -38,13 +45,11 @@ from gemmscope.document.step_parts import (
     waterfalls,
 )
 from gemmscope.document.sweep import forecast_sweep_document
-from gemmscope.document.table import Cell, Column, Facts, Table, Value, called_cell, table
+from gemmscope.document.table import Cell, Column, Facts, Table, across, called_cell, table
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
-from gemmscope.results.linears import LinearsTotal
+from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
-from gemmscope.workload.cases import Mode
 
 MEMORY_USES = {
     "weights_bytes": "Weights",
@@ -69,10 +74,12 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
     first, several = result.gpus[0], len(result.gpus) > 1
     answer, because = _answer(result)
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
+    both = [] if first.linears.bare else [_main_table(result.gpus), cost_table(_steps(result.gpus), phrase("no-restarts"))]
+    titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
     where = [(gpu, f"{gpu.title}, FORECAST") for gpu in result.gpus]
     return Document(
         kind="forecast",
-        title=f"FORECAST, not measured: {result.name} on {_gpus(result)}",
+        title=f"FORECAST, not measured: {result.name} on {titles}",
         subject=subject(result.model, result.run, first.linears.cases),
         where=f"{', '.join(gpu.gpu for gpu in result.gpus) if several else first.title}, FORECAST",
         answer=answer,
@@ -80,20 +87,24 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         key_figures=step_figures(first.step) if first.step is not None and not several else (),
         summary=_summary(result),
         context=tuple(_context(result)),
-        sections=(*([] if first.linears.bare else [_side_by_side(result)]), *own),
+        sections=(*sections({"Summary": both}), *own),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
         facts={"Method": _method(result)},
-        speedups=tuple(speedup for gpu, place in where for speedup in _speedups(gpu, place)),
-        times=tuple(time for gpu, place in where for time in _times(gpu, place)),
+        speedups=tuple(
+            speedup
+            for gpu, place in where
+            for speedup in (*(step_speedups(gpu.step, place) if gpu.step else ()), *linears_speedups(gpu.linears, place))
+        ),
+        times=tuple(
+            time
+            for gpu, place in where
+            for time in (*(step_times(gpu.step, place) if gpu.step else ()), *linears_times(gpu.linears, place))
+        ),
         forecast=True,
         next_purpose=phrase("forecast-next"),
         next_command=same_model(*_measures(result)),
         name=name,
     )
-
-
-def _gpus(result: ForecastResult) -> str:
-    return ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
 
 
 def _context(result: ForecastResult) -> Iterator[str]:
@@ -130,7 +141,7 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     if len(answers) == 1:
         return answers[0]
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
-    best = {gpu.gpu: time for gpu in result.gpus if (time := _best(gpu)) is not None}
+    best = {gpu.gpu: time for gpu in result.gpus if (time := best_time(gpu.step)) is not None}
     unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and gpu.step.unfit and gpu.gpu not in best]
     unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
@@ -173,10 +184,6 @@ def _line(gpu: GpuForecast, answer: str) -> str:
     return phrase("forecast-line", gpu=gpu.gpu, recipe=winner.best, speedup=winner.speedup, baseline=BASELINE, notes=notes)
 
 
-def _best(gpu: GpuForecast) -> StepTime | None:
-    return gpu.step.of(gpu.step.winner.best) if gpu.step is not None and gpu.step.winner is not None else None
-
-
 def _rate(time: StepTime) -> str:
     return units.rounded(time.tokens_per_s, time.step_ms.half_width)
 
@@ -199,11 +206,6 @@ def _summary(result: ForecastResult) -> Table | None:
     return linears_summary(result.gpus[0].linears) if len(result.gpus) == 1 else _main_table(result.gpus)
 
 
-def _side_by_side(result: ForecastResult) -> Section:
-    costs = cost_table(_steps(result.gpus), phrase("no-restarts"))
-    return Section("Summary", (_main_table(result.gpus), *([costs] if costs.rows else [])))
-
-
 def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     """A row for each GPU and recipe: the linears in both modes, the step and its speedup."""
     steps = _steps(gpus)
@@ -212,7 +214,12 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     columns: list[Column[tuple[GpuForecast, str]]] = [
         Column("GPU", lambda row: row[0].gpu),
         Column("Recipe", lambda row: row[1]),
-        *(Column(f"Linears ms, {mode}", partial(_linears_ms, mode), "ms, range") for mode in gpus[0].linears.modes),
+        *across(
+            gpus[0].linears.modes,
+            lambda row, mode: total_ms(row[0].linears, mode, row[1]),
+            "ms, range",
+            head=lambda mode: f"Linears ms, {mode}",
+        ),
     ]
     if first is not None:
         of_step = [
@@ -225,7 +232,7 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
             Column[StepRow](f"Speedup over {BASELINE}", lambda row: speedup_value(row[2]), "x, called"),
             *over_common(common),
         ]
-        columns += [Column(column.head, partial(_of_step, column), column.unit) for column in of_step]
+        columns += [column.of(_of_step) for column in of_step]
     rows = [(gpu, name) for gpu in gpus for name in gpu.linears.recipes]
     what = "linears of one micro-batch on one rank" + (", and the training step" if first is not None else "")
     note = phrase("forecast-means", unit=first.unit.capitalize()) if first is not None else ""
@@ -235,32 +242,21 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
 StepRow = tuple[str, StepTimes, StepTime]
 
 
-def _of_step(column: Column[StepRow], row: tuple[GpuForecast, str]) -> Value:
-    """The value of a column of the step; a dash for a recipe that cannot run this model."""
+def _of_step(row: tuple[GpuForecast, str]) -> StepRow | None:
+    """The step of a recipe; None if it cannot run this model."""
     gpu, name = row
     time = gpu.step.of(name) if gpu.step is not None else None
-    return column.cell((gpu.gpu, gpu.step, time)) if gpu.step is not None and time is not None else None
-
-
-def _linears_ms(mode: Mode, row: tuple[GpuForecast, str]) -> Value:
-    total: LinearsTotal | None = row[0].linears.total(row[1], mode)
-    return total.total_ms if total is not None else None
+    return (gpu.gpu, gpu.step, time) if gpu.step is not None and time is not None else None
 
 
 def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
     prefix, step = f"{gpu.gpu}: " if several else "", gpu.step
     blocks: list[Block | None] = []
     if step is not None and step.recipes:
-        blocks = [
-            step_chart(step, prefix=prefix),
-            *waterfalls(step, prefix=prefix),
-            _pairs(step, prefix),
-            _exchanged(step, prefix),
-        ]
-    named: dict[str, list[Block | None]] = {
-        f"{prefix}Training step": blocks,
-        f"{prefix}Memory of one GPU": [_memory(gpu, prefix)] if gpu.memory else [],
-    }
+        blocks = [step_chart(step, prefix=prefix), *waterfalls(step, prefix=prefix)]
+        blocks += [_pairs(step, prefix), _exchanged(step, prefix)]
+    memory: list[Block | None] = [_memory(gpu, prefix)] if gpu.memory else []
+    named = {f"{prefix}Training step": blocks, f"{prefix}Memory of one GPU": memory}
     for section in (*sections(named), *linears_sections(gpu.linears, prefix=prefix)):
         yield replace(section, gpu=gpu.gpu if several else "")
 
@@ -280,10 +276,6 @@ def _pairs(step: StepTimes, prefix: str) -> Table:
 
 def _memory(gpu: GpuForecast, prefix: str) -> Table:
     """Every use of the memory in every recipe, and whether it fits."""
-
-    def of_recipe(memory: RecipeMemory) -> Column[str]:
-        return Column(memory.recipe, lambda use: getattr(memory, use), "B")
-
     fits = {memory.recipe: Cell(memory.fit, level="" if memory.fit in ("fits", "tight") else "warning") for memory in gpu.memory}
     first = gpu.memory[0]
     staged = first.stage or first.in_flight > 1
@@ -293,7 +285,7 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
         title,
         MEMORY_USES,
         Column("Use", MEMORY_USES.get),
-        *map(of_recipe, gpu.memory),
+        *across(gpu.memory, lambda use, memory: getattr(memory, use), "B", head=lambda memory: memory.recipe),
         note=where + phrase("memory-computed"),
         more=[{"Use": "Fits", **fits}],
     )
@@ -301,8 +293,7 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
 
 def _exchanged(step: StepTimes, prefix: str) -> Table | None:
     """What one GPU exchanges with others in a step in the best recipe; None if there is nothing."""
-    time = step.of(step.winner.best) if step.winner is not None else None
-    time = time or step.recipes[0]
+    time = best_time(step) or step.recipes[0]
     if not time.exchanged:
         return None
 
@@ -324,15 +315,6 @@ def _exposed(one: Exchanged) -> Cell:
     low, high = max(one.exposed_ms - one.unsure_ms, 0.0), one.exposed_ms + one.unsure_ms
     high = high if one.crosses else min(high, one.time_ms)
     return Cell(f"{one.exposed_ms:.1f} [{low:.1f}, {max(high, one.exposed_ms):.1f}]", one.exposed_ms)
-
-
-def _speedups(gpu: GpuForecast, where: str) -> tuple[NamedSpeedup, ...]:
-    steps = step_speedups(gpu.step, where) if gpu.step is not None else ()
-    return (*steps, *linears_speedups(gpu.linears, where))
-
-
-def _times(gpu: GpuForecast, where: str) -> tuple[NamedTime, ...]:
-    return (*(step_times(gpu.step, where) if gpu.step is not None else ()), *linears_times(gpu.linears, where))
 
 
 def _method(result: ForecastResult) -> Facts:

@@ -17,6 +17,7 @@ from gemmscope.document.table import (
     Column,
     Table,
     Value,
+    across,
     called_cell,
     grouped,
     speedup_cell,
@@ -158,8 +159,13 @@ def linears_summary(linears: Linears) -> Table | None:
     sums = [
         {
             first: phrase(f"linears-all-{mode}"),
-            times: total.total_ms if (total := linears.total(BASELINE, mode)) is not None else None,
-            **{name: _short_total(linears, mode, name) for name in names},
+            times: total_ms(linears, mode, BASELINE),
+            **{
+                name: FALLBACK_CELL
+                if linears.falls_back(name, mode)
+                else speedup_cell(linears.speedup(name, mode), units.short_speedup)
+                for name in names
+            },
         }
         for mode in (() if linears.bare else linears.modes)
     ]
@@ -173,16 +179,10 @@ def linears_summary(linears: Linears) -> Table | None:
         [case for case in linears.cases if case.op in largest],
         Column(first, lambda case: case.op),
         Column(times, baseline, "ms", drop=1),
-        *(Column(name, partial(_short_speedup, linears, mode, name), "x") for name in names),
+        *across(names, lambda case, name: _short_speedup(linears, mode, name, case.op), "x"),
         note=note,
         more=sums,
     )
-
-
-def _short_total(linears: Linears, mode: Mode, name: str) -> Cell:
-    if linears.falls_back(name, mode):
-        return FALLBACK_CELL
-    return speedup_cell(linears.speedup(name, mode), units.short_speedup)
 
 
 def _summary(linears: Linears, start: str) -> Table:
@@ -192,8 +192,10 @@ def _summary(linears: Linears, start: str) -> Table:
     quantizes = any(share is not None for share in shares.values())
 
     def of_mode(mode: Mode) -> list[Column[str]]:
-        time: Column[str] = Column(f"{MODE_TITLES[mode]} ms", partial(_total, linears, mode), "ms")
-        return [time, Column(f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x")]
+        return [
+            Column(f"{MODE_TITLES[mode]} ms", partial(total_ms, linears, mode), "ms"),
+            Column(f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x"),
+        ]
 
     note = _what_is_timed(linears, linears.modes[0])
     if both and not linears.as_te_benchmark:
@@ -210,7 +212,8 @@ def _summary(linears: Linears, start: str) -> Table:
     )
 
 
-def _total(linears: Linears, mode: Mode, name: str) -> Interval | None:
+def total_ms(linears: Linears, mode: Mode, name: str) -> Interval | None:
+    """The time of all linears in one recipe, if it is known."""
     total = linears.total(name, mode)
     return total.total_ms if total is not None else None
 
@@ -244,7 +247,7 @@ def _pairs(linears: Linears, start: str) -> Table:
         pairs,
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
-        *(Column(MODE_TITLES[mode], partial(_pair, linears, mode), "x") for mode in linears.modes),
+        *across(linears.modes, lambda pair, mode: _pair(linears, mode, pair), "x", head=MODE_TITLES.__getitem__),
     )
 
 
@@ -282,7 +285,7 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
         Column("Pass", lambda row: row[1] or ALL, when=not bare),
         Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),
         Column("Count", lambda row: row[0].count, "g", when=not bare),
-        *(Column(name, partial(_time, linears, mode, name), "ms") for name in names),
+        *across(names, lambda row, name: _time(linears, mode, name, row), "ms"),
         note=_what_is_timed(linears, mode),
         more=[] if bare else _sums(linears, mode, names),
     )
@@ -313,41 +316,40 @@ def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[dict[str, 
     """The sums of every pass, of one layer and of all linears; if layers differ, only of all linears."""
     totals = {name: total for name in names if (total := linears.total(name, mode)) is not None}
 
-    def row(op: str, times: dict[str, Value], pass_name: str = ALL, count: int | None = None) -> dict[str, Value]:
-        return {"Op": op, "Pass": pass_name, "M x K x N": "", "Count": count, **times}
-
-    of_what = "One layer" if linears.layer_counts else "All linears"
+    whole: dict[str, Value] = {"Op": "All linears", "Pass": ALL, "M x K x N": ""}
+    one = {**whole, "Op": "One layer"} if linears.layer_counts else whole
     rows = [
-        row(of_what, {name: total.pass_ms.get(pass_name) for name, total in totals.items()}, pass_name)
+        {**one, "Pass": pass_name, **{name: total.pass_ms.get(pass_name) for name, total in totals.items()}}
         for pass_name in (() if linears.as_te_benchmark else PASSES)
     ]
     if linears.layer_counts:
-        rows.append(row(of_what, {name: total.layer_ms for name, total in totals.items()}, count=linears.layers))
-    return [*rows, row("All linears", {name: total.total_ms for name, total in totals.items()})]
+        rows.append({**one, "Count": linears.layers, **{name: total.layer_ms for name, total in totals.items()}})
+    return [*rows, {**whole, **{name: total.total_ms for name, total in totals.items()}}]
 
 
 def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
     """The speedup of every op, and of every pass that was timed by itself."""
-    columns: list[Column[tuple[str, str]]] = [
+
+    def speedup(row: tuple[str, str], name: str) -> Cell:
+        op, pass_name = row
+        if pass_name != ALL:
+            return speedup_cell(linears.speedup(name, mode, op, pass_name=pass_name))
+        return _whole_op(linears, mode, name, op) or called_cell(linears.speedup(name, mode, op))
+
+    names = [name for name in linears.columns(mode) if name != BASELINE]
+    rows = [(case.op, one) for case in linears.cases for one in (*PASSES, ALL)]
+    return table(
+        f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}",
+        [row for row in rows if row[1] == ALL or any(speedup(row, name) != NOTHING for name in names)],
         Column("Op", lambda row: row[0]),
         Column("Pass", lambda row: row[1]),
-        *(Column(name, partial(_op_speedup, linears, mode, name), "x") for name in linears.columns(mode) if name != BASELINE),
-    ]
-    rows = [(case.op, one) for case in linears.cases for one in (*PASSES, ALL)]
-    known = [row for row in rows if row[1] == ALL or any(column.cell(row) != NOTHING for column in columns[2:])]
-    return table(f"{start}{MODE_TITLES[mode]}: speedup of every op over {BASELINE}", known, *columns)
+        *across(names, speedup, "x"),
+    )
 
 
-def _op_speedup(linears: Linears, mode: Mode, name: str, row: tuple[str, str]) -> Cell:
-    op, pass_name = row
-    if pass_name != ALL:
-        return speedup_cell(linears.speedup(name, mode, op, pass_name=pass_name))
-    return _whole_op(linears, mode, name, op) or called_cell(linears.speedup(name, mode, op))
-
-
-def _short_speedup(linears: Linears, mode: Mode, name: str, case: Case) -> Cell:
-    short = _whole_op(linears, mode, name, case.op, f"in {BASELINE}")
-    return short or speedup_cell(linears.speedup(name, mode, case.op), units.short_speedup)
+def _short_speedup(linears: Linears, mode: Mode, name: str, op: str) -> Cell:
+    short = _whole_op(linears, mode, name, op, f"in {BASELINE}")
+    return short or speedup_cell(linears.speedup(name, mode, op), units.short_speedup)
 
 
 def _whole_op(linears: Linears, mode: Mode, name: str, op: str, left: str = f"left in {BASELINE}") -> Cell | None:
@@ -362,17 +364,14 @@ def _quantization(linears: Linears, start: str) -> Table:
     """Milliseconds of one execution by what is quantized, and their share of the op's time."""
     names = [name for name in linears.recipes if any(cell.quantization_ms for cell in linears.ops if cell.recipe == name)]
 
-    rows = []
-    for case in linears.cases if names else ():
-        cells = [linears.op_time(case.op, name, "autocast") for name in names]
-        labels = dict.fromkeys(label for cell in cells if cell is not None for label in cell.quantize_ms)
-        rows += [(case.op, label) for label in (*labels, ALL)]
+    cells = [linears.op_time(case.op, name, "autocast") for case in linears.cases for name in names]
+    labels = grouped((cell.op, label) for cell in cells if cell is not None for label in cell.quantize_ms)
     return table(
         f"{start}Autocast: quantization in one execution (ms, share of the op's time in brackets)",
-        rows,
+        [(case.op, label) for case in linears.cases if names for label in dict.fromkeys((*labels.get(case.op, ()), ALL))],
         Column("Op", lambda row: row[0]),
         Column("Quantized", lambda row: row[1]),
-        *(Column(name, partial(_quantized, linears, name), "ms") for name in names),
+        *across(names, lambda row, name: _quantized(linears, name, row), "ms"),
     )
 
 

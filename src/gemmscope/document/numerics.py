@@ -12,7 +12,6 @@ from gemmscope.document.common import command_facts, facts, phrase, sections, ve
 from gemmscope.document.model import Advice, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.numerics_tables import (
     depth_charts,
-    error_text,
     heat_maps,
     kept_in_baseline,
     kept_names,
@@ -27,7 +26,7 @@ from gemmscope.document.numerics_tables import (
     summary,
     worst_table,
 )
-from gemmscope.document.table import Facts, grouped
+from gemmscope.document.table import Facts, error_text, grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import Mix, NumericsResult, RecipeError
@@ -108,8 +107,10 @@ def _answer(result: NumericsResult) -> tuple[str, list[str]]:
     least = error_text(low[0].error) + _speeds(result, smallest)
     reason = []
     if fastest is not None and fastest not in smallest:
+        rivals = units.listed([fastest.recipe, *fastest.rivals])
+        which = phrase("numerics-fastest-are" if fastest.rivals else "numerics-fastest-is", recipe=fastest.recipe, recipes=rivals)
         speed = _speed(result, fastest.speedup)
-        reason = [phrase("numerics-fastest", fastest=_called_fastest(fastest), error=error_text(fastest.error), speed=speed)]
+        reason = [phrase("numerics-fastest", fastest=which, error=error_text(fastest.error), speed=speed)]
     elif len(low) > len(smallest):
         worst = [row.recipe for row in largest]
         reason = [phrase("numerics-largest", listed=units.listed(worst), recipes=worst, error=error_text(low[-1].error))]
@@ -132,12 +133,6 @@ def _same_error(recipes: list[RecipeError], one: RecipeError) -> list[RecipeErro
 def _fastest(recipes: list[RecipeError]) -> RecipeError | None:
     """The recipe with the highest speedup; None if no speedup is known."""
     return max((row for row in recipes if row.speedup is not None), key=lambda row: _gain(row.speedup), default=None)
-
-
-def _called_fastest(fastest: RecipeError) -> str:
-    """The fastest recipe, or the recipes that are too close to call."""
-    rivals = units.listed([fastest.recipe, *fastest.rivals])
-    return phrase("numerics-fastest-are" if fastest.rivals else "numerics-fastest-is", recipe=fastest.recipe, recipes=rivals)
 
 
 def _along_depth(result: NumericsResult) -> Iterator[str]:

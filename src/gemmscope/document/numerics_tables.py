@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
-from gemmscope.document.common import phrase
-from gemmscope.document.table import BASELINE_CELL, Cell, Column, Key, Table, Value, across, grouped, table
+from gemmscope.document.common import notes, phrase
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Key, Table, Value, across, error_text, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import (
@@ -25,20 +24,6 @@ from gemmscope.workload.ops import PASSES
 MOST_WORST = 5  # linears of each recipe
 MOST_LABELED = 14  # columns of a heat map that have room for numbers
 MOST_KEPT = 6  # parts that the name of a mix lists
-
-
-def error_text(error: float) -> str:
-    """A relative error.
-
-    >>> error_text(0.0373), error_text(0.00168), error_text(0.0)
-    ('3.7%', '0.17%', '0%')
-    """
-    return "0%" if error == 0 else f"{100 * error:.1f}%" if error >= 0.00995 else f"{100 * error:.2g}%"
-
-
-def error_cell(error: float | None) -> Cell | None:
-    """A relative error; its number is the share itself."""
-    return None if error is None else Cell(error_text(error), error)
 
 
 def kept_names(result: NumericsResult) -> dict[str, str]:
@@ -88,16 +73,16 @@ def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:
     return kept
 
 
-def _speed(speedup: Interval | None, recipe: str) -> Value:
-    return BASELINE_CELL if recipe == BASELINE else speedup
+def _speed(row: RecipeError | Mix) -> Value:
+    return BASELINE_CELL if row.recipe == BASELINE else row.speedup
 
 
 def _error_columns(result: NumericsResult, drop: int = 0) -> list[Column[RecipeError | Mix]]:
     """The error, the signal to quantization noise, and the speedup if any is known."""
     return [
-        Column("Error", lambda row: error_cell(row.error), "%"),
-        Column("SQNR dB", lambda row: decibels(row.error), ".1f", drop=drop),
-        Column("Speedup", lambda row: _speed(row.speedup, row.recipe), "x", when=result.speed_of is not None),
+        Column("Error", lambda row: row.error, "error"),
+        Column("SQNR dB", lambda row: decibels(row.error), ".1f", drop),
+        Column("Speedup", _speed, "x", when=result.speed_of is not None),
     ]
 
 
@@ -110,9 +95,6 @@ def summary(result: NumericsResult) -> Table:
             return f"{row.recipe} mixed"
         return Cell(f"{row.recipe} *", level="warning") if row.recipe in partly else row.recipe
 
-    def worst(row: RecipeError | Mix) -> RecipeError | None:
-        return row if isinstance(row, RecipeError) and row.error else None
-
     rows: list[RecipeError | Mix] = [*result.recipes, *([chosen] if chosen is not None and chosen.is_mixed else [])]
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
     starred = partly.keys() & {row.recipe for row in result.recipes}
@@ -121,8 +103,8 @@ def summary(result: NumericsResult) -> Table:
         rows,
         Column("Recipe", name),
         *_error_columns(result, drop=2),
-        Column("Worst", lambda row: error_cell(one.worst_error) if (one := worst(row)) else None, "%"),
-        Column("Worst linear", lambda row: one.worst if (one := worst(row)) else None, drop=1),
+        Column("Worst", lambda row: row.worst_error if isinstance(row, RecipeError) and row.error else None, "error"),
+        Column("Worst linear", lambda row: row.worst if isinstance(row, RecipeError) and row.error else None, drop=1),
         note=phrase("numerics-star", baseline=BASELINE) if starred else "",
     )
 
@@ -131,22 +113,21 @@ def _in_pass(ones: Iterable[LinearError], pass_name: str) -> list[PassError]:
     return [one for linear in ones for one in linear.passes if one.pass_name == pass_name]
 
 
-def _pass_error(pass_name: str, ones: Iterable[LinearError]) -> Cell | None:
+def _pass_error(ones: Iterable[LinearError], pass_name: str) -> float | None:
     """The error of one pass over several linears."""
     errors = [one.relative.value for one in _in_pass(ones, pass_name)]
-    return error_cell(_rms(errors)) if errors else None
+    return _rms(errors) if errors else None
 
 
 def recipe_table(result: NumericsResult, marked: str) -> Table:
     """Every recipe in all linears, pass by pass."""
-
     counted = grouped((linear.recipe, linear) for linear in result.counted)
     return table(
         f"{marked}Errors of every recipe",
         result.recipes,
         Column("Recipe", lambda row: row.recipe),
         *_error_columns(result),
-        *across(PASSES, lambda row, one: _pass_error(one, counted.get(row.recipe, ())), "%"),
+        *across(PASSES, lambda row, one: _pass_error(counted.get(row.recipe, ()), one), "error"),
         note=phrase("numerics-mean-of-linears"),
         sparse=True,
     )
@@ -167,8 +148,8 @@ def mix_table(result: NumericsResult, marked: str) -> Table | None:
         Column("Recipe", lambda mix: Cell(f"{mix.recipe} *", level="note") if mix == chosen else mix.recipe),
         Column("Higher", lambda mix: mix.higher if mix.is_mixed else None),
         Column("Kept higher", lambda mix: ", ".join(kept_parts(mix, short)) or None),
-        Column("Error", lambda mix: error_cell(mix.error), "%"),
-        Column("Speedup", lambda mix: _speed(mix.speedup, mix.recipe), "x", when=result.speed_of is not None),
+        Column("Error", lambda mix: mix.error, "error"),
+        Column("Speedup", lambda mix: _speed(mix), "x", when=result.speed_of is not None),
         Column("Kept FLOPs", lambda mix: mix.kept_share, "%"),
         note=note,
     )
@@ -266,17 +247,14 @@ def worst_table(result: NumericsResult, marked: str) -> Table:
     def of_worst(value: Callable[[PassError], Value]) -> Callable[[LinearError], Value]:
         return lambda row: value(max(row.passes, key=lambda one: one.relative.value)) if row.passes else None
 
-    def error(one: PassError) -> Cell:
-        return Cell(error_text(one.relative.value), one.relative.value, one.relative.low, one.relative.high)
-
     return table(
         f"{marked}The linears with the largest errors",
         rows,
         Column("Recipe", lambda linear: linear.recipe),
         Column("Linear", lambda linear: linear.name),
-        Column("Error", lambda linear: error_cell(linear.error), "%"),
+        Column("Error", lambda linear: linear.error, "error"),
         Column("Worst pass", of_worst(lambda one: one.pass_name)),
-        Column("Its error", of_worst(error), "%"),
+        Column("Its error", of_worst(lambda one: one.relative), "error"),
         Column("Mostly from", of_worst(lambda one: one.operands[0 if one.first_share >= 0.5 else 1].tensor)),
         Column("Share", of_worst(lambda one: max(one.first_share, 1 - one.first_share)), "%"),
         sparse=True,
@@ -293,65 +271,52 @@ def linear_table(result: NumericsResult, marked: str) -> Table:
     def cosine(own: Sequence[LinearError]) -> float | None:
         return min((one.cosine for one in _in_pass(own, "wgrad") if one.cosine is not None), default=None)
 
-    def name(own: Sequence[LinearError]) -> str:
-        return own[0].linear if own[0].linear in counted else f"{own[0].linear} (does not count)"
-
-    note = phrase("numerics-mean-of-layers")
-    note += f" {phrase('numerics-cosine')}" if any(cosine(own) is not None for own in rows) else ""
+    note = {"numerics-mean-of-layers": True, "numerics-cosine": any(cosine(own) is not None for own in rows)}
     return table(
         f"{marked}Errors of every linear, pass by pass",
         rows,
         Column("Recipe", lambda own: own[0].recipe),
-        Column("Linear", name),
-        Column("Error", lambda own: error_cell(_rms(linear.error or 0.0 for linear in own)), "%"),
-        *across(PASSES, lambda own, one: _pass_error(one, own), "%"),
+        Column("Linear", lambda own: own[0].linear + ("" if own[0].linear in counted else " (does not count)")),
+        Column("Error", lambda own: _rms(linear.error or 0.0 for linear in own), "error"),
+        *across(PASSES, lambda own, one: _pass_error(own, one), "error"),
         Column("Lowest cosine of wgrad", cosine, ".4f"),
-        note=note,
+        note=notes(note),
         sparse=True,
     )
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """One tensor as one pass reads it, in all linears, and its shares of the GEMMs' errors."""
-
-    recipe: str
-    pass_name: str
-    tensor: str
-    errors: list[OperandError] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
+def _operands(linear: LinearError) -> Iterator[tuple[str, OperandError, float | None]]:
+    """Every tensor as one pass reads it, with its share of the GEMM's error; the weight itself is of no pass."""
+    for one in linear.passes:
+        yield from zip([one.pass_name] * 2, one.operands, (one.first_share, 1 - one.first_share), strict=True)
+    if linear.weight is not None:
+        yield "", linear.weight, None
 
 
 def operand_table(result: NumericsResult, marked: str) -> Table:
     """X, W and dY as one pass reads them: error, underflow, saturation, range, and the share of the GEMM's error."""
-    groups: dict[tuple[str, str, str], _Operand] = {}
-
-    def add(recipe: str, pass_name: str, operand: OperandError, *share: float) -> None:
-        key = recipe, pass_name, operand.tensor
-        own = groups.setdefault(key, _Operand(*key))
-        own.errors.append(operand)
-        own.shares.extend(share)
-
-    for linear in result.counted:
-        if linear.recipe == BASELINE:
-            continue
-        for one in linear.passes:
-            for operand, share in zip(one.operands, (one.first_share, 1 - one.first_share), strict=True):
-                add(linear.recipe, one.pass_name, operand, share)
-        if linear.weight is not None:
-            add(linear.recipe, "", linear.weight)
+    groups = grouped(
+        ((linear.recipe, pass_name, operand.tensor), (operand, share))
+        for linear in result.counted
+        if linear.recipe != BASELINE
+        for pass_name, operand, share in _operands(linear)
+    )
+    rows = [
+        (*key, [operand for operand, _ in of_key], [share for _, share in of_key if share is not None])
+        for key, of_key in groups.items()
+    ]
     return table(
         f"{marked}Operands of every pass",
-        groups.values(),
-        Column("Recipe", lambda own: own.recipe),
-        Column("Pass", lambda own: own.pass_name or None),
-        Column("Operand", lambda own: own.tensor),
-        Column("Format", lambda own: own.errors[0].format),
-        Column("Error", lambda own: error_cell(_rms(operand.relative for operand in own.errors)), "%"),
-        Column("Share of error", lambda own: sum(own.shares) / len(own.shares) if own.shares else None, "%"),
-        Column("Underflow", lambda own: max(operand.underflow for operand in own.errors), "%"),
-        Column("Saturated", lambda own: max(operand.saturated for operand in own.errors), "%"),
-        Column("Octaves", lambda own: max((x.octaves for x in own.errors if x.octaves is not None), default=None), ".0f"),
+        rows,
+        Column("Recipe", lambda row: row[0]),
+        Column("Pass", lambda row: row[1] or None),
+        Column("Operand", lambda row: row[2]),
+        Column("Format", lambda row: row[3][0].format),
+        Column("Error", lambda row: _rms(operand.relative for operand in row[3]), "error"),
+        Column("Share of error", lambda row: sum(row[4]) / len(row[4]) if row[4] else None, "%"),
+        Column("Underflow", lambda row: max(operand.underflow for operand in row[3]), "%"),
+        Column("Saturated", lambda row: max(operand.saturated for operand in row[3]), "%"),
+        Column("Octaves", lambda row: max((one.octaves for one in row[3] if one.octaves is not None), default=None), ".0f"),
         note=phrase("numerics-operands"),
         sparse=True,
     )
@@ -362,7 +327,6 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
 
 def stale_table(result: NumericsResult, marked: str) -> Table:
     """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
-
     rows = sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
     return table(
         f"{marked}Delayed scaling on recorded steps",
@@ -371,8 +335,8 @@ def stale_table(result: NumericsResult, marked: str) -> Table:
         Column("Tensor", lambda stale: stale.tensor),
         Column("Maximum over history", lambda stale: Cell(f"{stale.growth:.2f}x", stale.growth), "x"),
         Column("Saturated", lambda stale: stale.saturated, "%"),
-        Column("Error", lambda stale: error_cell(stale.relative), "%"),
-        Column("With its own scale", lambda stale: error_cell(stale.fresh_relative), "%"),
+        Column("Error", lambda stale: stale.relative, "error"),
+        Column("With its own scale", lambda stale: stale.fresh_relative, "error"),
         note=phrase("numerics-delayed"),
     )
 
@@ -396,13 +360,12 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
 
 def loss_table(result: NumericsResult, marked: str) -> Table:
     """How much each recipe changes the loss of one batch."""
-
     rows = [row for row in result.depth if row.loss is not None]
     return table(
         f"{marked}At the end of the model",
         rows,
         Column("Recipe", lambda row: row.recipe),
-        Column("Error of the last layer", lambda row: error_cell(row.forward[-1] if row.forward else None), "%"),
+        Column("Error of the last layer", lambda row: row.forward[-1] if row.forward else None, "error"),
         Column("Loss with the recipe minus without", lambda row: row.loss, "+.2g"),
         note=phrase("numerics-one-batch"),
     )

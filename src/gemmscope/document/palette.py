@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from gemmscope.recipe.recipes import recipes
 from gemmscope.roles import key_of
 from gemmscope.toml import load_data
 from gemmscope.units import slug
@@ -40,20 +41,21 @@ def styles() -> dict[str, Style]:
     >>> styles()["recipe-bf16"].light
     '#686868'
     """
-    return {
-        _key(kind, name): Style(_key(kind, name), **values)
-        for kind in CLASSES
-        for name, values in _data()[kind].items()
-    }  # fmt: skip
+    every = [_style(kind, name) for kind in CLASSES for name in _data()[kind]]
+    return {style.key: style for style in every}
 
 
-def _key(kind: str, name: str) -> str:
-    return f"{kind}-{slug(name)}"
+def _style(kind: str, name: str) -> Style:
+    return Style(f"{kind}-{slug(name)}", **_data()[kind][name])
 
 
 def recipe_key(name: str, place: int = 0) -> str:
-    """The style of a recipe. A recipe that is not in the palette gets the style of its place."""
-    return _key("recipe", name) if name in _data()["recipe"] else series_key(place)
+    """The style of a recipe; a recipe that the palette lacks is a missing fact. What is no recipe has the style of its place.
+
+    >>> recipe_key("MXFP8"), recipe_key("MXFP8 (in BF16: first 1)", 2)
+    ('recipe-mxfp8', 'series-3')
+    """
+    return _style("recipe", name).key if name in recipes() else series_key(place)
 
 
 def part_key(name: str) -> str:
@@ -62,7 +64,7 @@ def part_key(name: str) -> str:
     >>> part_key("head and loss"), part_key("unheard of")
     ('part-head-and-loss', 'series-rest')
     """
-    return _key("part", name) if name in _data()["part"] else REST
+    return _style("part", name).key if name in _data()["part"] else REST
 
 
 def series_key(place: int) -> str:

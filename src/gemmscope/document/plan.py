@@ -9,7 +9,7 @@ from math import ceil
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment
-from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, phrase, same_model, subject
+from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, phrase, same_model, sections, subject
 from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section
 from gemmscope.document.palette import part_key
 from gemmscope.document.plan_tables import (
@@ -49,7 +49,7 @@ def plan_document(result: PlanResult, name: str = "") -> Document:
         key_figures=_figures(result) if best is not None and not result.varied else (),
         summary=varied_table(result) if result.varied else summary(result),
         context=tuple(_context(result)),
-        sections=tuple(_sections(result)),
+        sections=_sections(result),
         messages=tuple(map(Message.of, result.findings)),
         advice=Advice(f"{layout_name(best)}.", result.ready_to_paste) if best is not None and result.ready_to_paste else None,
         facts={"Method": _method(result)},
@@ -174,30 +174,21 @@ def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
     )
 
 
-def _sections(result: PlanResult) -> Iterator[Section]:
+def _sections(result: PlanResult) -> tuple[Section, ...]:
+    main, named = not result.varied, dict[str, list[Block | None]]()
     if result.varied:
-        charts: list[Block] = [_varied_chart(result)] if len(result.varied) == 1 else []
-        yield Section("Models", (*charts, varied_table(result, every=True)))
+        named["Models"] = [_varied_chart(result) if len(result.varied) == 1 else None, varied_table(result, every=True)]
     for point in result.points:
         prefix = f"{_place(point)}: " if result.varied else ""
-        if point.layouts:
-            yield Section(f"{prefix}Layouts", tuple(_layout_blocks(result, point, prefix)))
-        if point.pruned:
-            yield Section(f"{prefix}What was excluded", (pruned_table(point, prefix),))
-
-
-def _layout_blocks(result: PlanResult, point: PlanPoint, prefix: str) -> Iterator[Block]:
-    main = not result.varied
-    chart = _memory_chart(point, prefix, main=main)
-    if chart is not None:
-        yield chart
-    yield front_table(result, point, prefix)
-    yield best_of_recipes(result, point, prefix)
-    bars = _parts_chart(point, prefix, main=main)
-    if bars is not None:
-        yield bars
-    if not result.varied:
-        yield all_layouts(result, point, prefix)
+        named[f"{prefix}Layouts"] = [
+            _memory_chart(point, prefix, main=main),
+            front_table(result, point, prefix),
+            best_of_recipes(result, point, prefix),
+            _parts_chart(point, prefix, main=main),
+            all_layouts(result, point, prefix) if main else None,
+        ]
+        named[f"{prefix}What was excluded"] = [pruned_table(point, prefix)]
+    return sections(named)
 
 
 def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:

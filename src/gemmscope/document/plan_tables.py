@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from operator import attrgetter
 
 from gemmscope import units
 from gemmscope.document.common import phrase, phrases
-from gemmscope.document.table import Cell, Column, Table, Value, share_cell, table
+from gemmscope.document.table import Cell, Column, Table, across, estimated, share_cell, table
 from gemmscope.interval import Interval
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, Pruned
 
@@ -118,17 +118,16 @@ def _numbers(result: PlanResult, drop: dict[str, int], *, varied: bool = False) 
 
 
 def _rate(layout: PlanLayout) -> Cell:
-    rate = layout.tokens_per_s
-    return Cell(rate_text(rate), rate.value, rate.low, rate.high)
+    return estimated(rate_text(layout.tokens_per_s), layout.tokens_per_s)
 
 
 def _money(amount: Interval) -> Cell:
-    return Cell(units.rounded(amount.value, min(amount.half_width, 0.01)), amount.value, amount.low, amount.high)
+    return estimated(units.rounded(amount.value, min(amount.half_width, 0.01)), amount)
 
 
 def _short(amount: Interval) -> Cell:
     places = 2 if amount.value < 10 else 1 if amount.value < 100 else 0
-    return Cell(f"{amount.value:,.{places}f}", amount.value, amount.low, amount.high)
+    return estimated(f"{amount.value:,.{places}f}", amount)
 
 
 def _speed(layout: PlanLayout) -> Cell:
@@ -142,9 +141,8 @@ def _speed(layout: PlanLayout) -> Cell:
 
 def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """All layouts on the front."""
-    front = [layout for layout in point.layouts if layout.on_front]
     title = f"{prefix}FORECAST: Pareto front of tokens/s and memory: no other layout is faster with as little memory"
-    return _layouts(result, front, title)
+    return _layouts(result, (layout for layout in point.layouts if layout.on_front), title)
 
 
 def best_by_recipe(point: PlanPoint) -> dict[str, PlanLayout]:
@@ -168,14 +166,13 @@ def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
 
 
 def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note: str = "") -> Table:
-    sizes = ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
 
     costs = f"{_cost_note(result)} {phrase('no-restarts')}" if _has_cost(result) else ""
     return table(
         title,
         layouts,
         Column("Recipe", lambda layout: layout.recipe),
-        *(Column(size.upper(), partial(_size, size), "g") for size in sizes),
+        *across(("tp", "pp", "vp", "cp", "ep", "etp", "dp"), lambda layout, size: getattr(layout, size), "g", head=str.upper),
         Column("Micro-batch", lambda layout: layout.micro_batch_size, "g"),
         Column("Micro-batches", lambda layout: layout.micro_batches, "g"),
         Column("Recompute", lambda layout: layout.recompute),
@@ -193,13 +190,8 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note
     )
 
 
-def _size(name: str, layout: PlanLayout) -> int:
-    return int(getattr(layout, name))
-
-
 def _slowdown(layout: PlanLayout) -> Cell:
-    ratio = layout.slowdown
-    return Cell(units.speedup(ratio), ratio.value, ratio.low, ratio.high) if ratio is not None else Cell("best")
+    return estimated(units.speedup(layout.slowdown), layout.slowdown) if layout.slowdown is not None else Cell("best")
 
 
 def _remarks(layout: PlanLayout) -> str | None:
@@ -233,38 +225,21 @@ def _rule(pruned: Pruned) -> str:
 def varied_table(result: PlanResult, *, every: bool = False) -> Table:
     """A row for each model: its best layout."""
     points = result.points if every else result.points[:MOST_VARIED]
-
-    def why_not(point: PlanPoint) -> Cell:
-        return Cell(point.why_not, level="warning")
-
-    def of_best(column: LayoutColumn) -> Column[PlanPoint]:
-        def value(point: PlanPoint) -> Value:
-            if point.best is None:
-                return why_not(point) if column.head == "Recipe" else None
-            return column.cell(point.best)
-
-        return Column(column.head, value, column.unit, column.drop, column.when)
-
-    def size(name: str) -> Column[PlanPoint]:
-        return Column(name, lambda point: point.values[name], "d")
-
+    _, *names = _names(3, 4)
     numbers = _numbers(result, {"MFU": 1, "GB": 2, "Days": 2, "Cost": 1}, varied=True)
-
-    left_out = (
-        phrase("plan-small-models", shown=len(points), models=len(result.points)) if len(points) < len(result.points) else ""
-    )
-    title = "The best layout of each model [90% error bar]"
-    title = "FORECAST: every model in its best layout [90% error bar]" if every else title
+    title = "FORECAST: every model in its best layout" if every else "The best layout of each model"
+    shown, models = len(points), len(result.points)
     return table(
-        title,
+        f"{title} [90% error bar]",
         points,
-        *map(size, result.varied),
-        Column("Parameters", lambda point: _parameters(point.parameters), "g"),
-        *map(of_best, [*_names(3, 4), *numbers]),
-        note=left_out,
+        *across(result.varied, lambda point, name: point.values[name], "d"),
+        Column(
+            "Parameters",
+            lambda point: Cell(units.parameters(point.parameters), float(point.parameters)) if point.parameters else None,
+            "g",
+        ),
+        Column("Recipe", lambda point: point.best.recipe if point.best else Cell(point.why_not, level="warning")),
+        *(column.of(attrgetter("best")) for column in [*names, *numbers]),
+        note=phrase("plan-small-models", shown=shown, models=models) if shown < models else "",
         sparse=True,
     )
-
-
-def _parameters(count: int) -> Cell | None:
-    return Cell(units.parameters(count), float(count)) if count else None

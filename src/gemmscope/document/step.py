@@ -27,11 +27,11 @@ from gemmscope.document.step_parts import (
     step_times,
     waterfalls,
 )
-from gemmscope.document.table import Cell, Column, Facts, Table, grouped, table
+from gemmscope.document.table import Cell, Column, Facts, Table, estimated, grouped, table
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult
+from gemmscope.results.step import Recommendation, StepResult, StepTime, VariantResult
 from gemmscope.step.answer import PartialRecipe
 from gemmscope.step.waterfall import place
 
@@ -125,7 +125,7 @@ def _advice(recommended: Recommendation) -> Advice:
 def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     """(recipe, part) → kernels, samples, clocks."""
     hover: dict[tuple[str, str], Facts] = {}
-    predicting = [variant for variant in result.variants if _predicts(variant.variant)]
+    predicting = [one for one in result.variants if not (one.variant.real or one.variant.captured or one.variant.left_out)]
     for name in (time.recipe for time in result.step.recipes):
         variants = [variant for variant in predicting if variant.variant.recipe == name]
         states = clock_facts([state for variant in variants for state in variant.states])
@@ -134,10 +134,6 @@ def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
         for part in STEP_PARTS:
             hover[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
     return hover
-
-
-def _predicts(variant: Variant) -> bool:
-    return not (variant.real or variant.captured or variant.left_out)
 
 
 def _kernels(result: VariantResult) -> dict[str, Facts]:
@@ -156,8 +152,7 @@ def _kernels(result: VariantResult) -> dict[str, Facts]:
 
 def _verified(recipes: tuple[StepTime, ...]) -> Table:
     def estimate(name: str, value: Interval) -> Cell:
-        text = units.time_range(value) if name == BASELINE else units.speedup(value)
-        return Cell(text, value.value, value.low, value.high)
+        return estimated(units.time_range(value) if name == BASELINE else units.speedup(value), value)
 
     rows = [(time.recipe, time.verified) for time in recipes if time.verified is not None]
     return table(

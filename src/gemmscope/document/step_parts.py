@@ -335,20 +335,24 @@ def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
     return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s, times.unit) for time in valid)
 
 
+def best_time(times: StepTimes | None) -> StepTime | None:
+    """The time of the best recipe, if there is one."""
+    return times.of(times.winner.best) if times is not None and times.winner is not None else None
+
+
 def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
     """The recipe to use, its speedup, tokens/s, MFU and memory."""
-    best = times.of(times.winner.best) if times.winner is not None else None
+    best = best_time(times)
     if best is None:
         return ()
-    figures, half_width = [KeyFigure("Recipe", best.recipe)], best.step_ms.half_width
-    if best.speedup is not None and best.recipe != BASELINE:
-        figures.append(KeyFigure(f"Speedup over {BASELINE}", *units.speedup(best.speedup).split(" ", 1)))
+    half_width, speedup = best.step_ms.half_width, best.speedup if best.recipe != BASELINE else None
+    mfu, memory = share_cell(best.mfu, half_width).text, "Memory" if times.origin == "forecast" else "Peak memory"
     total = _total_rate(times, best) if best.total_tokens_per_s else None
     note = f"{total.text} on all {times.gpus:,} GPUs" if total is not None else ""
-    figures.append(KeyFigure(f"{times.unit.capitalize()}/s per GPU", units.rounded(best.tokens_per_s, half_width), note))
-    if best.mfu is not None:
-        figures.append(KeyFigure("MFU", share_cell(best.mfu, half_width).text, f"of the dense {BASELINE} rate"))
-    if best.peak_bytes is not None:
-        memory = "Memory" if times.origin == "forecast" else "Peak memory"
-        figures.append(KeyFigure(memory, units.si(best.peak_bytes, "B"), "of one GPU"))
-    return tuple(figures)
+    return (
+        KeyFigure("Recipe", best.recipe),
+        *([KeyFigure(f"Speedup over {BASELINE}", *units.speedup(speedup).split(" ", 1))] if speedup is not None else []),
+        KeyFigure(f"{times.unit.capitalize()}/s per GPU", units.rounded(best.tokens_per_s, half_width), note),
+        *([KeyFigure("MFU", mfu, f"of the dense {BASELINE} rate")] if best.mfu is not None else []),
+        *([KeyFigure(memory, units.si(best.peak_bytes, "B"), "of one GPU")] if best.peak_bytes is not None else []),
+    )

@@ -145,7 +145,7 @@ def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return phrase("sweep-without-gain", on="On" if measured else f"{start}on", **about), because
-    at = f"{best.winner.best} at {_point_name(best)}"
+    at = f"{best.winner.best} at {units.names(f'{name} {value}' for name, value in best.values.items())}"
     of = f" of {about_sweep(sweep, 'of')}" if measured else ""
     on = "On" if measured else f"{start}on"
     return phrase("sweep-largest", on=on, of=of, speedup=best.winner.speedup, point=at, **about), because
@@ -157,11 +157,6 @@ def _nothing_possible(sweep: GpuSweep) -> str:
     if unfit := [point.memory_gb or 0.0 for point in sweep.points if point.unfit]:
         return phrase("sweep-unfit", gpu=sweep.gpu, least=min(unfit))
     return phrase("sweep-not-possible", gpu=sweep.gpu)
-
-
-def _point_name(point: SweepPoint) -> str:
-    """The sizes of a point, for a sentence."""
-    return units.names(f"{name} {value}" for name, value in point.values.items())
 
 
 def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:

@@ -62,23 +62,9 @@ class Table:
 NOTHING = Cell("-")
 
 
-def number(value: float | None, text: str | None = None) -> Cell:
-    """A plain number; a dash where there is none."""
-    return NOTHING if value is None else Cell(text if text is not None else f"{value:g}", float(value))
-
-
-def time_cell(value: float | Interval | None) -> Cell:
-    """A time in milliseconds, with its interval if it has one; a dash where there is none."""
-    if isinstance(value, Interval):
-        return Cell(units.milliseconds(value), value.value, value.low, value.high)
-    return NOTHING if value is None else Cell(units.milliseconds(value), value)
-
-
-def range_cell(value: Interval | None) -> Cell:
-    """Milliseconds with their error bar in brackets."""
-    if value is None:
-        return NOTHING
-    return Cell(units.time_range(value), value.value, value.low, value.high)
+def estimated(text: str, estimate: Interval, level: Level | Literal[""] = "") -> Cell:
+    """An estimate with its interval, written as this text."""
+    return Cell(text, estimate.value, estimate.low, estimate.high, level)
 
 
 def share_cell(value: float | None, half_width: float = 0.0) -> Cell:
@@ -103,13 +89,12 @@ def speedup_cell(ratio: Interval | None, text: Callable[[Interval], str] = units
     """A speedup with its interval, marked where it is a slowdown or too close to call."""
     if ratio is None:
         return NOTHING
-    level: Level | Literal[""] = "warning" if ratio.below_one or ratio.includes_one else ""
-    return Cell(text(ratio), ratio.value, ratio.low, ratio.high, level)
+    return estimated(text(ratio), ratio, "warning" if ratio.below_one or ratio.includes_one else "")
 
 
 def difference_cell(ratio: Interval | None, level: Level | Literal[""] = "") -> Cell:
     """A ratio as its difference from one: -9.8%. Its number is the ratio."""
-    return NOTHING if ratio is None else Cell(units.difference(ratio.value), ratio.value, ratio.low, ratio.high, level)
+    return NOTHING if ratio is None else estimated(units.difference(ratio.value), ratio, level)
 
 
 def ends_text(ratio: Interval | None, unknown: str | None = None) -> str | None:
@@ -125,22 +110,30 @@ def called_cell(ratio: Interval | None) -> Cell:
     return replace(cell, text=f"{cell.text} too close to call") if ratio is not None and ratio.includes_one else cell
 
 
-def amount_cell(estimate: Interval | None) -> Cell:
-    """Days, GPU-hours or money with their interval."""
-    if estimate is None:
-        return NOTHING
-    return Cell(units.amount(estimate), estimate.value, estimate.low, estimate.high)
-
-
 def runs_cell(count: float) -> Cell:
     """Runs per step: whole, unless they are few and differ between steps."""
     few = f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
     return Cell("<0.1" if 0 < count < 0.05 else few, float(count))
 
 
+def error_text(error: float) -> str:
+    """A relative error.
+
+    >>> error_text(0.0373), error_text(0.00168), error_text(0.0)
+    ('3.7%', '0.17%', '0%')
+    """
+    return "0%" if error == 0 else f"{100 * error:.1f}%" if error >= 0.00995 else f"{100 * error:.2g}%"
+
+
+def error_cell(error: float | Interval) -> Cell:
+    """A relative error, with its interval if it has one; its number is the share itself."""
+    estimate = error if isinstance(error, Interval) else Interval(error)
+    return estimated(error_text(estimate.value), estimate)
+
+
 UNITS: dict[str, Callable[[Any], Cell]] = {
-    "ms": time_cell,
-    "ms, range": range_cell,
+    "ms": lambda time: estimated(units.milliseconds(time), time if isinstance(time, Interval) else Interval(time)),
+    "ms, range": lambda time: estimated(units.time_range(time), time),
     "x": speedup_cell,
     "x, called": called_cell,
     "of 1": difference_cell,
@@ -149,9 +142,10 @@ UNITS: dict[str, Callable[[Any], Cell]] = {
     "runs": runs_cell,
     "runs, decimal": lambda value: Cell(f"{value:,.0f}" if value >= 10 else f"{value:.1f}", float(value)),
     "B": bytes_cell,
+    "error": error_cell,
     "FLOP": lambda value: Cell(units.si(value, "FLOP"), float(value)),
     "TFLOP/s": lambda value: Cell(units.tflops(value), float(value)),
-    "amount": amount_cell,
+    "amount": lambda amount: estimated(units.amount(amount), amount),
 }
 """How the value of a cell is written, by the unit of its column."""
 
@@ -179,12 +173,12 @@ class Column(Generic[Row]):
     drop: int = 0
     when: bool = True
 
-    def of(self, part: Callable[[Outer], Row | None], missing: Value = None) -> "Column[Outer]":
-        """The same column of rows that have such a row as a part; `missing`: the value where they have none."""
+    def of(self, part: Callable[[Outer], Row | None]) -> "Column[Outer]":
+        """The same column of rows that have such a row as a part, or have none."""
 
         def value(row: Outer) -> Value:
             own = part(row)
-            return missing if own is None else self.cell(own)
+            return None if own is None else self.cell(own)
 
         return Column(self.head, value, self.unit, self.drop, self.when)
 

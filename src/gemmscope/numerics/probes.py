@@ -154,19 +154,14 @@ class ProbedRows:
     weights: Tensor
     errors: Mapping[str, Tensor]
     """Probe → [s, R]; of stochastic rounding, their mean."""
-    outputs: Mapping[str, tuple[Tensor, Tensor]]
-    """Probe → of every row, the squared norm of its output's error, and that error times the exact output; of stochastic rounding
-    in every draw."""
     means: Mapping[str, tuple[Tensor, Tensor]]
-    """The same of `errors`."""
+    """Probe → of every row, the squared norm of the output of its `errors`, and that output times the exact one."""
     columns: Mapping[str, tuple[Tensor, Tensor]]
     """Probe → [R], where values are rounded: weighted sums over rows of the squared error, and of the error times the value."""
     exact: Tensor
     """[s]: squared norms of the exact outputs."""
-    directions: Mapping[str, Directions]
-    """Probe → what rows contribute in the first directions; empty if all rows were drawn, and of stochastic rounding."""
-    maxima: Mapping[str, float]
-    """Probe → the maximum that the scale of the whole tensor comes from."""
+    measured: Probes
+    """‖EA‖²/‖Y‖² and α, each with its standard error, and the maximum that the scale of the whole tensor comes from."""
 
 
 def _side(
@@ -185,6 +180,7 @@ def _side(
     expected: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     used: dict[str, float] = {}
     directions: dict[str, Directions] = {}
+    """What rows contribute in the first directions; empty if all rows were drawn, and of stochastic rounding."""
     basis = _first_directions(other, largest[1], generator.manual_seed(seed)) if len(rows) < len(operand) else None
     for key, quantizer in reference_quantizers(pass_name, tensor).items():
         maxima = _block_maxima(operand, index, quantizer) if quantizer.block_rows > 1 else None
@@ -211,7 +207,23 @@ def _side(
         key: (drawn_squares + means[key][0] - of_mean, drawn_across + means[key][1] - across_mean)
         for key, (drawn_squares, drawn_across, of_mean, across_mean) in expected.items()
     }
-    return ProbedRows(rows, weight, errors, outputs, means, columns, squares[: len(rows)], directions, used)
+    exact = squares[: len(rows)]
+    measured = {key: _measured((*one, exact), weight, directions.get(key), used[key]) for key, one in outputs.items()}
+    return ProbedRows(rows, weight, errors, means, columns, exact, measured)
+
+
+def _measured(
+    outputs: tuple[Tensor, Tensor, Tensor], weights: Tensor, directions: Directions | None, maximum: float
+) -> tuple[float, ...]:
+    """A probe, from the drawn rows: `outputs` are squared norms of errors, errors times exact outputs, squared norms of these."""
+    drawn, known = list(outputs), [0.0, 0.0, 0.0]
+    if directions is not None:
+        drawn = [one - part for one, part in zip(outputs, directions[0], strict=True)]
+        known = directions[1].tolist()
+    parallel, parallel_sd = weighted_ratio(drawn[1], drawn[2], weights, (known[1], known[2]))
+    rest = drawn[0] - 2 * parallel * drawn[1] + parallel**2 * drawn[2]
+    known_rest = known[0] - 2 * parallel * known[1] + parallel**2 * known[2]
+    return (*weighted_ratio(rest, drawn[2], weights, (known_rest, known[2])), parallel, parallel_sd, maximum)
 
 
 def _first_directions(other: Tensor, scale: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -297,18 +309,7 @@ def _block_maxima(operand: Tensor, index: Tensor, quantizer: Quantizer) -> Tenso
 
 
 def _probes_of_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dict[str, tuple[float, ...]]:
-    measured: dict[str, tuple[float, ...]] = {}
-    for side in (first, second):
-        for key, (squares, across) in side.outputs.items():
-            drawn, known = (squares, across, side.exact), (0.0, 0.0, 0.0)
-            if key in side.directions:
-                inside, total = side.directions[key]
-                drawn = tuple(one - part for one, part in zip(drawn, inside, strict=True))
-                known = tuple(total.tolist())
-            parallel, parallel_sd = weighted_ratio(drawn[1], drawn[2], side.weights, (known[1], known[2]))
-            rest, known_rest = (one[0] - 2 * parallel * one[1] + parallel**2 * one[2] for one in (drawn, known))
-            ratio = weighted_ratio(rest, drawn[2], side.weights, (known_rest, known[2]))
-            measured[key] = (*ratio, parallel, parallel_sd, side.maxima[key])
+    measured = {**first.measured, **second.measured}
     for one, other in _pairs(pass_name):
         names = [
             probe_key(pass_name, tensor, quantizer) for tensor, quantizer in zip(OPERANDS[pass_name], (one, other), strict=True)
@@ -322,7 +323,7 @@ def _probes_of_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> d
             )
             share = 1.0
             for side, name, quantizer in ((first, names[0], one), (second, names[1], other)):
-                share *= _share_of_mean(side, name, measured) if quantizer.stochastic else 1.0
+                share *= _share_of_mean(side, name) if quantizer.stochastic else 1.0
             measured[key] = (correlation * share, standard_error * share)
             if not (one.delayed or other.delayed):  # with delayed scaling, values saturate and the products of errors add up too
                 measured[key] += (_second_order(first, names[0], second, names[1]),)
@@ -337,9 +338,9 @@ def _second_order(first: ProbedRows, key: str, second: ProbedRows, other: str) -
     return float(added) / total if total else 0.0
 
 
-def _share_of_mean(side: ProbedRows, key: str, measured: Probes) -> float:
+def _share_of_mean(side: ProbedRows, key: str) -> float:
     """The share of the norm of stochastic rounding's error that can be correlated: that of its mean."""
-    rest, parallel = measured[key][0], measured[key][2]
+    rest, _, parallel, *_ = side.measured[key]
     squares, across = side.means[key]
     of_mean, _ = weighted_ratio(squares - 2 * parallel * across + parallel**2 * side.exact, side.exact, side.weights)
     return min(sqrt(max(of_mean, 0.0) / rest), 1.0) if rest > 0 else 1.0

@@ -9,6 +9,7 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,16 +132,13 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # as the safetensors library does: wide types first, so that every tensor is aligned
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    begin = 0
-    for name in order:
+    for name, end in zip(order, accumulate(tensors[name].nbytes for name in order), strict=True):
         tensor = tensors[name]
-        end = begin + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": names[str(tensor.dtype).removeprefix("torch.")],
             "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [end - tensor.nbytes, end],
         }
-        begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with replacing(path) as out:

@@ -8,7 +8,6 @@ a generator of its own: that of the training is never used. Of many experts, a f
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gemmscope.grouping import grouped
 from gemmscope.numerics.names import LinearName
 from gemmscope.numerics.recording import BLOCK, EXPONENTS, PLACES, WEIGHT_BLOCKS, PassFacts, StepFacts, TensorFacts
 from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
@@ -298,14 +298,12 @@ def few_experts(names: Mapping[str, LinearName], seed: int) -> dict[str, int]:
     >>> sorted(few_experts(names, seed=0).values())
     [1, 8, 8]
     """
-    groups: dict[tuple[int | None, str], set[int]] = defaultdict(set)
-    for name in names.values():
-        if name.expert is not None:
-            groups[_group(name)].add(name.expert)
-    chosen = {}
-    for group, numbers in groups.items():
-        drawn = random_for(seed, group[0] or 0, group[1]).choice(sorted(numbers), min(EXPERTS, len(numbers)), replace=False)
-        chosen[group] = set(drawn.tolist())
+    experts = grouped((_group(name), name.expert) for name in names.values() if name.expert is not None)
+    groups = {group: set(numbers) for group, numbers in experts.items()}
+    chosen = {
+        group: random_for(seed, group[0] or 0, group[1]).choice(sorted(numbers), min(EXPERTS, len(numbers)), replace=False)
+        for group, numbers in groups.items()
+    }
     return {
         path: 1 if name.expert is None else len(groups[_group(name)])
         for path, name in names.items()

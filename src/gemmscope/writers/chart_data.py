@@ -60,9 +60,12 @@ def chart_data(chart: Chart, axes: Axes) -> ChartData:
 
 def _bars(chart: BarChart, axes: Axes) -> ChartData:
     styles = legend([chart])
-    bars = [_bar(bar) for bar in chart.bars]
-    shapes = palette.shapes(list(styles.values()))
-    return {"top": axes.tops.get(chart.unit, 0.0), "legend": list(styles.items()), "shapes": shapes, "bars": bars}
+    return {
+        "top": axes.tops.get(chart.unit, 0.0),
+        "legend": list(styles.items()),
+        "shapes": palette.shapes(list(styles.values())),
+        "bars": [_bar(bar) for bar in chart.bars],
+    }
 
 
 def _curves(chart: CurveChart, axes: Axes) -> ChartData:
@@ -71,14 +74,8 @@ def _curves(chart: CurveChart, axes: Axes) -> ChartData:
     return {"places": chart.places, "low": low, "high": high, **_colors(chart, chart.series)}
 
 
-def _heat(chart: HeatMap, _: Axes) -> ChartData:
-    low, high = chart.ends
-    return {"low": low, "high": high, "stops": palette.heat_stops(), "best": chart.best}
-
-
-def _ranks(chart: RankChart, _: Axes) -> ChartData:
-    low, high, step = chart.ends
-    return {"low": low, "high": high, "step": step}
+def _ends_of(chart: HeatMap | RankChart) -> ChartData:
+    return dict(zip(("low", "high", "step"), chart.ends, strict=False))
 
 
 def _scatter(chart: ScatterChart, _: Axes) -> ChartData:
@@ -97,9 +94,9 @@ DATA: dict[type[Any], tuple[str, Callable[[Any, Axes], ChartData]]] = {
     BarChart: ("bars", _bars),
     WaterfallChart: ("waterfall", lambda _, axes: {"low": axes.speedups[0], "high": axes.speedups[1]}),
     CurveChart: ("curve", _curves),
-    HeatMap: ("heat", _heat),
+    HeatMap: ("heat", lambda chart, _: _ends_of(chart) | {"stops": palette.heat_stops(), "best": chart.best}),
     ScatterChart: ("scatter", _scatter),
-    RankChart: ("ranks", _ranks),
+    RankChart: ("ranks", lambda chart, _: _ends_of(chart)),
 }
 """The type of a chart → its name in `charts.js`, and what is computed for it."""
 
@@ -113,12 +110,17 @@ def _bar(bar: Bar) -> ChartData:
 def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs: Sequence[str]) -> ChartData:
     """Every speedup of every run as a dot with its interval, in a row for each op and recipe."""
     low, high = axis_ends([1.0, *(end for _, _, by_run in rows for speedup in by_run.values() for end in _ends(speedup))])
-    dotted = []
-    for what, recipe, by_run in rows:
-        dots = [
-            {"run": run, **asdict(speedup), "facts": [[f"run {run}", units.speedup(speedup)]]} for run, speedup in by_run.items()
-        ]
-        dotted.append({"what": what, "recipe": recipe, "dots": dots})
+    dotted = [
+        {
+            "what": what,
+            "recipe": recipe,
+            "dots": [
+                {"run": run, **asdict(speedup), "facts": [[f"run {run}", units.speedup(speedup)]]}
+                for run, speedup in by_run.items()
+            ],
+        }
+        for what, recipe, by_run in rows
+    ]
     colors = {run: palette.series_key(place) for place, run in enumerate(runs)}
     shapes = palette.shapes(list(colors.values()))
     return {"type": "gains", "rows": dotted, "low": low, "high": high, "runs": list(runs), "colors": colors, "shapes": shapes}

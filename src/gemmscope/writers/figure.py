@@ -18,7 +18,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure, FigureBase
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, RankChart, ScatterChart, WaterfallChart
-from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
+from gemmscope.document.combine import ComparedTime, common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.document.table import grouped
 from gemmscope.errors import UserError
@@ -189,7 +189,11 @@ class PanelKind:
 
 
 PANELS: dict[type[Any], PanelKind] = {
-    BarChart: PanelKind(lambda chart: f"time-{slug(chart.unit.split()[-1])}", panels.bars_height, panels.bars),
+    BarChart: PanelKind(
+        lambda chart: f"time-{slug(chart.unit.split()[-1])}",
+        lambda group, width_in: panels.layout(group, width_in).height_in,
+        panels.bars,
+    ),
     WaterfallChart: PanelKind(lambda _: "waterfall", panels.waterfalls_height, panels.waterfalls),
     CurveChart: PanelKind(
         lambda chart: "speedup" if chart.unit == "x" else "error" if chart.unit.startswith("%") else "rate",
@@ -207,21 +211,19 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     common = next(iter(common_baselines(documents)), None)
     if common is None:
         return []
-    rates: dict[str, list[tuple[str, Interval]]] = {}
-    gains: dict[str, list[tuple[str, Interval]]] = {}
-    labels = {}
-    for time in common.times:
-        labels[time.run, time.recipe] = f"{time.over.value:.2f}x"
-        value = time.time_ms if time.tokens_per_s is None else _rate(time.tokens_per_s, time.time_ms)
-        rates.setdefault(time.run, []).append((time.recipe, value))
-        if time.recipe == BASELINE:
-            gains.setdefault(time.run, []).append((BASELINE, Interval(1.0)))
+    labels = {(time.run, time.recipe): f"{time.over.value:.2f}x" for time in common.times}
+    rates = grouped((time.run, (time.recipe, _rate(time))) for time in common.times)
+    baselines = [(time.run, (BASELINE, Interval(1.0))) for time in common.times if time.recipe == BASELINE]
+    speedups = [
+        (run, (recipe, speedup))
+        for what, recipe, by_run in speedup_rows(documents)
+        for run, speedup in by_run.items()
+        if what == common.what
+    ]
+    gains = grouped([*baselines, *speedups])
     unit = f"{common.unit}/s per GPU" if common.has_rates else "ms per micro-batch"
     baseline = common.baseline.removesuffix(", FORECAST")
     title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
-    for what, recipe, by_run in speedup_rows(documents):
-        for run, speedup in by_run.items() if what == common.what else ():
-            gains.setdefault(run, []).append((recipe, speedup))
     own = {(run, recipe): f"{speedup.value:.2f}x" for run, values in gains.items() for recipe, speedup in values}
     beside = f"Speedup over {BASELINE} on the same GPU and in the same run"
     named = {run: name.removesuffix(", FORECAST") for run, name in sources(documents).items()}
@@ -235,11 +237,12 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     return [PanelGroup("common-baseline", 5.2, draw)]
 
 
-def _rate(tokens_per_s: float, time: Interval) -> Interval:
-    """Tokens/s with the interval of the time."""
-    if not time.known or not time.low or not time.high:
-        return Interval(tokens_per_s)
-    return Interval(tokens_per_s, tokens_per_s * time.value / time.high, tokens_per_s * time.value / time.low)
+def _rate(compared: ComparedTime) -> Interval:
+    """Tokens/s with the interval of the time; the time itself where there is no rate."""
+    rate, time = compared.tokens_per_s, compared.time_ms
+    if rate is None or not time.low or not time.high:
+        return time if rate is None else Interval(rate)
+    return Interval(rate, rate * time.value / time.high, rate * time.value / time.low)
 
 
 def _side_by_side(documents: Sequence[Document]) -> PanelGroup:

@@ -35,7 +35,13 @@ MOST_ROWS = 1000  # of a table: thousands make a page slow
 def page(documents: Sequence[Document], messages: Sequence[Message] = (), *, refresh_s: int | None = None) -> str:
     """The whole file; `messages` are about all runs together. `refresh_s`: browsers reload it after this many seconds."""
     scripts = [asset("echarts.min.js"), asset("charts.js") + asset("ranks.js") + asset("page.js")]
-    charts = _Charts(documents)
+    charts, axes, baselines = list[ChartData](), axes_of(documents), common_baselines(documents)
+
+    def numbered(chart: ChartData) -> int:
+        """Keep the data of a chart; charts are numbered in the order in which the template adds them."""
+        charts.append(chart)
+        return len(charts) - 1
+
     shown = views(documents)
     html = (
         _templates()
@@ -50,12 +56,15 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = (), *, ref
             several=len(documents) > 1,
             title=_title(documents),
             contents=_contents(documents, shown),
-            charts=charts,
+            baselines=baselines,
+            add=lambda chart: numbered(chart_data(chart, axes)),
+            add_rates=lambda: numbered(rates_data(baselines[0])),
+            add_side_by_side=lambda: numbered(side_by_side_data(speedup_rows(documents), list(sources(documents)))),
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
             joined=_joined,
             is_small=lambda section: is_small([block for block in section.blocks if not _is_long(block, documents)]),
             is_long=lambda block: _is_long(block, documents),
-            data=lambda: script_json(rounded(charts.data)),
+            data=lambda: script_json(rounded(charts)),
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
         )
@@ -88,27 +97,6 @@ def _templates() -> Environment:
 def asset(name: str) -> str:
     """A file that ships with the package."""
     return (files("gemmscope.writers") / "assets" / name).read_text(encoding="utf-8")
-
-
-class _Charts:
-    """Keeps the data of the charts, numbered in the order in which the template adds them."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self.documents, self.data, self._axes = documents, list[ChartData](), axes_of(documents)
-        self.common = common_baselines(documents)
-
-    def add(self, chart: Any) -> int:
-        return self._number(chart_data(chart, self._axes))
-
-    def add_side_by_side(self) -> int:
-        return self._number(side_by_side_data(speedup_rows(self.documents), list(sources(self.documents))))
-
-    def add_rates(self) -> int:
-        return self._number(rates_data(self.common[0]))
-
-    def _number(self, data: ChartData) -> int:
-        self.data.append(data)
-        return len(self.data) - 1
 
 
 def _title(documents: Sequence[Document]) -> str:

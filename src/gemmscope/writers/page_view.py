@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from gemmscope.document.charts import Chart, HeatMap
-from gemmscope.document.combine import CommonBaseline, common_baselines, label, letter
+from gemmscope.document.combine import CommonBaseline, ComparedTime, common_baselines, label, letter
 from gemmscope.document.model import Block, Document, Message, Section
 from gemmscope.document.palette import recipe_key, shapes
-from gemmscope.document.table import Table
+from gemmscope.document.table import Table, grouped
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug, speedup
 from gemmscope.writers.chart_data import ChartData
@@ -123,29 +123,25 @@ def _beside(document: Document) -> Chart | Table | None:
 
 def rates_data(common: CommonBaseline) -> ChartData:
     """A bar for each GPU or run and recipe: tokens/s, or the speedup where only times are known; all over one baseline."""
-    groups: dict[str, list[ChartData]] = {}
-    for place, time in enumerate(common.times):
+
+    def bar(time: ComparedTime, place: int) -> ChartData:
         rate = time.tokens_per_s if common.has_rates else time.over.value
-        scale = (rate or 0.0) / time.over.value
-        facts = [
-            *([[f"{common.unit}/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
-            [f"speedup over {BASELINE} on {common.baseline}", speedup(time.over)],
-            ["time", f"{time.time_ms.value:,.2f} ms"],
-        ]
-        ends = {
-            "low": time.over.low * scale if time.over.low is not None else None,
-            "high": time.over.high * scale if time.over.high is not None else None,
-        }
-        text = (f"{time.tokens_per_s:,.0f} · " if common.has_rates else "") + f"{time.over.value:.2f}x"
-        bar = {
+        scaled = time.over.times((rate or 0.0) / time.over.value)
+        return {
             "recipe": time.recipe,
             "color": recipe_key(time.recipe, place),
             "value": rate,
-            **ends,
-            "text": text,
-            "facts": facts,
+            "low": scaled.low,
+            "high": scaled.high,
+            "text": (f"{time.tokens_per_s:,.0f} · " if common.has_rates else "") + f"{time.over.value:.2f}x",
+            "facts": [
+                *([[f"{common.unit}/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
+                [f"speedup over {BASELINE} on {common.baseline}", speedup(time.over)],
+                ["time", f"{time.time_ms.value:,.2f} ms"],
+            ],
         }
-        groups.setdefault(time.run, []).append(bar)
+
+    groups = grouped((time.run, bar(time, place)) for place, time in enumerate(common.times))
     first = next(time for time in common.times if time.is_baseline)
     keys = [bar["color"] for bars in groups.values() for bar in bars]
     return {

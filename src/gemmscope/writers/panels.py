@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, WaterfallChart, axis_ends, legend, time_text
+from gemmscope.document.table import grouped
 from gemmscope.writers import drawing
 from gemmscope.writers.drawing import CLEAR, INK, LARGE, NORMAL, SMALL, SOFT, WHISKER, face, finite
 
@@ -34,11 +35,6 @@ class Layout:
     bar_in: float
     turned: bool
     height_in: float
-
-
-def bars_height(charts: Sequence[BarChart], width_in: float) -> float:
-    """The height of all panels."""
-    return layout(charts, width_in).height_in
 
 
 def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
@@ -118,20 +114,16 @@ def _with_shares(bar: Bar) -> list[Patch]:
 
 def _stacks(panel: Axes, stacks: Sequence[Bar]) -> None:
     """The segments of all bars, lines between them, and the intervals of the totals."""
-    heights = [0.0] * len(stacks)
-    drawn: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
-    edges: list[tuple[float, float]] = []
+    heights, drawn, edges = [0.0] * len(stacks), list[tuple[Any, tuple[int, float, float]]](), list[tuple[int, float]]()
     for x, bar in enumerate(stacks):
-        sums: dict[tuple[str, str, str], float] = {}  # small ops share a name
-        for segment in bar.segments:
-            key = segment.name, segment.color, segment.shade
-            sums[key] = sums.get(key, 0.0) + finite(segment.time_ms)
-        for own, time in sums.items():
-            drawn.setdefault(own, []).append((x, heights[x], time))
-            heights[x] += time
+        # small ops share a name
+        sums = grouped(((part.name, part.color, part.shade), finite(part.time_ms)) for part in bar.segments)
+        for own, times in sums.items():
+            drawn.append((own, (x, heights[x], sum(times))))
+            heights[x] += sum(times)
             edges.append((x, heights[x]))
         edges = edges[:-1] if sums else edges
-    for (_, color, shade), boxes in drawn.items():
+    for (_, color, shade), boxes in grouped(drawn).items():
         places, bottoms, sizes = zip(*boxes, strict=True)
         panel.bar(places, sizes, bottom=bottoms, width=BAR_WIDTH, **face(color, "light" if shade == "light" else "plain"))
     if edges:

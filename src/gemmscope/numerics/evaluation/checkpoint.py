@@ -144,12 +144,9 @@ def _indexed(index: Path) -> list[Path]:
 
 def find_weights(files: Sequence[TensorFile]) -> tuple[dict[str, StoredWeight], dict[str, LinearName]]:
     """The linears of a checkpoint: path → weight, and path → name."""
-    weights: dict[str, StoredWeight] = {}
     conv1d = _has_conv1d(files)
-    for file in files:
-        for key, stored in file.tensors.items():
-            weights.update(_weights_of(file, key, stored, conv1d=conv1d))
-    weights = _oriented(weights)
+    stored = [(file, key) for file in files for key in file.tensors]
+    weights = _oriented(dict(weight for file, key in stored for weight in _weights_of(file, key, conv1d=conv1d)))
     names = name_linears({key: weight.sizes for key, weight in weights.items()})
     names = {key: name for key, name in names.items() if name.is_recorded}
     return {key: weights[key] for key in names}, names
@@ -164,7 +161,8 @@ def _has_conv1d(files: Sequence[TensorFile]) -> bool:
     return not any(shape[1] in hidden and shape[0] not in hidden for shape in first)
 
 
-def _weights_of(file: TensorFile, key: str, stored: StoredTensor, *, conv1d: bool) -> Iterator[tuple[str, StoredWeight]]:
+def _weights_of(file: TensorFile, key: str, *, conv1d: bool) -> Iterator[tuple[str, StoredWeight]]:
+    stored = file.tensors[key]
     if stored.dtype not in FLOATS or len(stored.shape) not in (2, 3) or min(stored.shape[-2:]) < SMALLEST:
         return
     path, ending = key.removesuffix(".weight"), ".".join(key.split(".")[-3:])

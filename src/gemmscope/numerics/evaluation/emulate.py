@@ -230,11 +230,7 @@ class _EmulatedGemms(torch.autograd.Function):  # type: ignore[misc]
         emulated, rows = ctx.emulated, dy.reshape(-1, dy.shape[-1])
         tensors = {"X": x.reshape(-1, x.shape[-1]), "W": weight, "dY": rows}
         maxima = {"X": x_maximum, "W": w_maximum, "dY": emulated.maximum("dY", rows)}
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = emulated.gemm("dgrad", tensors, maxima, x.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            dw = emulated.gemm("wgrad", tensors, maxima, weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            db = rows.sum(0)
-        return dx, dw, db, None
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx = emulated.gemm("dgrad", tensors, maxima, x.dtype).view(x.shape) if needs_dx else None
+        dw = emulated.gemm("wgrad", tensors, maxima, weight.dtype) if needs_dw else None
+        return dx, dw, rows.sum(0) if ctx.has_bias and needs_db else None, None

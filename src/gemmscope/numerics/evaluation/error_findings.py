@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.numerics.evaluation.requests import ComputedErrors
 from gemmscope.numerics.recording import HISTORY
 from gemmscope.recipe.recipes import recipe
@@ -43,22 +43,15 @@ def error_findings(computed: ComputedErrors, backend: str) -> Iterator[Finding]:
 
 def padded_tokens(tokens: int, names: Iterable[str], backend: str) -> Iterator[Finding]:
     """One finding for every number that recipes want tokens to be a multiple of, where they are not."""
-    needs: dict[int, list[str]] = defaultdict(list)
-    for name in names:
-        multiple = recipe(name).multiple_in(backend)
-        if recipe(name).quantizes and tokens % multiple:
-            needs[multiple].append(name)
-    for multiple, names in needs.items():
-        padded = -(-tokens // multiple) * multiple
-        yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=names, padded=padded)
+    needs = grouped((recipe(name).multiple_in(backend), name) for name in names if recipe(name).quantizes)
+    for multiple, recipes in needs.items():
+        if tokens % multiple:
+            padded = -(-tokens // multiple) * multiple
+            yield finding("numerics-padded", tokens=tokens, multiple_of=multiple, recipes=recipes, padded=padded)
 
 
 def failures(linears: Sequence[LinearError]) -> list[Finding]:
     """One finding for every reason: the linears, and the recipes, that it applies to."""
-    reasons: dict[str, list[LinearError]] = defaultdict(list)
-    for linear in linears:
-        if linear.failure:
-            reasons[linear.failure].append(linear)
     return [
         finding(
             "numerics-failed",
@@ -66,29 +59,26 @@ def failures(linears: Sequence[LinearError]) -> list[Finding]:
             recipes=list(dict.fromkeys(one.recipe for one in failed)),
             reason=reason,
         )
-        for reason, failed in reasons.items()
+        for reason, failed in grouped((linear.failure, linear) for linear in linears if linear.failure).items()
     ]
 
 
 def dropped_passes(linears: Sequence[LinearError]) -> list[Finding]:
     """One finding for every reason, with the passes and the linears that have no errors, or only those of other steps."""
     known = {one.pass_name for linear in linears for one in linear.passes}
-    groups: dict[tuple[str, str, str, bool], tuple[dict[str, None], dict[str, None]]] = {}
-    for linear in linears:
-        computed = {one.pass_name for one in linear.passes}
-        for one in linear.dropped:
-            code = "numerics-dropped-steps" if one.pass_name in computed else "numerics-dropped-passes"
-            key = code, one.reason, steps(one.steps), one.pass_name in known
-            passes, names = groups.setdefault(key, ({}, {}))
-            passes[one.pass_name] = names[linear.name] = None
+    every = [(linear, one, {other.pass_name for other in linear.passes}) for linear in linears for one in linear.dropped]
+    groups = grouped(
+        ((one.pass_name in computed, one.reason, steps(one.steps), one.pass_name in known), (one.pass_name, linear.name))
+        for linear, one, computed in every
+    )
     return [
         finding(
-            code,
-            passes=[name for name in OPERANDS if name in passes],
-            linears=list(names),
+            "numerics-dropped-steps" if in_other_steps else "numerics-dropped-passes",
+            passes=[name for name in OPERANDS if name in dict(places)],
+            linears=list(dict.fromkeys(name for _, name in places)),
             reason=reason,
             steps=where,
             counted="count as the mean of the other linears" if others else "do not count",
         )
-        for (code, reason, where, others), (passes, names) in groups.items()
+        for (in_other_steps, reason, where, others), places in groups.items()
     ]

@@ -16,6 +16,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
+from gemmscope.grouping import grouped
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import LinearError, RecipeError, counted_linears
 
@@ -110,10 +111,7 @@ Means = Mapping[tuple[str, str], float]
 
 def _mean_squares(linears: Sequence[LinearError]) -> Means:
     """Recipe and pass → the mean of the squared errors over all linears."""
-    squares: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for linear in linears:
-        for one in linear.passes:
-            squares[linear.recipe, one.pass_name].append(one.relative.value**2)
+    squares = grouped(((linear.recipe, one.pass_name), one.relative.value**2) for linear in linears for one in linear.passes)
     return {key: sum(values) / len(values) for key, values in squares.items()}
 
 

@@ -123,17 +123,6 @@ def sums_of(quantized: SampledQuantization, energy: Tensor, parallel: float) -> 
     return below, across, above
 
 
-def sampled_noise(
-    sample: OperandSample, quantized: SampledQuantization, energy: Tensor, blocks: Tensor, gain: float
-) -> OperandNoise:
-    """The estimate from the sample, for uncorrelated errors. `energy`: of the other operand. `gain`: Σ A²·e over ‖Y‖²."""
-    weights = sample.weights
-    below, across, _ = sums_of(quantized, energy, 0.0)
-    parallel = ratio_of(across, below, weights, blocks)
-    rest = ratio_of(sums_of(quantized, energy, parallel.value)[2], below, weights, blocks)
-    return OperandNoise(parallel, Ratio(rest.value * gain, rest.variance * gain**2), len(weights) - 1, rest.value)
-
-
 def probed_noise(probe: tuple[float, ...], own: OperandNoise, reference: OperandNoise, ratio: Ratio) -> OperandNoise:
     """The probe's values, corrected by what the sample says of the recipe (`own`) and of the probe's quantizer (`reference`);
     `ratio` is that of their errors."""
@@ -240,7 +229,7 @@ class SampledGemm:
         self.step, self._pass, self._probes = step, pass_name, step.facts.probes
         self.sides = tuple(step.sample(pass_name, tensor) for tensor in OPERANDS[pass_name])
         self._blocks = self.sides[0].energy.new_tensor(facts.weights)
-        self._gain = facts.product / facts.norm**2
+        self._gain = facts.product / facts.norm**2  # Σ A²·e over ‖Y‖²
         self._generator = torch.Generator(self._blocks.device).manual_seed(seed)
         self._references: dict[str, tuple[SampledQuantization, OperandNoise]] = {}
 
@@ -279,6 +268,11 @@ class SampledGemm:
         return quantized, probed_noise(self._probes[key], noise, expected, ratio)
 
     def _estimate(self, place: int, quantizer: Quantizer, amax: float) -> tuple[SampledQuantization, OperandNoise]:
+        """The estimate from the sample, for uncorrelated errors."""
         sample, energy = self.sides[place], self.sides[1 - place].energy
         quantized = quantize_sample(sample, quantizer, amax, self._generator)
-        return quantized, sampled_noise(sample, quantized, energy, self._blocks, self._gain)
+        below, across, _ = sums_of(quantized, energy, 0.0)
+        parallel = ratio_of(across, below, sample.weights, self._blocks)
+        alone = ratio_of(sums_of(quantized, energy, parallel.value)[2], below, sample.weights, self._blocks)
+        rest = Ratio(alone.value * self._gain, alone.variance * self._gain**2)
+        return quantized, OperandNoise(parallel, rest, len(sample.weights) - 1, alone.value)

@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import fmean
 
 from gemmscope import units
+from gemmscope.grouping import grouped
 from gemmscope.numerics.evaluation.gemm_errors import (
     GemmNoise,
     SampledGemm,
@@ -78,12 +79,10 @@ class LinearErrors:
 
     def _dropped(self) -> Iterator[DroppedPass]:
         """Passes that ran but cannot be computed, in all sampled steps or in some. An output of zeros has no error to compute."""
-        for name in OPERANDS:
-            reasons: dict[str, list[int]] = {}
-            for step in self._steps:
-                if name in step.passes and (reason := step.problem(name)) != ZERO_OUTPUT and reason:
-                    reasons.setdefault(reason, []).append(step.facts.step)
-            for reason, steps in reasons.items():
+        ran = [(name, step) for name in OPERANDS for step in self._steps if name in step.passes]
+        problems = grouped(((name, step.problem(name)), step.facts.step) for name, step in ran)
+        for (name, reason), steps in problems.items():
+            if reason not in ("", ZERO_OUTPUT):
                 yield DroppedPass.model_validate({"pass": name, "steps": tuple(steps), "reason": reason})
 
     def _pass(self, name: Pass, pair: tuple[GemmOperand, GemmOperand]) -> PassError:

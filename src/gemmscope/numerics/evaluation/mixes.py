@@ -17,7 +17,6 @@ their order.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from gemmscope import units
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.numerics.evaluation.error_table import ErrorTable, Values, error_table, recipe_errors
 from gemmscope.numerics.evaluation.speeds import SpeedResult, Speeds, nominal_speeds, speeds_of
 from gemmscope.paste.mix import mix_to_paste
@@ -252,10 +252,7 @@ def with_mix(
 
 def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:
     """One finding for all recipes without errors for the same linears. A recipe that has no errors at all is in no table."""
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in table.skipped:
-        groups[table.missing(name)].append(name)
-    for linears, recipes in groups.items():
+    for linears, recipes in grouped((table.missing(name), name) for name in table.skipped).items():
         yield finding("numerics-stays-in-baseline", recipes=recipes, linears=list(linears), baseline=BASELINE)
 
 

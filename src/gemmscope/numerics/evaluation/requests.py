@@ -6,7 +6,6 @@ The request and the messages are one line of JSON each, so that finished linears
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, TypeAdapter
 
 from gemmscope.errors import UserError
+from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.process import POLL_S, ProcessEndedError, WorkerProcess
 from gemmscope.results.numerics import DepthError, LinearError, NumericsResult, Source, StaleScale
@@ -206,8 +206,6 @@ def _messages(request: ErrorsRequest, signals: DeferredSignals, result: Computed
 
 def model_linears(model: ModelSpec) -> ModelLinears:
     """What a checkpoint of this model contains."""
-    sizes: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for op in derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops:
-        if isinstance(op, Linear) and op.section != HEAD:
-            sizes[op.role].add((op.inputs, op.outputs))
-    return ModelLinears(len(model.layers), {op: tuple(sorted(known)) for op, known in sizes.items()})
+    ops = derive(model, RunSpec(micro_batch_size=1, sequence_length=model.positions or USUAL_SEQUENCE)).ops
+    sizes = grouped((op.role, (op.inputs, op.outputs)) for op in ops if isinstance(op, Linear) and op.section != HEAD)
+    return ModelLinears(len(model.layers), {op: tuple(sorted(set(known))) for op, known in sizes.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemmscope.grouping import grouped
 from gemmscope.numerics.in_training.capture import (
     GROUPED,
     NORM_MLP,
@@ -24,7 +24,7 @@ from gemmscope.numerics.in_training.capture import (
 )
 from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, RerunModule, is_compiled, original_module
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts, StepFacts, tensor_key, write_recording
+from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
 from gemmscope.units import counted
 
@@ -40,9 +40,8 @@ class RecordingPlan:
 
     linears: list[tuple[nn.Module, list[LinearPlace]]]
     regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]]
-    names: Mapping[str, LinearName]
-    """By the key of their place: those that are recorded."""
-    places: Mapping[str, LinearPlace]
+    facts: Mapping[str, LinearFacts]
+    """By the key of their place: those that are recorded, without steps."""
     notes: tuple[str, ...]
 
 
@@ -55,18 +54,18 @@ class ModelRecorder:
         self._model_name = type(original_module(model, "FullyShardedDataParallel")).__name__
         self._settings, self._guarded = settings, guarded
         self._plan = make_plan(model, settings)
-        self._share = share_of([name.path for name in self._plan.names.values()], settings)
+        self._linears = dict(self._plan.facts)
+        """With the steps that were recorded."""
+        self._share = share_of([facts.name for facts in self._linears.values()], settings)
         self._capture: StepCapture | None = None
         self._hooks: list[LinearHooks | RerunModule] = []
-        self._seen: dict[str, tuple[LinearPlace, torch.dtype]] = {}
-        self._facts: dict[str, list[StepFacts]] = defaultdict(list)
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
 
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
-        histories = {key: tuple(steps) for key, steps in self._facts.items()}
+        histories = {key: linear.steps for key, linear in self._linears.items()}
         capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded, histories)
         self._capture = capture
         self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
@@ -80,9 +79,10 @@ class ModelRecorder:
         self._capture = None
         kept: dict[str, Tensor] = {}
         for key, (facts, tensors) in capture.finish().items():
-            self._facts[key].append(facts)
-            self._seen[key] = capture.linears[key].place, capture.linears[key].dtype
-            kept |= {tensor_key(self._plan.names[key].path, facts.step, name): tensor for name, tensor in tensors.items()}
+            place, dtype, linear = capture.linears[key].place, capture.linears[key].dtype, self._linears[key]
+            seen = {"inputs": place.inputs, "outputs": place.outputs, "dtype": str(dtype).removeprefix("torch.")}
+            self._linears[key] = linear.model_copy(update={**seen, "steps": (*linear.steps, facts)})
+            kept |= {tensor_key(linear.name, facts.step, name): tensor for name, tensor in tensors.items()}
         self._problems |= capture.problems
         if kept:
             self._kept[capture.step] = kept
@@ -97,7 +97,7 @@ class ModelRecorder:
 
     def write(self, path: Path) -> str:
         """Write the file. Returns an empty string, or why there is nothing to write."""
-        linears = tuple(self._linear_facts(key) for key in self._plan.names)
+        linears = tuple(self._described(key, linear) for key, linear in self._linears.items())
         if not any(linear.steps for linear in linears):
             return next(iter(self._problems.values()), "") or _nothing(self._plan)
         steps = sorted({step.step for linear in linears for step in linear.steps})
@@ -109,26 +109,18 @@ class ModelRecorder:
         write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
         return ""
 
-    def _linear_facts(self, key: str) -> LinearFacts:
-        name, planned = self._plan.names[key], self._plan.places[key]
-        place, dtype = self._seen.get(key, (planned, ""))
-        # of other steps, only the maxima are in the file
-        steps = [
-            facts if facts.step in self._kept else facts.model_copy(update={"passes": {}}) for facts in self._facts.get(key, ())
-        ]
+    def _described(self, key: str, linear: LinearFacts) -> LinearFacts:
+        """The facts for the file, which has only the maxima of steps without samples."""
+        steps = tuple(step if step.step in self._kept else step.model_copy(update={"passes": {}}) for step in linear.steps)
         failure = self._problems.get(key, "" if steps else "it did not run in a recorded step, or got no gradient")
-        return LinearFacts(
-            name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=planned.kind, inputs=place.inputs,
-            outputs=place.outputs, dtype=str(dtype).removeprefix("torch."), expert=name.expert, experts=planned.experts,
-            steps=tuple(steps), failure=failure,
-        )  # fmt: skip
+        return linear.model_copy(update={"steps": steps, "failure": failure})
 
 
 def _nothing(plan: RecordingPlan) -> str:
-    if not plan.names:
+    if not plan.facts:
         return "the model has no known linears"
     compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
-    return f"none of the model's {len(plan.names)} linears ran and got a gradient{'' if plan.regions else compiled}"
+    return f"none of the model's {len(plan.facts)} linears ran and got a gradient{'' if plan.regions else compiled}"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -148,7 +140,6 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     places = {place.key: place for *_, own in modules for place in own}
     named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
     counts = few_experts(named, settings["seed"])
-    places |= {key: replace(places[key], experts=max(places[key].experts, count)) for key, count in counts.items()}
     names, notes = _fitting(_unique({key: named[key] for key in counts}), settings)
     notes += tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
@@ -166,15 +157,21 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
         elif own:
             root = region if region is not None else module
             inside.setdefault(id(root), (root, []))[1].append((module, own))
-    return RecordingPlan(plain, list(inside.values()), names, places, notes)
+    facts = {
+        key: LinearFacts(
+            name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=places[key].kind, inputs=places[key].inputs,
+            outputs=places[key].outputs, expert=name.expert, experts=max(places[key].experts, counts[key]),
+        )
+        for key, name in names.items()
+    }  # fmt: skip
+    return RecordingPlan(plain, list(inside.values()), facts, notes)
 
 
 def _named(places: Mapping[str, LinearPlace]) -> dict[str, LinearName]:
     """Name the linears of each part of a pipeline stage separately, because their layers have the same numbers."""
-    parts: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-    for key, place in places.items():
-        parts[key.partition(".")[0] if key.startswith(CHUNK) else ""][key] = place.inputs, place.outputs
-    return {key: name for part in parts.values() for key, name in name_linears(part).items()}
+    chunks = {key: key.partition(".")[0] if key.startswith(CHUNK) else "" for key in places}
+    parts = grouped((chunks[key], (key, (place.inputs, place.outputs))) for key, place in places.items())
+    return {key: name for part in parts.values() for key, name in name_linears(dict(part)).items()}
 
 
 def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:

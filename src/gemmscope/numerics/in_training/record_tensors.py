@@ -71,7 +71,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         rank = own_rank()
         self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after
-        self.recorded = False
+        self.recorded = self._entered = self._failed = False
         self._settings: dict[str, Any] = {
             "steps": steps, "samples": samples, "megabytes": megabytes, "seed": seed, "rank": rank, "packages": package_versions()
         }  # fmt: skip
@@ -79,9 +79,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         self._wanted = rank in ranks
         self._passed = 0
         self._next = 1 if self._wanted else -1  # the step at which something begins or ends; 1: it was not entered
-        self._entered = False
         self._recorder: ModelRecorder | None = None
-        self._failed = False
 
     def __enter__(self) -> record_tensors:
         if self._entered:

@@ -159,12 +159,8 @@ class OutputGradients:
     """
 
     def __init__(self, outputs: list[Tensor], action: Callable[[list[Tensor | None]], None]) -> None:
-        nodes: list[Any] = []
-        self._places: list[tuple[int, int]] = []
-        for tensor in outputs:
-            if tensor.grad_fn not in nodes:
-                nodes.append(tensor.grad_fn)
-            self._places.append((nodes.index(tensor.grad_fn), tensor.output_nr))
+        nodes: list[Any] = list(dict.fromkeys(tensor.grad_fn for tensor in outputs))
+        self._places = [(nodes.index(tensor.grad_fn), tensor.output_nr) for tensor in outputs]
         self._nodes, self._action = nodes, action
         self._received: dict[int, tuple[Tensor | None, ...]] = {}
         self._handles = [node.register_prehook(partial(self._arrived, number)) for number, node in enumerate(nodes)]
