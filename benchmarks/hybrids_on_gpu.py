@@ -16,8 +16,8 @@ import torch
 from gemmscope.model import presets
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.frameworks import measuring_classes
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.kits import KITS
 from gemmscope.step.stack import CapturedStep, GraphMemory, Step, Weights
 from gemmscope.step.stack_plan import plan_step
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, class_name = KITS[arguments.kit if device == "cuda" else "cpu"]
+    module, class_name = measuring_classes("step")[arguments.kit if device == "cuda" else "cpu"]
     kit_class = getattr(import_module(module), class_name)
     batch, length = map(int, arguments.batch.split("x"))
     for name in arguments.models or MODELS:

@@ -71,7 +71,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
     def call(machine_facts: Environment) -> list[LinearCampaign]:
         monkeypatch.setattr("gemmscope.commands.calibrate.environment", lambda: machine_facts)
-        monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "")
+        monkeypatch.setattr("gemmscope.bench.choose.missing_package", lambda _: "")
         monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
 

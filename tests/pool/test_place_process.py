@@ -91,7 +91,7 @@ def test_no_gpu(serve: Serve, machine: Environment) -> None:
 
 
 def test_a_machine_without_the_package_is_refused_and_fails_no_unit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.bench.choose._missing", lambda _: "torch")
+    monkeypatch.setattr("gemmscope.bench.choose.missing_package", lambda _: "torch")
     _, refused = serve([NOTHING] * 2, tiny_bench("u"), setup=PlaceSetup(cpu=True))
     assert isinstance(refused, PlaceRefused)
     assert refused.why == "measuring on cpu needs torch, which is not installed"

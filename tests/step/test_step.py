@@ -25,9 +25,11 @@ from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, Lin
 from gemmscope.model.spec import ModelSpec, NormSpec, RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
+from gemmscope.roles import role
 from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.step.step_measurements import StepMeasurements
+from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
 from support.small_steps import NOT_RUN, two_layers
@@ -155,6 +157,10 @@ def test_what_is_not_run_is_said() -> None:
     normed = plan_step(replace(MODELS["llama"], embedding_norm=True), RUN)[1]
     assert [(finding.code, finding.facts) for finding in normed] == [("ops-not-run", {"ops": ["Embedding Norm"]})]
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
+
+
+def test_the_ops_of_a_stack_have_roles() -> None:
+    assert all(role(key) for keys in load_data("gemmscope.step", "stack_ops.toml").values() for key in keys)
 
 
 @pytest.mark.parametrize("name", ["llama", "norms", "parallel", "experts", "predictions"])

@@ -52,7 +52,7 @@ def _for_framework(choices: MeasuringOptions, framework: str) -> tuple[Measuring
     backend = other_backend(framework)
     if not backend or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
         return choices, ()
-    if _missing(backend):
+    if missing_package(backend):
         return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
     return choices.but(backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
 
@@ -123,7 +123,7 @@ def _backend(requested: str | None, device: str, named: Sequence[str] | None) ->
         possible = (requested,)
     elif named is not None and device == "cuda":
         possible = _with_recipes(named)
-    missing = {backend: _missing(backend) for backend in possible}
+    missing = {backend: missing_package(backend) for backend in possible}
     chosen = next((backend for backend in possible if not missing[backend]), None)
     if chosen is None:
         needed = " or ".join(dict.fromkeys(missing.values()))
@@ -142,12 +142,8 @@ def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
     return able
 
 
-def is_installed(backend: str) -> bool:
-    """Whether all packages that a backend needs are there."""
-    return not _missing(backend)
-
-
-def _missing(backend: str) -> str:
+def missing_package(backend: str) -> str:
+    """The first package that a backend needs and that is not installed; empty if all are there."""
     return next((package for package in frameworks()[backend].packages if importlib.util.find_spec(package) is None), "")
 
 

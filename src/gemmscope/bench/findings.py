@@ -198,12 +198,10 @@ def speedups_leaving_high(
 
 def _warm_cache(measurements: Measurements) -> list[Finding]:
     """Shapes so small that all their sets of buffers together stay in the cache."""
-    cache = measurements.hello.device.get("l2_bytes") or 0
-    enough = LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
-    measured = [
-        (result.task.case, int(result.facts.get("copies", 1))) for result in measurements.tasks.values() if result.measured
-    ]
-    warm = [case.op for case, copies in measured if case.bytes_touched * copies < enough]
+    enough = LEAST_BYTES_IN_FLIGHT_OVER_L2 * (measurements.hello.device.get("l2_bytes") or 0)
+    measured = [result for result in measurements.tasks.values() if result.measured]
+    in_flight = [(one.task.case.op, one.task.case.bytes_touched * int(one.facts.get("copies", 1))) for one in measured]
+    warm = [op for op, bytes_in_flight in in_flight if bytes_in_flight < enough]
     return [finding("warm-cache", ops=list(dict.fromkeys(warm)))] if warm else []
 
 

@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import torch
 
-from gemmscope.bench.backends import BACKENDS
 from gemmscope.bench.backends.base import Backend, BackendOptions, OperandStore
 from gemmscope.engine.kernels import KernelRun
 from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
 from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer, start_profiler
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, plan_rounds, versions_of
 from gemmscope.errors import in_a_line
+from gemmscope.recipe.frameworks import measuring_classes
 from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
 from gemmscope.workload.ops import PASSES
@@ -110,7 +110,7 @@ class Worker(MeasuringProcess):
         cases = list(dict.fromkeys(task.case for task in self.tasks))
         profile = not self.request["for_nsight"]  # torch's own profiler does not work together with Nsight
         with heating(self.operands, cases, profile=profile) if self.on_gpu else nullcontext():
-            make = self.load(BACKENDS)
+            make = self.load(measuring_classes("bench"))
             if make is None:
                 return
             backend: Backend = make(

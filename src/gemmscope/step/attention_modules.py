@@ -186,11 +186,10 @@ class LatentAttention(nn.Module):
         self.attention = FullAttention(spec, plan.sequence_length)
         plain = spec.head_dim - latent.rope_dim
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
-        if latent.q_rank is None:
-            self.q_down, self.q_up = None, kit.linear(hidden, spec.q_width, bias=spec.qkv_bias)
-        else:
-            self.q_down = kit.linear(hidden, latent.q_rank, bias=latent.down_bias)
-            self.q_up = kit.norm_linear(inner, latent.q_rank, spec.q_width, bias=spec.qkv_bias)
+        self.q_down = kit.linear(hidden, latent.q_rank, bias=latent.down_bias) if latent.q_rank is not None else None
+        self.q_up = kit.norm_linear(
+            inner if latent.q_rank is not None else None, latent.q_rank or hidden, spec.q_width, bias=spec.qkv_bias
+        )
         self.kv_down = kit.linear(hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
         self.kv_up = kit.norm_linear(inner, latent.kv_rank, spec.heads * (plain + spec.value_head_dim), bias=spec.qkv_bias)
 

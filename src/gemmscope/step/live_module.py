@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ class LiveModule:
         if plan.module is not None:
             built = load_factory(plan.module, plan.micro_batch_size or None, plan.sequence_length or None, device)
             built, cast = _in_precision(built, precision)
-            folder: Path | None = Path(plan.module.rpartition(":")[0]).resolve().parent
         else:
-            built, folder, cast = live_huggingface(plan, device, precision), None, False
+            built, cast = live_huggingface(plan, device, precision), False
+        folder = Path(plan.module.rpartition(":")[0]).resolve().parent if plan.module is not None else None
         objective = Objective(built)
         with naming("running the module", folder):
             linears, masked = record_linears(built.module, partial(objective.try_once, built))
@@ -123,10 +124,9 @@ class LiveModule:
 
     def held_bytes(self) -> int:
         """Parameters, buffers and the state of the optimizer."""
-        tensors: list[torch.Tensor] = [*self.objective.parameters(), *self.objective.buffers()]
-        if self.optimizer is not None:
-            states = [state for state in self.optimizer.state.values() if isinstance(state, Mapping)]
-            tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        states = [one for one in self.optimizer.state.values() if isinstance(one, Mapping)] if self.optimizer is not None else []
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors = chain(self.objective.parameters(), self.objective.buffers(), moments)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gemmscope.bench.choose import is_installed
+from gemmscope.bench.choose import missing_package
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
@@ -40,7 +40,7 @@ def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
     ):
         if applies:
             raise UserError(f"{name} {message}", hint)
-    if options.backend is not None or options.recipes is not None or options.on_cpu or not is_installed("torchao"):
+    if options.backend is not None or options.recipes is not None or options.on_cpu or missing_package("torchao"):
         return options
     return options.but(backend="torchao")
 

@@ -153,7 +153,14 @@ class MixerKernels(KernelSources):
         instead of [.., heads], it is Kimi delta attention. `decay` and `beta` are given before softplus and sigmoid."""
         name, *choices = DELTA_RULES[decay.dim() == k.dim()]
         package, rule = self._first(name, *choices)
-        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
+        if package == FLA and "use_beta_sigmoid_in_kernel" in signature(rule).parameters:  # it computes decay and strength, too
+            gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten()}
+            return _output(rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates))
+        scale = a_log.float().exp().view(-1, *(1,) * (decay.dim() - 3))
+        gate = -scale * functional.softplus(decay.float() + dt_bias.float().view(decay.shape[2:]))
+        if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
+            q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
+        return _output(rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True))
 
     def selective_scan(
         self,
@@ -229,21 +236,6 @@ def _output(result: Any) -> torch.Tensor:
     """The output of a kernel: what it returns, or the first of several."""
     output: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return output
-
-
-def _delta_rule(
-    package: str, rule: Callable[..., Any], inputs: tuple[torch.Tensor, ...], a_log: torch.Tensor, dt_bias: torch.Tensor
-) -> torch.Tensor:
-    """One of the delta rules; recent kernels also compute the decay and the write strength."""
-    q, k, v, decay, beta = inputs
-    if package == FLA and "use_beta_sigmoid_in_kernel" in signature(rule).parameters:
-        gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten()}
-        return _output(rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates))
-    scale = a_log.float().exp().view(-1, *(1,) * (decay.dim() - 3))
-    gate = -scale * functional.softplus(decay.float() + dt_bias.float().view(decay.shape[2:]))
-    if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
-        q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
-    return _output(rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True))
 
 
 @cache

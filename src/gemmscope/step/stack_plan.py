@@ -270,24 +270,20 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...], 
     linears = list(dict.fromkeys(op.name for op in not_run if isinstance(op, Linear)))
     others = list(dict.fromkeys(op.name for op in not_run if not isinstance(op, Linear)))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
-    conditions = {
-        "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
-        "some-norms-not-run": bool(norms),
-        "extra-linears-not-run": bool(linears),
-        "ops-not-run": bool(others),
-        "activation-replaced": bool(unknown),
-        "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
-        "quantized-after-gather": run.sequence_parallel and run.tp > 1,
-        "experts-projections-fused": run.separate_projections and any(layer.is_moe for layer in layers),
-        "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
+    attentions = [layer.attention for layer in layers if layer.attention is not None]
+    head_differs = model.head_transform or model.embedding_size not in (None, model.hidden_size)
+    differences: dict[str, tuple[bool, dict[str, list[str]]]] = {
+        "sparse-attention-not-run": (any(attention.top_k is not None for attention in attentions), {}),
+        "some-norms-not-run": (bool(norms), {"norms": list(map(str, norms))}),
+        "extra-linears-not-run": (bool(linears), {"linears": linears}),
+        "ops-not-run": (bool(others), {"ops": others}),
+        "activation-replaced": (bool(unknown), {"activations": unknown}),
+        "communication-not-run": (run.tp * run.cp * run.ep * run.pp > 1, {}),
+        "quantized-after-gather": (run.sequence_parallel and run.tp > 1, {}),
+        "experts-projections-fused": (run.separate_projections and any(layer.is_moe for layer in layers), {}),
+        "head-transform-not-run": (head_differs, {}),
     }
-    facts = {
-        "some-norms-not-run": {"norms": list(map(str, norms))},
-        "activation-replaced": {"activations": unknown},
-        "extra-linears-not-run": {"linears": linears},
-        "ops-not-run": {"ops": others},
-    }
-    return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
+    return [finding(code, **facts) for code, (applies, facts) in differences.items() if applies]
 
 
 def not_run(model: ModelSpec) -> str:

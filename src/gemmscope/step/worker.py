@@ -20,8 +20,8 @@ from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profil
 from gemmscope.engine.timer import Burst, busy_ms, done_burst, elapsed_ms, kernel_run, segments
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind, versions_of
 from gemmscope.errors import in_a_line
+from gemmscope.recipe.frameworks import measuring_classes
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes
 from gemmscope.step.marks import mark_step, recording
@@ -55,7 +55,7 @@ class StepWorker(MeasuringProcess):
 
     def main(self) -> None:
         """Build, measure, profile."""
-        self.kit = self.load(KITS)
+        self.kit = self.load(measuring_classes("step"))
         if self.kit is None:
             return
         if isinstance(self.plan, ModulePlan) and not self._tried(self.plan):
@@ -71,7 +71,9 @@ class StepWorker(MeasuringProcess):
             self.warn(code, **facts)
         self._name_kernels()
         self._measure()
-        if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
+        if (
+            self.request["profile"] and self.on_gpu
+        ):  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
                 self._profile(name, step)
         self.say(Done())
@@ -188,8 +190,6 @@ class StepWorker(MeasuringProcess):
 
     def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
-        if not self.on_gpu:
-            return
         self.begin(name, "profiling")
         labels: list[tuple[str, str]] = []
         compiled = self.request["compile"]

@@ -57,8 +57,7 @@ class TransformerEngineKit(Kit):
         return te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
-        norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
-        return norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
+        return getattr(te, NORMS[norm.kind])(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
         return FusedRotary(head_dim, sequence, self.device)
