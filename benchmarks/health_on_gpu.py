@@ -28,7 +28,9 @@ def main() -> int:
         gpu = nvml.gpu(index)
         if gpu is None:
             continue
-        print(f"{node_name()} GPU {gpu.index()}: {gpu.name()}, {gpu.uuid()}, PCI bus {gpu.pci_bus()}, serial {gpu.serial()}")
+        print(
+            f"{node_name()} GPU {gpu.index()}: {gpu.query('Name')}, {gpu.uuid()}, PCI bus {gpu.pci_bus()}, serial {gpu.serial()}"
+        )
         idle, idle_ms = timed(gpu)
         loaded, loaded_ms = under_load(gpu)
         print(f"  reading took {idle_ms:.1f} ms idle" + (f", {loaded_ms:.1f} ms under load" if loaded else ""))

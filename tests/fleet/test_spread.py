@@ -80,13 +80,13 @@ def test_what_one_gpu_can_quote() -> None:
     fleet = simulated_fleet(64)
     [about] = quoted_spread(fleet, result)  # the simulated fleet ran something else
     assert about.code == "fleet-another-gpu-about"
-    assert about.text.startswith("Expected range of another GPU of this type, with 90% probability: about FP8Current 1.6")
+    assert about.facts["ranges"][0].startswith("FP8Current 1.6")
     own = fleet_result(
         [Run(summary(result), FleetGpu(place="", node=f"node{gpu}", index=0, uuid=f"GPU-{gpu}")) for gpu in range(20)]
     )
     [exact] = quoted_spread(own, result)
     assert exact.code == "fleet-another-gpu"
-    assert "FP8Current 1.66x to 1.66x, FP8Delayed 1.71x to 1.71x" in exact.text
+    assert exact.facts["ranges"][:2] == ["FP8Current 1.66x to 1.66x", "FP8Delayed 1.71x to 1.71x"]
 
 
 def test_a_fleet_that_says_nothing_about_this_gpu() -> None:

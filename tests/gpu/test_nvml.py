@@ -74,8 +74,9 @@ def test_figures_have_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
     gpu = the_gpu()
     assert gpu.read() == Reading(1755, 698.5, 61, ("SW power cap", "HW thermal slowdown"), energy_j=12345.678)
-    assert (gpu.name(), gpu.uuid(), gpu.compute_capability()) == ("NVIDIA H200", "GPU-1", (9, 0))
-    assert (gpu.power_limit_w(), gpu.max_sm_mhz(), gpu.memory_bytes(), gpu.utilization()) == (700.0, 1980, (2**37, 2**20), 0)
+    assert (gpu.uuid(), gpu.power_limit_w(), gpu.max_sm_mhz(), gpu.utilization()) == ("GPU-1", 700.0, 1980, 0)
+    (facts,) = environment.environment().gpus
+    assert (facts.name, facts.capability, facts.memory_bytes, facts.memory_used_bytes) == ("NVIDIA H200", (9, 0), 2**37, 2**20)
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +91,9 @@ def test_hidden_figures_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, *FakeNvml().all_figures())
     gpu = the_gpu()
     assert gpu.read() == Reading(None, None, None, ())
-    assert (gpu.name(), gpu.uuid(), gpu.compute_capability()) == ("unknown GPU", None, None)
-    assert (gpu.power_limit_w(), gpu.max_sm_mhz(), gpu.memory_bytes(), gpu.utilization()) == (None, None, None, None)
+    assert (gpu.uuid(), gpu.power_limit_w(), gpu.max_sm_mhz(), gpu.utilization()) == (None, None, None, None)
+    (facts,) = environment.environment().gpus
+    assert (facts.name, facts.capability, facts.memory_bytes, facts.memory_used_bytes) == ("unknown GPU", None, None, None)
     assert gpu.compute_processes() == []
 
 

@@ -14,6 +14,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -38,22 +39,17 @@ class WorkerEndedError(Exception):
         self.kind, self.why, self.detail, self.killed, self.hint = kind, f"{what} {detail}".strip(), detail, killed, hint
 
 
-class LocalWorkers:
+class LocalWorkers(ExitStack):
     """Processes on this machine. One may be started early: it imports torch while others read the model."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._early: dict[str, WorkerConnection] = {}
-
-    def __enter__(self) -> LocalWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._early:
-            self._early.popitem()[1].close()
 
     def start_early(self, module: str) -> None:
         """Start a process now, which the first `start` of this module returns."""
         self._early[module] = WorkerConnection(module)
+        self.callback(self._early[module].close)
 
     def start(self, module: str) -> WorkerConnection:
         return self._early.pop(module, None) or WorkerConnection(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,9 +89,7 @@ def natural(text: str) -> tuple[str, ...]:
 
 def label_groups(chips: Sequence[Chip]) -> None:
     """Name the group of every chip: its product, and its power limit where a product has several."""
-    limits: dict[str, Counter[int | None]] = {}
-    for chip in chips:
-        limits.setdefault(chip.product, Counter())[_limit(chip)] += 1
+    limits = {product: set(own) for product, own in grouped((chip.product, _limit(chip)) for chip in chips).items()}
     for chip in chips:
         limit = _limit(chip)
         several = f", {limit} W" if limit is not None else ", power limit unknown"

@@ -77,10 +77,8 @@ class MeasuredFleet:
 
     def failed(self) -> list[FleetGpu]:
         """GPUs that were not measured at all, and why."""
-        failed: dict[str, FleetGpu] = {}
-        for place, failure in self._failures():
-            if place.key not in self.measured:
-                failed[place.key] = _gpu(place, reason(failure))
+        failures = [(place, failure) for place, failure in self._failures() if place.key not in self.measured]
+        failed = {place.key: _gpu(place, reason(failure)) for place, failure in failures}
         for refusal in self.outcomes.refused:
             known = self.outcomes.places.get(refusal.place)
             if known is not None and known.key not in self.measured:

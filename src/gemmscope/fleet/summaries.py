@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from gemmscope.findings import Finding, catalog
 from gemmscope.gpu.environment import Environment
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -141,10 +142,8 @@ def _bench_figures(view: RunView) -> Iterator[SummaryFigure]:
 def _gemm_figures(linears: Linears, flops: float) -> Iterator[SummaryFigure]:
     """The sum over all shapes, in every recipe and mode that has them all, and its speedup where every shape has one."""
     ops = {case.op for case in linears.cases}
-    times: dict[tuple[str, str], dict[str, Interval]] = {}
-    for timing in linears.ops:
-        times.setdefault((timing.recipe, timing.mode), {})[timing.op] = timing.total_ms
-    sums = {key: own for key, own in times.items() if own.keys() == ops}
+    times = grouped(((timing.recipe, str(timing.mode)), (timing.op, timing.total_ms)) for timing in linears.ops)
+    sums = {key: dict(own) for key, own in times.items() if dict(own).keys() == ops}
     comparisons = [ratio for ratio in linears.speedups if ratio.over == BASELINE and not ratio.pass_name]
     compared = {(ratio.recipe, ratio.mode, ratio.op) for ratio in comparisons}
     speedups, totals = [], dict[str, SummaryFigure]()

@@ -107,13 +107,13 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, ...]) -> GpuFacts:
-    memory = gpu.memory_bytes()
+    memory, capability = gpu.query("MemoryInfo"), gpu.query("CudaComputeCapability")
     return GpuFacts(
         index=index,
-        name=gpu.name(),
-        capability=gpu.compute_capability(),
-        memory_bytes=memory[0] if memory else None,
-        memory_used_bytes=memory[1] if memory else None,
+        name=gpu.query("Name") or "unknown GPU",
+        capability=(int(capability[0]), int(capability[1])) if capability is not None else None,
+        memory_bytes=int(memory.total) if memory is not None else None,
+        memory_used_bytes=int(memory.used) if memory is not None else None,
         power_limit_w=gpu.power_limit_w(),
         max_sm_mhz=gpu.max_sm_mhz(),
         utilization=utilization,

@@ -60,6 +60,12 @@ FLAGS = (
     ("remap_pending", "a faulty memory row is pending remapping", "reset the GPU"),
     ("retirement_pending", "faulty memory pages are pending retirement", "reset the GPU"),
 )
+LINKS = (
+    ("pcie_width", "pcie_width_max", "PCIe x{} instead of x{}", "check its slot and riser"),
+    ("pcie_generation", "pcie_generation_max", "PCIe generation {} instead of {}", "check its slot, riser and BIOS settings"),
+    ("nvlinks_active", "nvlinks", "{} of {} NVLinks are active", "nvidia-smi nvlink --status shows which are not"),
+)
+"""What should be as much as the second figure. No NVLink is active where no bridge or switch is attached."""
 
 
 def health_problems(health: Mapping[str, int | str], *, under_load: bool) -> list[HealthProblem]:
@@ -74,15 +80,9 @@ def health_problems(health: Mapping[str, int | str], *, under_load: bool) -> lis
     if errors := known.get("uncorrected_errors"):
         problems.append((f"{errors} uncorrected memory error{'s' * (errors != 1)} since the driver was loaded", "reset the GPU"))
     problems += [(text, remedy) for name, text, remedy in FLAGS if known.get(name)]
-    width, widest = known.get("pcie_width"), known.get("pcie_width_max")
-    if width and widest and width < widest:
-        problems.append((f"PCIe x{width} instead of x{widest}", "check its slot and riser"))
-    generation, latest = known.get("pcie_generation"), known.get("pcie_generation_max")
-    if under_load and generation and latest and generation < latest:
-        problems.append((f"PCIe generation {generation} instead of {latest}", "check its slot, riser and BIOS settings"))
-    active, links = known.get("nvlinks_active"), known.get("nvlinks")
-    if active and links and active < links:  # none is active where no bridge or switch is attached
-        problems.append((f"{active} of {links} NVLinks are active", "nvidia-smi nvlink --status shows which are not"))
+    for name, most, text, remedy in LINKS:
+        if 0 < known.get(name, 0) < known.get(most, 0) and (under_load or name != "pcie_generation"):
+            problems.append((text.format(known[name], known[most]), remedy))
     return [HealthProblem(*problem) for problem in problems]
 
 

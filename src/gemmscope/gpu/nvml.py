@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pynvml
 
@@ -53,8 +53,7 @@ class Nvml:
     """The initialized library. Make one with `open_nvml`."""
 
     def driver(self) -> str | None:
-        version: str | None = _query("nvmlSystemGetDriverVersion")
-        return version
+        return cast("str | None", _query("nvmlSystemGetDriverVersion"))
 
     def count(self) -> int:
         return _query("nvmlDeviceGetCount") or 0
@@ -87,23 +86,17 @@ class Gpu:
         value = self._query(function)
         return value / 1000 if value is not None else None
 
-    def name(self) -> str:
-        return self._query("nvmlDeviceGetName") or "unknown GPU"
-
     def uuid(self) -> str | None:
         """The same for the driver and for CUDA."""
-        uuid: str | None = self._query("nvmlDeviceGetUUID")
-        return uuid
+        return cast("str | None", self._query("nvmlDeviceGetUUID"))
 
     def index(self) -> int | None:
         """The driver's number of this GPU. CUDA may number GPUs differently."""
-        index: int | None = self._query("nvmlDeviceGetIndex")
-        return index
+        return cast("int | None", self._query("nvmlDeviceGetIndex"))
 
     def serial(self) -> str | None:
         """The serial number of the board."""
-        serial: str | None = self._query("nvmlDeviceGetSerial")
-        return serial
+        return cast("str | None", self._query("nvmlDeviceGetSerial"))
 
     def pci_bus(self) -> str | None:
         """The address on the PCI bus: domain, bus, device and function."""
@@ -113,21 +106,11 @@ class Gpu:
         bus = info.busId
         return str(bus.decode(errors="replace") if isinstance(bus, bytes) else bus).lower() or None
 
-    def compute_capability(self) -> tuple[int, int] | None:
-        capability = self._query("nvmlDeviceGetCudaComputeCapability")
-        return (int(capability[0]), int(capability[1])) if capability is not None else None
-
     def power_limit_w(self) -> float | None:
         return self._thousandths("nvmlDeviceGetEnforcedPowerLimit")
 
     def max_sm_mhz(self) -> int | None:
-        clock: int | None = self._query("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM)
-        return clock
-
-    def memory_bytes(self) -> tuple[int, int] | None:
-        """The memory in bytes: total and used."""
-        memory = self._query("nvmlDeviceGetMemoryInfo")
-        return (int(memory.total), int(memory.used)) if memory is not None else None
+        return cast("int | None", self._query("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM))
 
     def utilization(self) -> int | None:
         """The percentage of the last sampling period in which a kernel ran."""

@@ -84,10 +84,9 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
-    if not values.get("should_pad_vocab"):
-        values.pop("make_vocab_size_divisible_by", None)
-    elif values.get("make_vocab_size_divisible_by") is None:
-        values["make_vocab_size_divisible_by"] = 128
+    padding = values.get("make_vocab_size_divisible_by")
+    padding = 128 if padding is None else padding
+    values["make_vocab_size_divisible_by"] = padding if values.get("should_pad_vocab") else None
 
     def spell(name: str) -> str:
         return f"{sections.get(name, 'model')}.{name}"

@@ -293,9 +293,8 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
         return [None] * count
     if family.flag("bidirectional_if"):
         window = window // 2 * 2  # as many positions on either side
-    if rule == "all":
-        return [window] * count
-    slides = [kind == SLIDING for kind in layer_types or []] or _sliding_pattern(family, count)
+    listed_kinds = [kind == SLIDING for kind in layer_types or []]
+    slides = [True] * count if rule == "all" else listed_kinds or _sliding_pattern(family, count)
     return [window if slide else None for slide in slides]
 
 

@@ -291,7 +291,6 @@ class LayerSpec:
     @property
     def kind(self) -> str:
         """What it consists of: `attention + MoE`, `Mamba-2`."""
-        mixers = [self.mixer.name] if self.mixer is not None else []
-        attention = ["attention"] if self.attention is not None else []
-        mlp = [] if self.mlp is None else ["MoE" if self.is_moe else "MLP"]
-        return " + ".join([*attention, *mixers, *mlp])
+        mlp = "" if self.mlp is None else "MoE" if self.is_moe else "MLP"
+        names = ["attention" if self.attention is not None else "", self.mixer.name if self.mixer is not None else "", mlp]
+        return " + ".join(filter(None, names))

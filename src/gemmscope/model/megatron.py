@@ -24,13 +24,10 @@ from gemmscope.model.shell import Shell, flags
 from gemmscope.model.spec import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
-OTHER_SCRIPTS = FACTS["other_scripts"]
 HYBRID_SCRIPTS = {"mamba", "hybrid"}
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
-T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
-ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
 SWITCHES = set(FACTS["switches"])
-VALUED = {*FACTS["same_name"], *OTHER_NAME, *ONLY_HERE}
+VALUED = {*FACTS["same_name"], *OTHER_NAME, *FACTS["only_here"], *FACTS["t5_only"], *LAUNCHER}
 KNOWN = VALUED | SWITCHES
 PROGRAM = re.compile(r"\bpretrain_(\w{1,40})\.py\b")
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
@@ -119,19 +116,19 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
 
 def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
     """Reject other models than GPT and hybrids, which have the same flags. A finding, if the file can train those as well."""
-    for name in T5_ONLY:
+    for name in FACTS["t5_only"]:
         if arguments.values.get(name) is not None:
-            raise other_model(f"{spell(name)} is a setting of", OTHER_SCRIPTS["t5"])
+            raise other_model(f"{spell(name)} is a setting of", FACTS["other_scripts"]["t5"])
     programs = {name.split("_")[0] for name in arguments.scripts}
     if re.search("mamba|hybrid", str(arguments.values.get("spec")).lower()) or (
         programs & HYBRID_SCRIPTS and "gpt" not in programs
     ):
         arguments.values[HYBRID] = True
-    other = next((name for name in arguments.scripts if name.split("_")[0] in OTHER_SCRIPTS), None)
+    other = next((name for name in arguments.scripts if name.split("_")[0] in FACTS["other_scripts"]), None)
     if other is None:
         return []
     if not programs & {"gpt", *HYBRID_SCRIPTS}:
-        raise other_model(f"pretrain_{other}.py trains", OTHER_SCRIPTS[other.split("_")[0]])
+        raise other_model(f"pretrain_{other}.py trains", FACTS["other_scripts"][other.split("_")[0]])
     return [finding("read-as-gpt", script=f"pretrain_{other}.py")]
 
 

@@ -9,6 +9,7 @@ A GPT model can have linear attention too: `experimental_attention_variant` name
 layers keep ordinary attention. Sparse attention (`dsa`, or D in a pattern) is latent attention with an indexer.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
@@ -39,11 +40,10 @@ class HybridPattern:
     depths: int = 0
 
     @property
-    def predicts_one_layer(self) -> bool:
-        """Whether a depth of prediction is one block, or attention or a mixer before an MLP or experts."""
-        return len(self.prediction) == 1 or (
-            len(self.prediction) == 2 and self.prediction[0] not in "-E" and self.prediction[1] in "-E"
-        )
+    def single_depths(self) -> int:
+        """The depths of prediction, if each is one layer: one block, or attention or a mixer before an MLP or experts; else 0."""
+        one_layer = re.fullmatch("[^-E][-E]|.", self.prediction)
+        return self.depths if one_layer else 0
 
 
 def hybrid_pattern(settings: MegatronSettings) -> HybridPattern | None:

@@ -48,10 +48,7 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
     _require_sizes(settings, pattern, unknown_names)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    if pattern is None:
-        depths = settings.maybe_count("mtp_num_layers", "layers") or 0
-    else:
-        depths = pattern.depths if pattern.predicts_one_layer else 0
+    depths = pattern.single_depths if pattern else settings.maybe_count("mtp_num_layers", "layers") or 0
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,

@@ -275,10 +275,8 @@ class Condition:
 
     def enter(self, holds: bool | None) -> None:
         """Begin a branch, given whether its own condition holds; None: unknown. At most one branch runs."""
-        if "taken" in self.before or holds is False:
-            self.state = "skipped"
-        else:
-            self.state = "taken" if holds and set(self.before) <= {"skipped"} else "open"
+        first: State = "taken" if holds and set(self.before) <= {"skipped"} else "open"
+        self.state = "skipped" if "taken" in self.before or holds is False else first
         self.before.append(self.state)
         self.reading, self.collected = "", []
 

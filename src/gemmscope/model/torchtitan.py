@@ -86,7 +86,7 @@ def read_tables(tables: Tables, origin: str, findings: Sequence[Finding] = ()) -
         (_data_parallel(tables, pp), []),
         _pipeline(tables, flavor["n_layers"], pp, mixed=len(dict(spec.layer_groups())) > 1),
         _recompute(tables, flavor["n_layers"]),
-        ({"separate_projections": True, "sequence_parallel_linears": False}, model_findings(model, flavor)),
+        ({"separate_projections": True, "sequence_parallel_linears": False}, [*model_findings(model, flavor)]),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = (*findings, *(item for _, of_part in parts for item in of_part))
@@ -136,9 +136,7 @@ def _batch(tables: Tables, pp: int) -> RunPart:
     """Sequence length, micro-batch size and micro-batches per step."""
     sequence_length = _size(tables, "seq_len", "sequence_length", example=8192)
     settings = {} if sequence_length is None else {"sequence_length": sequence_length}
-    local = _size(tables, "local_batch_size", "micro_batch_size")
-    if local is None:
-        local = _size(tables, "batch_size", "micro_batch_size")
+    local = _size(tables, "local_batch_size", "micro_batch_size") or _size(tables, "batch_size", "micro_batch_size")
     total = _global_batch(tables)
     micro = local if pp == 1 else _size(tables, "pipeline_parallel_microbatch_size", "micro_batch_size") or 1
     if local is None or micro is None:
@@ -267,9 +265,8 @@ def _pipeline(tables: Tables, layers: int, pp: int, *, mixed: bool) -> RunPart:
     if style == "v":
         layers_of_ranks = tuple(stages[rank] + stages[-1 - rank] for rank in range(pp))
         return {"pp_layers": layers_of_ranks, **pieces}, [finding("output-on-last-stage")]
-    layers_of_ranks = tuple(sum(stages[rank::pp]) for rank in range(pp))
     uneven = [finding("stage-of-several-pieces", setting="pipeline_parallel_schedule")] if pieces and mixed else []
-    return {"pp_layers": layers_of_ranks, **pieces}, uneven
+    return {"pp_layers": tuple(sum(stages[rank::pp]) for rank in range(pp)), **pieces}, uneven
 
 
 def _stages(tables: Tables, layers: int, pp: int, *, single: bool) -> list[int]:

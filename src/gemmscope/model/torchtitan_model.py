@@ -5,7 +5,7 @@
 layers by the rules of torchtitan's code: how wide an MLP is, which layers have experts, which see only a window.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from math import ceil
 from typing import Any
@@ -176,16 +176,14 @@ def _experts(flavor: Flavor) -> MoeSpec:
     )
 
 
-def model_findings(model: Mapping[str, Any], flavor: Flavor) -> list[Finding]:
+def model_findings(model: Mapping[str, Any], flavor: Flavor) -> Iterator[Finding]:
     """What is assumed or not modelled about the model of a `[model]` table."""
-    findings = []
     family = model_and_flavor(model)[0]
     if families()[family].get("multimodal"):
-        findings.append(finding("language-part-only", model_type=family))
+        yield finding("language-part-only", model_type=family)
     if "tokenizer_path" in model:
-        findings.append(finding("vocabulary-assumed", size=flavor["vocab_size"]))
+        yield finding("vocabulary-assumed", size=flavor["vocab_size"])
     if flavor["attn_mask_type"] == "block_causal":
-        findings.append(finding("document-mask-not-modelled"))
+        yield finding("document-mask-not-modelled")
     if model.get("converters"):
-        findings.append(finding("converters-ignored", value=shown(model["converters"])))
-    return findings
+        yield finding("converters-ignored", value=shown(model["converters"]))
