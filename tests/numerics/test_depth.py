@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gemmscope.errors import UserError
 from gemmscope.numerics.evaluation.requests import DepthModel, DepthReport, ErrorsRequest, TensorSource
 from support.commands import run_numerics
+from support.refusals import refused_with_hint
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
@@ -163,7 +163,7 @@ def test_report_of_the_worker(tmp_path: Path) -> None:
 
 
 def test_depth_needs_a_model_that_runs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is none that can be run"):
+    with refused_with_hint("depth", hint=("module", "config")):
         run_numerics(checkpoint=tmp_path / "any.safetensors", depth=True)
 
 

@@ -207,17 +207,23 @@ def _side(
         key: (drawn_squares + means[key][0] - of_mean, drawn_across + means[key][1] - across_mean)
         for key, (drawn_squares, drawn_across, of_mean, across_mean) in expected.items()
     }
-    exact, measured = squares[: len(rows)], dict[str, tuple[float, ...]]()
-    for key, (own_squares, own_across) in outputs.items():
-        drawn_parts, known = (own_squares, own_across, exact), (0.0, 0.0, 0.0)
-        if key in directions:
-            inside, total = directions[key]
-            drawn_parts = tuple(one - part for one, part in zip(drawn_parts, inside, strict=True))
-            known = tuple(total.tolist())
-        parallel, parallel_sd = weighted_ratio(drawn_parts[1], drawn_parts[2], weight, (known[1], known[2]))
-        rest, known_rest = (one[0] - 2 * parallel * one[1] + parallel**2 * one[2] for one in (drawn_parts, known))
-        measured[key] = (*weighted_ratio(rest, drawn_parts[2], weight, (known_rest, known[2])), parallel, parallel_sd, used[key])
+    exact = squares[: len(rows)]
+    measured = {key: _measured((*one, exact), weight, directions.get(key), used[key]) for key, one in outputs.items()}
     return ProbedRows(rows, weight, errors, means, columns, exact, measured)
+
+
+def _measured(
+    outputs: tuple[Tensor, Tensor, Tensor], weights: Tensor, directions: Directions | None, maximum: float
+) -> tuple[float, ...]:
+    """A probe, from the drawn rows: `outputs` are squared norms of errors, errors times exact outputs, squared norms of these."""
+    drawn, known = list(outputs), [0.0, 0.0, 0.0]
+    if directions is not None:
+        drawn = [one - part for one, part in zip(outputs, directions[0], strict=True)]
+        known = directions[1].tolist()
+    parallel, parallel_sd = weighted_ratio(drawn[1], drawn[2], weights, (known[1], known[2]))
+    rest = drawn[0] - 2 * parallel * drawn[1] + parallel**2 * drawn[2]
+    known_rest = known[0] - 2 * parallel * known[1] + parallel**2 * known[2]
+    return (*weighted_ratio(rest, drawn[2], weights, (known_rest, known[2])), parallel, parallel_sd, maximum)
 
 
 def _first_directions(other: Tensor, scale: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
