@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.traced import launches
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.factory import load_factory
@@ -41,7 +42,7 @@ def main():
         print(
             f"| {name} | {result['mode']} | {result['step_ms']:.1f} "
             f"| {interval.value:.1f} [{interval.low:.1f}, {interval.high:.1f}] "
-            f"| {seen:.1f} | {between:.1f} | {result['kernels']:.0f} | {forecast.launches:.0f} |"
+            f"| {seen:.1f} | {between:.1f} | {result['kernels']:.0f} | {launches(workloads[name].ops, fused=fused):.0f} |"
         )
         print(f"{name} {result['mode']}: measured {parts}; forecast {step.parts_ms}", file=sys.stderr)
 

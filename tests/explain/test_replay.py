@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.step_replay import Replay, StepChange
+from gemmscope.explain.step_replay import StepChange, replayed_us, step_graphs
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import BF16, Builder, shared_trace
 
@@ -20,7 +20,7 @@ REMOVED = ("recast", "unfused", "recompute")  # work whose launches disappear to
 def halved(diagnosis: TraceDiagnosis, text: str = "nvjet") -> float:
     """Milliseconds of a step with these kernels at half their time."""
     items = [item for item in diagnosis.evidence.items if item.mentions(text)]
-    return Replay(diagnosis.view).replayed_us(StepChange.shorten(items, 0.5)) / 1000 / diagnosis.view.count
+    return replayed_us(step_graphs(diagnosis.view), StepChange.shorten(items, 0.5)) / 1000 / diagnosis.view.count
 
 
 def early(step: int, number: int = 0) -> float:
@@ -51,9 +51,9 @@ def one_stream(late: float = 0.0, sync: bool = False) -> Builder:
 @pytest.mark.parametrize("name", FIRST_CAUSE)
 def test_without_a_change_every_step_takes_what_it_took(name: str) -> None:
     diagnosis = found_in(name)
-    replay = Replay(diagnosis.view)
+    graphs = step_graphs(diagnosis.view)
     recorded_us = sum(step.time for step in diagnosis.view.steps.chosen)
-    assert replay.replayed_us(StepChange()) == pytest.approx(recorded_us, rel=1e-3)
+    assert replayed_us(graphs, StepChange()) == pytest.approx(recorded_us, rel=1e-3)
     for cause in diagnosis.causes:
         subtracted = diagnosis.account.step_ms / (diagnosis.account.step_ms - cause.cost_ms)
         assert cause.speedup_without >= 1

@@ -11,7 +11,7 @@ import pytest
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.traced import launches, traced_memory, traced_ms
+from gemmscope.forecast.traced import launches, traced_estimate, traced_memory
 from gemmscope.gpu.specs import gpu
 from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.model import hf
@@ -56,7 +56,7 @@ def test_attention_that_no_fused_kernel_accepts() -> None:
     98 ms according to the forecast, so attention took about 150 ms.
     """
     encoder = replace(ATTENTION, batch=32, queries=512, keys=512, pairs=512.0**2, mask_bytes=2**23, mask_gradient=True)
-    fused, unfused = (traced_ms(op, gpu("h200"), fused=True) for op in (encoder, replace(encoder, unfused=("mask",))))
+    fused, unfused = (traced_estimate(op, gpu("h200"), fused=True).value for op in (encoder, replace(encoder, unfused=("mask",))))
     assert 4 * fused < unfused
     assert 100 < unfused < 200
     assert launches([replace(encoder, unfused=("mask",))], fused=True) > launches([encoder], fused=True)

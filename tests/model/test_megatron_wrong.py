@@ -70,6 +70,7 @@ def test_errors_give_a_fitting_example(text: str, hint: str):
         (SMALL.replace("64", ""), r"--hidden-size is not known: \(none\) \(the next word is --num-attention-heads\)"),
         (SMALL + " --group-query-attention --num-query-groups 3", "--num-attention-heads = 4 is not a multiple of"),
         (SMALL + " --num-experts 1", "--moe-router-topk = 2 is more than --num-experts = 1"),
+        (SMALL + " --seq-length [8, 9]", r"--seq-length must be a whole number, not '\[8'"),
         (SMALL + " --num-experts 8 --moe-layer-freq [0]*3", "--moe-layer-freq lists 3 layers, but --num-layers is 4"),
         (SMALL + " --num-experts 8 --moe-layer-freq [2]*4", "must contain only 0 and 1"),
         (SMALL + " --num-experts 8 --moe-layer-freq __import__('os')", "must be a number or a list"),

@@ -119,6 +119,4 @@ def measured_gemm() -> SweepResult:
         result = bench_result(recorded_measurements(bare_gemms([(point["m"], 4096, 14336)]), spread=0.0005))
         outcomes.done[point_key(point)] = UnitOutcome(PLACES[0], bench_point(result))
     about = {"origin": "shapes", "shape": (1024, 4096, 14336)}
-    return assembled(
-        "bench", outcomes, values, bare=True, about=about, command="gemmscope bench --shapes 1kx4kx14k --sweep m=1k,2k,4k,8k"
-    )
+    return assembled("bench", outcomes, values, about=about, command="gemmscope bench --shapes 1kx4kx14k --sweep m=1k,2k,4k,8k")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from gemmscope.document.table import Column, Table, table
@@ -52,13 +53,10 @@ class Diagnosis:
             parts = (f"{listed(names)} with {backend}" for backend, names in measured.items())
             can = f"This machine can measure {'; '.join(parts)}."
         else:
-            can = f"This machine cannot measure on a GPU: {self._missing()}. {WITHOUT_GPU}"
+            missing = "torch is not installed" if not self.backends else "no framework here can use its GPU"
+            why = missing if self.machine.gpus else "it has no NVIDIA GPU, or no driver for it"
+            can = f"This machine cannot measure on a GPU: {why}. {WITHOUT_GPU}"
         return [can, *(self.problems() or (["No problems found."] if measured else []))]
-
-    def _missing(self) -> str:
-        if not self.machine.gpus:
-            return "it has no NVIDIA GPU, or no driver for it"
-        return "torch is not installed" if not self.backends else "no framework here can use its GPU"
 
     def lines(self) -> list[str]:
         """System, packages, driver and GPUs."""
@@ -73,20 +71,17 @@ class Diagnosis:
     def table(self) -> Table:
         """Recipes in rows and backends in columns: what the frameworks report, or else what the architecture supports."""
         reasons = self._reasons()
-        backends = list(dict.fromkeys(backend for _, backend in reasons))
 
-        def supports(backend: str) -> Column[str]:
-            def answer(name: str) -> str | None:
-                reason = reasons.get((name, backend))
-                return None if reason is None else "no" if reason else "yes"
+        def answer(backend: str, name: str) -> str | None:
+            reason = reasons.get((name, backend))
+            return None if reason is None else "no" if reason else "yes"
 
-            return Column(backend, answer)
-
+        backends = dict.fromkeys(backend for _, backend in reasons)
         return table(
             "What can be measured here",
             recipes(),
             Column[str]("Recipe", str),
-            *map(supports, backends),
+            *(Column(backend, partial(answer, backend)) for backend in backends),
             note="-: the backend does not have this recipe.",
         )
 

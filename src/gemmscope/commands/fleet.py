@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -98,7 +98,7 @@ def run_fleet(job: ModelRun | None, options: FleetOptions = EVERY_GPU, context: 
                 pool,
                 recording=recording,
                 reporter=context.reporter,
-                units_of=lambda place: _units(unit, place, options.repeat, into),
+                units_of=lambda place: [_unit(unit, place, number, into) for number in range(1, options.repeat + 1)],
                 at_once=options.at_once,
                 what="measurement" if options.repeat > 1 or _repeated(named) else "CPU" if options.on_cpu else "GPU",
             )
@@ -160,12 +160,8 @@ def run_own_gpu(
                 unwritten.append(error)
 
         alone = replace(context, deliver=deliver, state=local)  # a disk that many nodes share is not for SQLite
-        result: BenchResult | StepResult
-        if isinstance(unit.options, BenchOptions):
-            result = run_bench(job, unit.options, alone)
-        else:
-            assert job is not None
-            result = run_step(job, unit.options, alone)
+        measure: Callable[..., BenchResult | StepResult] = run_step if options.step else run_bench
+        result = measure(job, unit.options, alone)
     if unwritten:
         raise unwritten[0]
     return result, file
@@ -177,9 +173,8 @@ def _is_complete(file: Path, command: str) -> bool:
         result = read_result(file, ("bench", "step"))
     except UserError:
         return False
-    if not isinstance(result, (BenchResult, StepResult)) or result.interrupted:
-        return False
-    return not command or not result.command or _without_resume(result.command) == _without_resume(command)
+    same = not command or not result.command or _without_resume(result.command) == _without_resume(command)
+    return same and isinstance(result, (BenchResult, StepResult)) and not result.interrupted
 
 
 def _without_resume(command: str) -> list[str]:
@@ -221,14 +216,11 @@ def _create_folder(folder: str | Path) -> Path:
     return path
 
 
-def _units(unit: MeasureUnit, place: Place, repeat: int, folder: Path | None) -> list[Unit]:
-    """What one GPU measures, as often as was asked for."""
-    units = []
-    for number in range(1, repeat + 1):
-        measurement = Measurement(place, unit.kind, number)
-        file = partial(write_run_file, str(folder / measurement.file)) if folder is not None else None
-        units.append(Unit(measurement.key, replace(unit, deliver=file), place.key))
-    return units
+def _unit(unit: MeasureUnit, place: Place, number: int, folder: Path | None) -> Unit:
+    """What one GPU measures. `number`: which of its repeats."""
+    measurement = Measurement(place, unit.kind, number)
+    file = partial(write_run_file, str(folder / measurement.file)) if folder is not None else None
+    return Unit(measurement.key, replace(unit, deliver=file), place.key)
 
 
 def unhealthy(result: FleetResult) -> list[str]:

@@ -132,11 +132,12 @@ class _ForecastTask:
             by_layer = layers_finding(step_forecast, step, layers) if layers else None
             other_ways = [graphs_finding(step_forecast, step), by_layer, eager_finding(step_forecast)]
             repeated = accumulation_finding(step_forecast, step)
+        formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
         return GpuForecast(
             gpu=chip.name,
             title=chip.title,
             capability=chip.architecture,
-            basis=_basis(chip, self.clocks, names),
+            basis=tuple(model().basis(chip, fmt, self.clocks, in_training=True).description for fmt in formats),
             linears=linears,
             step=step,
             memory=memory,
@@ -283,12 +284,6 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
     return linears
 
 
-def _basis(chip: GpuSpec, state: ClockState, names: Sequence[str]) -> tuple[str, ...]:
-    """What the GEMMs of every format on this GPU are based on."""
-    formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
-    return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
-
-
 def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None) -> Iterator[Finding]:
     if step is not None:
         yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
@@ -313,22 +308,21 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     yield finding("forecast-not-measured")
     if subject is None:
         return
-    has_step = any(gpu.step is not None for gpu in forecasts)
+    steps = [gpu.step for gpu in forecasts if gpu.step is not None]
     yield from subject.findings
     for about in linears.findings:
-        yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
-    if not has_step:
+        yield finding("recompute-in-step") if steps and about.code == "recompute-not-in-linears" else about
+    if not steps:
         return
     if subject.source.model is not None and (special := not_run(subject.source.model)):
         yield finding("layers-not-run", what=special)
     if subject.run.dp is None and subject.source.run_settings.get("zero"):
-        sharing = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}
-        yield finding("gpus-unknown", origin=subject.source.origin, zero=subject.run.zero_stage, **sharing)
+        about_gpus = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}
+        yield finding("gpus-unknown", origin=subject.source.origin, zero=subject.run.zero_stage, **about_gpus)
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)
     left = {cell.op for gpu in forecasts for cell in gpu.linears.ops if cell.left_in_baseline}
     heads = [op for op in _heads(subject) if op not in left]
-    steps = [gpu.step for gpu in forecasts if gpu.step is not None]
     if heads and any(recipe(time.recipe).quantizes for step in steps for time in step.recipes):
         yield finding("head-in-baseline", ops=heads)
 

@@ -11,6 +11,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import environment
+from gemmscope.grouping import grouped
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
@@ -18,7 +19,7 @@ from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, price
 from gemmscope.options.measuring import StepOptions
 from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import recipe
-from gemmscope.results.step import StepResult, StepTimes, VariantResult
+from gemmscope.results.step import StepResult, StepTimes
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 from gemmscope.step.cost import Budget, cost
@@ -166,7 +167,9 @@ def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions
         yield finding("nothing-measured")
     yield from without_repeats(message for run in measured.runs for message in (*run.results.findings, *run.findings))
     yield from step_findings(times, graphs=graphs)
-    yield from _failures(results, times)
+    for failed in (result for result in results if result.failure and result.variant.recipe not in times.failures):
+        if not failed.variant.captured:  # reported by `step-not-captured`
+            yield finding("variant-not-measured", variant=failed.variant.name, reason=failed.failure)
     if options.observed_speedup is not None:
         yield from observed_findings(times, options.observed_speedup)
     yield from (break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ()))
@@ -185,13 +188,6 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
     return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
 
 
-def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
-    """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
-    failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
-    failed = [result for result in failed if not result.variant.captured]  # reported by `step-not-captured`
-    return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
-
-
 def _extrapolated(depth: int, layers: int, times: StepTimes, depths: Iterable[int]) -> list[Finding]:
     """How the step of all layers follows from fewer. `depths`: those of a live model, which has several."""
     if not 0 < depth < layers:
@@ -204,16 +200,11 @@ def _extrapolated(depth: int, layers: int, times: StepTimes, depths: Iterable[in
 
 def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
-    sums: dict[str, float] = {}
-    for run in runs:
-        purpose = (
-            "verifying"
-            if run.real
-            else "capturing"
-            if run.captured_depth
-            else "trying mixed plans"
-            if run.mixed
-            else "predicting"
-        )
-        sums[purpose] = sums.get(purpose, 0.0) + run.seconds
-    return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}
+    by_purpose = grouped((_purpose(run), run.seconds) for run in runs)
+    return {purpose: round(sum(seconds), 1) for purpose, seconds in by_purpose.items()}
+
+
+def _purpose(run: StepCampaign) -> str:
+    if run.real or run.captured_depth:
+        return "verifying" if run.real else "capturing"
+    return "trying mixed plans" if run.mixed else "predicting"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from gemmscope.bench.timing import check_shape, check_timing, counts_of, limits
 from gemmscope.engine.rule import check_limits
-from gemmscope.errors import UserError, in_python, option
+from gemmscope.errors import UserError, option
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases
 from gemmscope.options.declare import with_defaults
@@ -20,10 +20,9 @@ from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.results.read import read_result
 from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import PLAIN, RunContext
-from gemmscope.signals import DeferredSignals
 from gemmscope.step.live_settings import for_live
 from gemmscope.step.stack_plan import plan_step
-from gemmscope.sweep.axes import MEASURED_SIZES, Axes, check_axes, combinations, configurations
+from gemmscope.sweep.axes import MEASURED_SIZES, Axes, check_axes, configurations, possible_points
 from gemmscope.sweep.point import BENCH_POINT, STEP_POINT
 from gemmscope.sweep.run import PRECISION, TIME_LIMIT_S, MeasuredSweepRun
 from gemmscope.workload.derive import derive
@@ -70,21 +69,12 @@ def gemm_sweep(shape: Shape, options: BenchOptions, sweep: SweepOptions, context
         raise UserError(f"{option('cache_weights')} applies only to the linears of a model", f"remove {option('cache_weights')}")
     options = _of_point(options)
 
-    def points(_: DeferredSignals) -> tuple[list[tuple[dict[str, int], MeasureUnit]], list[tuple[dict[str, int], str]]]:
-        possible, impossible = [], []
-        for values in combinations(axes):
-            m, k, n = (values.get(name, size) for name, size in zip(GEMM_SIZES, shape, strict=True))
-            try:
-                check_shape((m, k, n))
-                unit = MeasureUnit(options.but(shapes=[(m, k, n)]), None, context.command, reduce=BENCH_POINT)
-                possible.append((values, unit))
-            except UserError as error:
-                impossible.append((values, in_python(error.message)))
-        if not possible:
-            raise UserError(impossible[0][1], "for example m=1024,2048")
-        return possible, impossible
+    def unit(values: Mapping[str, int]) -> MeasureUnit:
+        m, k, n = (values.get(name, size) for name, size in zip(GEMM_SIZES, shape, strict=True))
+        check_shape((m, k, n))
+        return MeasureUnit(options.but(shapes=[(m, k, n)]), None, context.command, reduce=BENCH_POINT)
 
-    return MeasuredSweepRun(options, sweep, context).run(points, shape=shape)
+    return MeasuredSweepRun(options, sweep, context).run(lambda signals: possible_points(axes, unit, signals), shape=shape)
 
 
 def step_sweep(

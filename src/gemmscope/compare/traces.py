@@ -48,8 +48,12 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
         others = [part for part in parts if part.part != "GEMMs"]
         findings += _largest_difference("twin-part-grew", others, after_ms)
     findings += _not_comparable(slow, fast, all(flops))
-    title = f"Comparison with the {main_precision(slow) or 'other'} trace"
-    return StepComparison(title=title, expected=slow.trace.path.name, parts=tuple(parts), findings=tuple(findings))
+    return StepComparison(
+        title=f"Comparison with the {main_precision(slow) or 'other'} trace",
+        expected=slow.trace.path.name,
+        parts=tuple(parts),
+        findings=tuple(findings),
+    )
 
 
 def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -> Iterator[Finding]:
@@ -172,8 +176,12 @@ def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None
     if base is not None and name != BASELINE:
         gain = base.step_ms.value / predicted.step_ms.value
         findings.append(finding("prediction-speedup", speedup=base.step_ms.value / step_ms, predicted=gain))
-    title = f"Comparison with the prediction in {origin}"
-    return StepComparison(title=title, expected=f"predicted, {name}", parts=tuple(parts), findings=tuple(findings))
+    return StepComparison(
+        title=f"Comparison with the prediction in {origin}",
+        expected=f"predicted, {name}",
+        parts=tuple(parts),
+        findings=tuple(findings),
+    )
 
 
 def _require_same_step(diagnosis: TraceDiagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
@@ -228,8 +236,9 @@ def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | No
         findings.append(
             finding("linears-gain", speedup=speedup, saved_ms=saved, step_ms=step_ms, step_speedup=(step_ms + saved) / step_ms)
         )
-    title, expected = f"Comparison with {origin}", f"measured by bench, {name}"
-    return StepComparison(title=title, expected=expected, parts=parts, findings=tuple(findings))
+    return StepComparison(
+        title=f"Comparison with {origin}", expected=f"measured by bench, {name}", parts=parts, findings=tuple(findings)
+    )
 
 
 def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: str) -> None:

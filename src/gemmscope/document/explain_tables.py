@@ -174,19 +174,19 @@ def gemm_shape_table(result: ExplainResult) -> Table:
     """The shapes that take the most time, and the others together."""
     shapes = result.tables.gemm_shapes
 
-    rest, others = shapes[MOST_ROWS:], []
-    if rest:
-        others.append((f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
-    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
-    if shapes and every_ms - known_ms > UNKNOWN * every_ms:
-        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
-        others.append(("size not recorded", max(count, 0.0), every_ms - known_ms))
+    rest, every_ms = shapes[MOST_ROWS:], sum(row.time_ms for row in result.account.gemms)
+    unknown_ms = every_ms - sum(row.time_ms for row in shapes)
+    unknown = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
+    others = {
+        f"{len(rest)} more shapes": (sum(row.count for row in rest), sum(row.time_ms for row in rest), bool(rest)),
+        "size not recorded": (max(unknown, 0.0), unknown_ms, bool(shapes) and unknown_ms > UNKNOWN * every_ms),
+    }
     note = {
         "explain-alignment": True,
         "explain-sustained": any(row.sustained_share is not None for row in shapes),
         "explain-better-recipe": any(row.better for row in shapes),
     }
-    more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, count, time_ms in others]
+    more = [{"M x N x K": name, "GEMMs": count, "ms": time_ms} for name, (count, time_ms, applies) in others.items() if applies]
     return table(
         "GEMMs by shape, per step",
         shapes[:MOST_ROWS],

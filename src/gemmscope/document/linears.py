@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from gemmscope import units
@@ -191,12 +191,13 @@ def _summary(linears: Linears, start: str) -> Table:
     both = len(linears.modes) > 1
     shares = {name: linears.quantization_share(name) for name in linears.recipes}
     quantizes = any(share is not None for share in shares.values())
-
-    def of_mode(mode: Mode) -> list[Column[str]]:
-        return [
-            Column(f"{MODE_TITLES[mode]} ms", partial(total_ms, linears, mode), "ms"),
-            Column(f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x"),
-        ]
+    of_modes = [
+        (
+            Column[str](f"{MODE_TITLES[mode]} ms", partial(total_ms, linears, mode), "ms"),
+            Column[str](f"{MODE_TITLES[mode]} speedup", partial(_total_speedup, linears, mode), "x"),
+        )
+        for mode in linears.modes
+    ]
 
     note = _what_is_timed(linears, linears.modes[0])
     if both and not linears.as_te_benchmark:
@@ -206,7 +207,7 @@ def _summary(linears: Linears, start: str) -> Table:
         f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]",
         linears.recipes,
         Column("Recipe", str),
-        *(column for mode in linears.modes for column in of_mode(mode)),
+        *chain(*of_modes),
         Column("Quantization", shares.get, "%", when=quantizes),
         Column("Speedup kept", partial(_kept, linears), "%", when=both and quantizes),
         note=note,

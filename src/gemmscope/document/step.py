@@ -138,16 +138,14 @@ def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
 
 def _kernels(result: VariantResult) -> dict[str, Facts]:
     """The longest kernels of every part, from the one step that was profiled."""
-    sums: dict[str, dict[str, tuple[float, int]]] = {}
-    for kernel in place(result.parts, quantizes=recipe(result.variant.recipe).quantizes):
-        for part, time_us in kernel.parts.items():
-            time_ms, count = sums.setdefault(part, {}).get(kernel.name, (0.0, 0))
-            sums[part][kernel.name] = (time_ms + time_us / 1000, count + 1)
-    longest = {part: sorted(by_name.items(), key=lambda pair: -pair[1][0])[:MOST_KERNELS] for part, by_name in sums.items()}
-    return {
-        part: tuple((f"{count} x, {time_ms:.2f} ms", units.kernel_name(name)) for name, (time_ms, count) in kernels)
-        for part, kernels in longest.items()
-    }
+    times_ms = grouped(
+        ((part, kernel.name), time_us / 1000)
+        for kernel in place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
+        for part, time_us in kernel.parts.items()
+    )
+    longest = sorted(times_ms.items(), key=lambda pair: -sum(pair[1]))
+    kernels = grouped((part, (f"{len(runs)} x, {sum(runs):.2f} ms", units.kernel_name(name))) for (part, name), runs in longest)
+    return {part: named[:MOST_KERNELS] for part, named in kernels.items()}
 
 
 def _verified(recipes: tuple[StepTime, ...]) -> Table:

@@ -195,17 +195,18 @@ def points_table(sweep: GpuSweep) -> Table:
         Column(f"Faster than {BASELINE}", lambda point: ("yes" if point.gains else "no") if point.winner else None),
         Column("Too close to call against", lambda point: listed(point.winner.rivals) if point.winner else None),
         Column("Host-bound", lambda point: _host_bound(point, "all recipes") if point.winner else None),
-        Column("Does not fit", lambda point: _unfit(point) if point.unfit else None),
+        Column(
+            "Does not fit",
+            lambda point: (
+                Cell(", ".join(point.unfit) if point.winner else "all recipes", level="warning") if point.unfit else None
+            ),
+        ),
         Column(about_sweep(sweep, "not-ranked"), lambda point: listed(point.not_possible) if point.winner else point.reason),
         Column("TFLOP/s, best", _rate, "TFLOP/s", when=measured),
         Column("GPU", lambda point: (isinstance(point, MeasuredPoint) and point.gpu) or None, when=measured),
         Column("GPU UUID", lambda point: (isinstance(point, MeasuredPoint) and point.uuid) or None, when=measured),
         sparse=measured,
     )
-
-
-def _unfit(point: SweepPoint) -> Cell:
-    return Cell("all recipes" if point.winner is None else ", ".join(point.unfit), level="warning")
 
 
 def break_even_table(sweep: GpuSweep) -> Table:

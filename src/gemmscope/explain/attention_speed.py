@@ -47,14 +47,9 @@ class _Key:
     precision: str = ""
 
 
-def attention_totals(step: StepEvidence) -> tuple[AttentionTotal, ...]:
-    """The time of attention by backend, pass and shape, the longest first."""
-    return tuple(row for row, _ in _rows(step))
-
-
 def attention_causes(step: StepEvidence) -> Iterator[Cause]:
     """Attention that another implementation runs clearly faster on this GPU."""
-    slow = [(row, items) for row, items in _rows(step) if row.faster_ms is not None]
+    slow = [(row, items) for row, items in attention_rows(step) if row.faster_ms is not None]
     items = [item for _, group in slow for item in group]
     if not slow or not step.ms(items):
         return
@@ -68,7 +63,8 @@ def attention_causes(step: StepEvidence) -> Iterator[Cause]:
     yield step.cause("slow-attention", min(saved_ms, time_ms), [evidence], items, "", longest.backend)
 
 
-def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
+def attention_rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
+    """The time of attention by backend, pass and shape, the longest first, and the work of each row."""
     pairs = ((_key(item), item) for item in step.items)
     groups = grouped((key, item) for key, item in pairs if key is not None)
     softmax = [item for item in step.items if _is_softmax(item)]

@@ -17,7 +17,6 @@ from gemmscope.explain.recorded_trace import (
     CollectiveMessage,
     GpuWork,
     Operator,
-    RecordedTrace,
     kind_of,
     message_of_mark,
 )
@@ -51,21 +50,20 @@ def collectives_of(view: TraceView) -> list[Collective]:
     trace = view.trace
     marks = grouped((mark.thread, mark) for mark in trace.marks if mark.name.startswith(NCCL_MARK))
     return [
-        Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
+        Collective(work, step.name, _message(work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
         for step, shares in zip(view.steps.chosen, view.shares, strict=True)
         for index in view.indices_in(step)
         if view.work_classes[index].name == "communication" and not (work := trace.work[index]).copy
     ]
 
 
-def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
+def _message(work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
     """The message of a collective: from its kernel, else from the annotation around its launch, else from its name."""
     if work.message is not None and work.message.kind:
         return work.message
-    call = trace.launches.get(work.correlation)
-    if call is not None and (around := marks.get(call.thread)):
-        at = bisect_right(around, call.start, key=lambda mark: mark.start) - 1
-        if at >= 0 and around[at].end >= call.start:
+    if work.call is not None and (around := marks.get(work.call.thread)):
+        at = bisect_right(around, work.call.start, key=lambda mark: mark.start) - 1
+        if at >= 0 and around[at].end >= work.call.start:
             return message_of_mark(around[at].name, around[at].shapes, around[at].types)
     return CollectiveMessage(kind_of(work.name))
 

@@ -108,7 +108,7 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
 
 def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
     """Which GEMMs the rates are of, and what the GPU cannot do."""
-    gemms = [item.gemm for item in step.items if item.is_gemm and not item.gemm.reduces]
+    gemms = [item.gemm for item in step.items if item.work_class.is_gemm and not item.gemm.reduces]
     sized = sum(gemm.flops > 0 for gemm in gemms)
     if 0 < sized < len(gemms):
         yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))

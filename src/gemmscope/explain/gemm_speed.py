@@ -6,6 +6,7 @@ from math import gcd, prod
 from typing import Any
 
 from gemmscope.explain.gemms import Size
+from gemmscope.explain.recorded_trace import as_list, as_table
 from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
@@ -53,15 +54,12 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
 
 def recorded_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
     """Mean SM clock in MHz during the recording, the highest possible, and the throttle reasons; None if not recorded."""
-    clock = facts.get("clock")
-    if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
-        return None
-    readings = [reading for reading in clock["readings"] if isinstance(reading, dict) and _is_clock(reading.get("sm_mhz"))]
+    clock = as_table(facts.get("clock"))
+    readings = [reading for reading in map(as_table, as_list(clock.get("readings"))) if _is_clock(reading.get("sm_mhz"))]
     highest = clock.get("max_sm_mhz")
     if not readings or not _is_clock(highest):
         return None
-    throttled = [reading.get("throttle") for reading in readings]
-    reasons = sorted({str(reason) for reasons in throttled if isinstance(reasons, list) for reason in reasons})
+    reasons = sorted({str(reason) for reading in readings for reason in as_list(reading.get("throttle"))})
     return sum(reading["sm_mhz"] for reading in readings) / len(readings), float(highest or 0.0), reasons
 
 
@@ -162,7 +160,7 @@ def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> fl
     batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
     size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
     if step.gpu is not None and (times := step.gpu.times_us(gemm.precision, gemm.flops, size_bytes)) is not None:
-        return max(times[0] / step.gpu.usual, times[1])
+        return max(times[1:])
     return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
 
 
@@ -182,23 +180,17 @@ def _row(step: StepEvidence, key: Key, items: Sequence[TimedWork]) -> GemmShapeT
     (m, k, n), batch, precision = key
     time_us = sum(item.work.time for item in items)
     passes = tuple(sorted({item.gemm.pass_name for item in items} - {""}))
-    row = GemmShapeTotal(
-        m=m, n=n, k=k, batch=batch, passes=passes, precision=precision,
-        count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=tflops(items),
-        alignment_bytes=alignment(m if passes == ("wgrad",) else k, n, precision), kernel=main_kernels(items, 1)[0],
-    )  # fmt: skip
     size_bytes = len(items) * gemm_bytes(m, k, n, batch, precision)
     flops = sum(item.gemm.flops for item in items)
     times = step.gpu.times_us(precision, flops, size_bytes) if step.gpu is not None else None
-    if step.gpu is None or times is None:
-        return row
-    return row.model_copy(
-        update={
-            "sustained_share": times[0] / step.gpu.usual / time_us,
-            "roofline_share": max(times) / time_us,
-            "bound": "memory" if times[1] > times[0] else "compute",
-        }
-    )
+    return GemmShapeTotal(
+        m=m, n=n, k=k, batch=batch, passes=passes, precision=precision,
+        count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=tflops(items),
+        sustained_share=times[1] / time_us if times else None,
+        roofline_share=max(times[0], times[2]) / time_us if times else None,
+        bound="" if times is None else "memory" if times[2] > times[0] else "compute",
+        alignment_bytes=alignment(m if passes == ("wgrad",) else k, n, precision), kernel=main_kernels(items, 1)[0],
+    )  # fmt: skip
 
 
 def gemm_bytes(m: int, k: int, n: int, batch: int, precision: str) -> float:

@@ -136,7 +136,7 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
 
 def _recast(step: StepEvidence) -> Iterator[Cause]:
     """Weights that are cast again for every micro-batch: each forward casts as much as the first, and more than its inputs."""
-    every = forward_stretches(next(step.view.by_step()))
+    every = forward_stretches(step.view.by_step[0])
     cast = (([item for item in items if item.name == "quantization"], batches) for items, batches in every)
     stretches = [(casts, batches) for casts, batches in cast if casts and batches]
     count = step.account.micro_batches

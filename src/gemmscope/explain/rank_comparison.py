@@ -155,7 +155,7 @@ def _intervals(diagnosis: TraceDiagnosis, collectives: Sequence[Collective]) -> 
     """Before each collective, by the identity of its work: since the end of the one before it, or since the begin of its step."""
     result: dict[int, _Interval] = {}
     view = diagnosis.view
-    for step, items, shares in zip(view.steps.chosen, view.by_step(), view.shares, strict=True):
+    for step, items, shares in zip(view.steps.chosen, view.by_step, view.shares, strict=True):
         computing = [item for item in items if item.name != "communication"]
         inside = [collective.work for collective in collectives if collective.step == step.name]
         begin = step.begin

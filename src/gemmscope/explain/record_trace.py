@@ -55,8 +55,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
 
     def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
         if not 1 <= steps <= MOST_STEPS or after < 0:
-            limits = f"steps must be between 1 and {MOST_STEPS}, and after at least 0"
-            raise ValueError(f"{limits}, got steps={steps}, after={after}")
+            raise ValueError(f"steps must be between 1 and {MOST_STEPS}, and after at least 0, got {steps=}, {after=}")
         rank = own_rank()
         self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after

@@ -82,6 +82,16 @@ class CollectiveMessage:
 
 
 @dataclass(slots=True)
+class Call:
+    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+
+
+@dataclass(slots=True)
 class GpuWork:
     """A kernel, copy or memset on the GPU."""
 
@@ -94,20 +104,11 @@ class GpuWork:
     external: Any
     copy: bool = False
     message: CollectiveMessage | None = None  # of a collective
+    call: Call | None = None  # that launched it, if that was recorded
 
     @property
     def time(self) -> float:
         return self.end - self.start
-
-
-@dataclass(slots=True)
-class Call:
-    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
-
-    name: str
-    start: float
-    end: float
-    thread: Any
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
             _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
-    job, devices = as_table(stream.head.get("distributedInfo")), _list(stream.head.get("deviceProperties"))
+    job, devices = as_table(stream.head.get("distributedInfo")), as_list(stream.head.get("deviceProperties"))
     trace.rank, trace.world_size = _integer(job.get("rank")), _integer(job.get("world_size")) or 1
     described = list(filter(None, map(as_table, devices)))
     trace.gpu_name = next((printable(device["name"]) for device in described if device.get("name")), "")
@@ -190,6 +191,8 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     trace.inference = (trace.has_operators or in_engine) and not trace.trains
     _require_gpu_work(trace)
     _one_device(trace)
+    for work in trace.work:
+        work.call = trace.launches.get(work.correlation)
     _drop_false_ids(trace)
     _align(trace)
     _from_zero(trace)
@@ -247,13 +250,9 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
 
 
 def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
-    if kind == "gpu mark":
-        trace.gpu_marks.append(operator)
-        return
-    if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
-        if operator.name.startswith(NCCL_MARK):
-            operator.shapes, operator.types = _shapes(arguments.get("Input Dims"), 1), _list(arguments.get("Input type"))[:1]
-        trace.marks.append(operator)
+    if kind in ("mark", "gpu mark") or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
+        operator.shapes, operator.types = _shapes(arguments.get("Input Dims"), 1), as_list(arguments.get("Input type"))[:1]
+        (trace.gpu_marks if kind == "gpu mark" else trace.marks).append(operator)
         return
     trace.has_operators = True
     if operator.external is not None:
@@ -263,9 +262,9 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     if operator.name.startswith(("aten::", "triton_")) and not telling:  # it says nothing about the kernels that it launches
         return
     operator.shapes = _shapes(arguments.get("Input Dims", arguments.get("Input dims")), MOST_SHAPES)
-    operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
+    operator.types = as_list(arguments.get("Input type"))[:MOST_SHAPES]
     if attention:
-        operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
+        operator.concrete = [value if isinstance(value, str) else "" for value in as_list(arguments.get(CONCRETE))[:20]]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
 
@@ -306,7 +305,7 @@ def _drop_false_ids(trace: RecordedTrace) -> None:
     if not kernels or any(work.external != work.correlation for work in kernels):
         return
     operators = trace.operators_by_id()
-    pairs = [(operators.get(work.external), trace.launches.get(work.correlation)) for work in kernels]
+    pairs = [(operators.get(work.external), work.call) for work in kernels]
     inside = [
         operator.start <= call.start <= operator.end for operator, call in pairs if operator is not None and call is not None
     ]
@@ -317,7 +316,7 @@ def _drop_false_ids(trace: RecordedTrace) -> None:
 
 def _align(trace: RecordedTrace) -> None:
     """Correct the GPU clock where kernels would start before their launch, or much too late after it."""
-    lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    lags = sorted(work.start - work.call.start for work in trace.work if work.call is not None)
     if not lags:
         return
     least = lags[len(lags) // 200]
@@ -333,10 +332,8 @@ def _from_zero(trace: RecordedTrace) -> None:
     active = [call for calls in trace.host_work.values() for call in calls]
     _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
     trace.memory = sorted((moment - trace.zero_us, allocated, reserved) for moment, allocated, reserved in trace.memory)
-    trace.stream_waits.sort(key=lambda wait: wait.start)
     trace.work.sort(key=lambda work: (work.start, work.end))
-    trace.waits.sort(key=lambda wait: wait.start)
-    for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities):
+    for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities, trace.waits, trace.stream_waits):
         records.sort(key=lambda record: (record.start, -record.end))
 
 
@@ -386,13 +383,14 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, int) or (isinstance(value, float) and isfinite(value)) else None
 
 
-def _list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """A value of a trace, if it is a list; else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def _shapes(value: Any, count: int) -> list[Shape]:
     """The first arguments of an operator, those that are the sizes of tensors."""
-    lists = [shape for shape in _list(value)[:count] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS]
+    lists = [shape for shape in as_list(value)[:count] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS]
     return [shape for shape in lists if all(isinstance(size, int) and 0 <= size <= LARGEST_SIZE for size in shape)]
 
 

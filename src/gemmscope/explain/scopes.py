@@ -45,7 +45,7 @@ class Scope:
 
 def find_scopes(trace: RecordedTrace) -> list[Scope]:
     """One scope for every piece of work, in the same order."""
-    calls = ((number, trace.launches.get(work.correlation)) for number, work in enumerate(trace.work))
+    calls = ((number, work.call) for number, work in enumerate(trace.work))
     by_thread = grouped((call.thread, (call.start, number)) for number, call in calls if call is not None)
     operators = grouped((operator.thread, operator) for operator in trace.operators)
     optimizing = optimizer_spans(trace)

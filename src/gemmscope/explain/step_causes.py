@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
 from gemmscope.explain.timeline import Gap, incomplete_replays
-from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up, largest_sums
+from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import grouped
 from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
@@ -51,14 +52,16 @@ def _host_activities(step: StepEvidence) -> Iterator[Cause]:
 def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
     """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
     begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
-    calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
-    times, limit = largest_sums((call.name, (call.end - call.start) / 1000) for call in calls), LONG_CALL * step.step_ms
+    inside = (call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end)
+    calls = grouped((call.name, (call.end - call.start) / 1000) for call in inside)
+    ordered, limit = sorted(calls.items(), key=lambda pair: -sum(pair[1])), LONG_CALL * step.step_ms
     nested = activity != "memory allocation"  # annotations and functions of one activity are inside each other, calls are not
-    for name in list(times)[: 1 if nested else 2]:
-        if times[name] > LONG_CALL * max(times.values()):
-            named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
-            facts = {"total_ms": times[name], "longest_ms": max(named), "limit_ms": limit}
-            yield finding("cause-host-calls", name=name[:100], count=len(named), long=sum(one > limit for one in named), **facts)
+    for name, times in ordered[: 1 if nested else 2]:
+        if sum(times) > LONG_CALL * sum(ordered[0][1]):
+            facts = {"total_ms": sum(times), "longest_ms": max(times), "limit_ms": limit}
+            yield finding(
+                "cause-host-calls", name=name[:100], count=len(times), long=sum(time > limit for time in times), **facts
+            )
 
 
 def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
@@ -140,7 +143,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
     again = [item for item in step.items if item.scope.phase == "recomputed"]
     time = step.ms(again)
     if time > WAITING * step.step_ms:
-        gemms = [item for item in again if item.is_gemm]
+        gemms = [item for item in again if item.work_class.is_gemm]
         counts = {name: step.per_step([item for item in again if item.name == kind]) for name, kind in REPEATED.items()}
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),

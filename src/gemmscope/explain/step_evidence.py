@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.step_replay import Replay, StepChange
+from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
@@ -44,7 +44,6 @@ class StepEvidence:
         """Whether the GPU multiplies in FP8; None if the trace does not show it."""
         self.well_named = account.named_share >= WELL_NAMED or not account.busy_ms
         """Whether nearly all GPU time is in kernels of a known class."""
-        self._replay = Replay(view)
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
@@ -78,12 +77,16 @@ class StepEvidence:
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
-            return self._replay.speedup(StepChange(gaps=gaps))
+            return replayed_speedup(self._graphs, StepChange(gaps=gaps))
         time_ms = self.ms(shortened)
         if time_ms <= 0.95 * cost_ms:
             return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
         share = min(max(cost_ms / time_ms, 0.0), 1.0)
-        return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
+        return replayed_speedup(self._graphs, StepChange.shorten(shortened, share, removed=removed))
+
+    @cached_property
+    def _graphs(self) -> list[StepGraph]:
+        return step_graphs(self.view)
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -108,7 +111,7 @@ class StepEvidence:
     @cached_property
     def gemms(self) -> list[TimedWork]:
         """The GEMMs of linears, without those of attention and of the output head."""
-        gemms = [item for item in self.items if item.is_gemm and item.scope.phase != "optimizer"]
+        gemms = [item for item in self.items if item.work_class.is_gemm and item.scope.phase != "optimizer"]
         return [item for item in gemms if not item.gemm.head and "bmm" not in item.gemm.layer]
 
     @cached_property
@@ -255,10 +258,11 @@ class GpuRates:
         known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
-    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float] | None:
-        """What the FLOPs of a GEMM take at the peak, and its bytes at the bandwidth of the memory."""
+    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float, float] | None:
+        """What the FLOPs of a GEMM take at the peak and at the usual rate, and its bytes at the bandwidth of the memory."""
         peak, bandwidth = self.peak(precision), self.bandwidth_tbps
-        return (flops / peak / 1e6, size_bytes / bandwidth / 1e6 if bandwidth else 0.0) if peak else None
+        memory_us = size_bytes / bandwidth / 1e6 if bandwidth else 0.0
+        return (flops / peak / 1e6, flops / (peak * self.usual) / 1e6, memory_us) if peak else None
 
 
 @cache

@@ -17,7 +17,6 @@ cannot run ahead for more than a few steps.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from math import inf
 from operator import itemgetter
@@ -69,7 +68,7 @@ class _Wait:
 
 
 @dataclass
-class _StepGraph:
+class StepGraph:
     """One step: its work in the order of their begin, the waits of the CPU, and the time that the CPU itself takes."""
 
     step: RecordedStep
@@ -96,34 +95,29 @@ class StepChange:
         return StepChange(saved, unlaunched={item.index: share for item in chosen} if removed else {})
 
 
-class Replay:
+def step_graphs(view: TraceView) -> list[StepGraph]:
     """The chosen steps of a trace, ready to be replayed."""
-
-    def __init__(self, view: TraceView) -> None:
-        self._view = view
-
-    @cached_property
-    def _graphs(self) -> list[_StepGraph]:
-        steps = list(zip(self._view.steps.chosen, self._view.by_step(), strict=True))
-        every = 1 + sum(len(items) for _, items in steps) // MOST_WORK
-        return [_graph(self._view, step, items) for step, items in steps[::every]]
-
-    def speedup(self, change: StepChange) -> float:
-        """The speedup of the step; 1 if the change gains nothing."""
-        recorded_us = sum(graph.step.time for graph in self._graphs)
-        return max(recorded_us / max(self.replayed_us(change), 1e-6), 1.0)
-
-    def replayed_us(self, change: StepChange) -> float:
-        """The time of the steps with the change."""
-        return sum(_replay(graph, change) for graph in self._graphs)
+    steps = list(zip(view.steps.chosen, view.by_step, strict=True))
+    every = 1 + sum(len(items) for _, items in steps) // MOST_WORK
+    return [_graph(view, step, items) for step, items in steps[::every]]
 
 
-def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _StepGraph:
+def replayed_us(graphs: Sequence[StepGraph], change: StepChange) -> float:
+    """The time of the steps with the change."""
+    return sum(_replay(graph, change) for graph in graphs)
+
+
+def replayed_speedup(graphs: Sequence[StepGraph], change: StepChange) -> float:
+    """The speedup of the step; 1 if the change gains nothing."""
+    return max(sum(graph.step.time for graph in graphs) / max(replayed_us(graphs, change), 1e-6), 1.0)
+
+
+def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> StepGraph:
     trace = view.trace
     nodes: list[_Node] = []
     before_step = (item.index for item in items if item.work.start < step.begin)
     indices = [*before_step, *view.indices_in(step)]
-    calls = [trace.launches.get(trace.work[index].correlation) for index in indices]
+    calls = [trace.work[index].call for index in indices]
     streams = [trace.work[index].stream for index in indices]
     last: dict[object, int] = {}
     for place, (index, call, stream) in enumerate(zip(indices, calls, streams, strict=True)):
@@ -144,7 +138,7 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _
     for (moment, _), (next_moment, place) in pairwise(_launched(nodes)):
         nodes[place].launching = min(next_moment - moment, LAUNCH_US)
     waits = _waits(nodes, ends, trace.waits, step)
-    return _StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
+    return StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
 
 
 def _launched(nodes: Sequence[_Node]) -> list[Moment]:
@@ -207,7 +201,7 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
         return 0.0
     begin, end = min(call.start for call in calls), max(call.end for call in calls)
     at = bisect_left(view.trace.work, step.end, key=lambda work: work.start)
-    after = view.trace.launches.get(view.trace.work[at].correlation) if at < len(view.trace.work) else None
+    after = view.trace.work[at].call if at < len(view.trace.work) else None
     end = max(end, after.start) if after is not None else end
     usual = median(call.end - call.start for call in calls)
     blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
@@ -216,7 +210,7 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     return max(min(end - begin - blocked_us, step.time), 0.0)
 
 
-def _replay(graph: _StepGraph, change: StepChange) -> float:
+def _replay(graph: StepGraph, change: StepChange) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
     gaps = (gap for gap in change.gaps if step.begin <= gap.begin < step.end)  # each ended with a launch, as far as is known

@@ -11,12 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError, option
 from gemmscope.explain.recorded_trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import optimizer_spans
 from gemmscope.explain.trace_file import HOW_TO_RECORD
+from gemmscope.grouping import grouped
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
@@ -100,7 +102,7 @@ def _without_warm_up(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
 def _launched_before(trace: RecordedTrace, begin: float) -> frozenset[int]:
     """Work that started before the first step, and whose launch was not recorded although that of others was."""
     early = range(bisect_left(trace.work, begin, key=lambda work: work.start))
-    return frozenset(number for number in early if trace.launches and trace.work[number].correlation not in trace.launches)
+    return frozenset(number for number in early if trace.launches and trace.work[number].call is None)
 
 
 def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
@@ -114,14 +116,14 @@ def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
 
 def _recorded_work(trace: RecordedTrace) -> Sequence[GpuWork]:
     """All work from the first on whose launch was recorded; all, if no launch was."""
-    launched = (number for number, work in enumerate(trace.work) if work.correlation in trace.launches)
+    launched = (number for number, work in enumerate(trace.work) if work.call is not None)
     return trace.work[next(launched, 0) :]
 
 
 def _marked(trace: RecordedTrace) -> list[RecordedStep]:
     """`ProfilerStep#N` on the CPU, if launches connect it to the GPU; else its counterpart on the GPU."""
     windows = _profiler_steps(trace.marks)
-    if windows and any(work.correlation in trace.launches for work in trace.work):
+    if windows and any(work.call is not None for work in trace.work):
         return _host_windows(trace, _with_optimizer(trace, windows))
     # The mark on the GPU does not cover backward.
     return _until_next(_profiler_steps(trace.gpu_marks), max(work.end for work in trace.work))
@@ -151,26 +153,21 @@ def _with_optimizer(trace: RecordedTrace, windows: list[RecordedStep]) -> list[R
 
 def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Translate windows on the CPU to spans on the GPU, through the launches made in them."""
-    firsts: list[GpuWork | None] = [None] * len(windows)
-    lasts = [0.0] * len(windows)
-    earlier = 0.0  # end of the work that was launched before the recording or the first window
-    for work in trace.work:
-        call = trace.launches.get(work.correlation)
-        at = _window_of(windows, call.start) if call is not None else None
-        if at is not None:
-            firsts[at] = firsts[at] or work
-            lasts[at] = max(lasts[at], work.end)
-        elif not any(firsts[:1]) and (call is None or call.start < windows[0].begin):
-            earlier = max(earlier, work.end)
-    launching = [(window, first, last) for window, first, last in zip(windows, firsts, lasts, strict=True) if first is not None]
+    inside = grouped((_window_of(windows, work.call.start) if work.call is not None else None, work) for work in trace.work)
+    launching = [(window, inside[at]) for at, window in enumerate(windows) if at in inside]
     if not launching:  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
-    window, first, _ = launching[0]
-    waited = first.start - trace.launches[first.correlation].end > QUEUED_US or earlier > window.begin
+    window, first = launching[0][0], launching[0][1][0]
+    begun = inside[0][0].start if 0 in inside else inf
+    # Ends of work that was launched before the recording or the first window
+    outside = (work for work in inside.get(None, ()) if work.start < begun)
+    earlier = [work.end for work in outside if work.call is None or work.call.start < windows[0].begin]
+    waited = (first.call is not None and first.start - first.call.end > QUEUED_US) or max(earlier, default=0.0) > window.begin
+    lasts = [max(work.end for work in own) for _, own in launching]
     begins = [first.start if waited else min(window.begin, first.start)]
-    begins += [max(window.begin, before) for (_, _, before), (window, _, _) in pairwise(launching)]
-    ends = [max(last, window.end) for window, _, last in launching]
-    steps = [RecordedStep(window.name, begin, end) for (window, _, _), begin, end in zip(launching, begins, ends, strict=True)]
+    begins += [max(window.begin, before) for (window, _), before in zip(launching[1:], lasts, strict=False)]
+    ends = [max(last, window.end) for (window, _), last in zip(launching, lasts, strict=True)]
+    steps = [RecordedStep(window.name, begin, end) for (window, _), begin, end in zip(launching, begins, ends, strict=True)]
     return _until_next(steps, ends[-1])
 
 
@@ -187,7 +184,7 @@ def _optimizer_marks(trace: RecordedTrace) -> list[RecordedStep]:
     spans = optimizer_spans(trace)
     if not spans:
         return []
-    gemms = sorted(trace.launches.get(work.correlation, work).start for work in trace.work if _is_gemm(work))
+    gemms = sorted((work.call or work).start for work in trace.work if _is_gemm(work))
     behind = [bisect_left(gemms, begin) - bisect_right(gemms, end) for (_, end), (begin, _) in pairwise(spans)]
     ends = [end for (_, end), count in zip(spans, [*behind, FEWEST], strict=True) if count >= FEWEST]
     first = min(call.start for call in trace.launches.values()) if trace.launches else trace.work[0].start

@@ -169,7 +169,7 @@ def _gaps(
     trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline
 ) -> Iterator[Gap]:
     """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
-    call = trace.launches.get(until.correlation) if until is not None else None
+    call = until.call if until is not None else None
     if end - begin > SHORT_US and host.was_busy(begin, end, call):
         yield Gap(begin, end, NOT_RECORDED)
         return
@@ -191,9 +191,9 @@ def _reason(trace: RecordedTrace, begin: float, end: float, call: Call | None, s
         return "launch not recorded"
     if call.start <= begin:
         return "between kernels" if end - begin < SHORT_US else "other stream"
-    calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
-    previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
+    at = bisect_left(host.calls, call.start)
+    previous = host.calls[at - 1] if at else begin
     # A function of a framework may take long before it launches.
     entered = min((operator.start for operator in scope.operators), default=call.start)
     silent_from = max(previous, awaited or previous, begin - NO_LAUNCH_US)
@@ -217,7 +217,7 @@ def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
         if "Synchronize" in wait.name and wait.end - wait.start > LONG_WAIT_US:
             yield wait.thread, wait.start, wait.end
     for work in trace.work:
-        if work.copy and "DtoH" in work.name and (call := trace.launches.get(work.correlation)) is not None:
+        if work.copy and "DtoH" in work.name and (call := work.call) is not None:
             end = min(call.end, work.start)
             if end - call.start > LONG_WAIT_US:
                 yield call.thread, call.start, end
@@ -228,8 +228,7 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
     incomplete = incomplete_replays(trace)
     if not incomplete:
         return
-    calls = ((trace.launches.get(work.correlation), work.start) for work in trace.work)
-    launched = sorted((call.start, start) for call, start in calls if call is not None)
+    launched = sorted((work.call.start, work.start) for work in trace.work if work.call is not None)
     synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
     last = max(work.end for work in trace.work)
     for replay in incomplete:

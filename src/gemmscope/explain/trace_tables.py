@@ -8,7 +8,7 @@ from itertools import groupby
 from math import inf
 from typing import Literal
 
-from gemmscope.explain.attention_speed import attention_totals
+from gemmscope.explain.attention_speed import attention_rows
 from gemmscope.explain.collectives import collective_totals, collectives_of
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_speed import gemm_shapes
@@ -47,10 +47,10 @@ def launch_statistics(step: StepEvidence) -> LaunchStatistics:
     steps = view.count
     own = [trace.work[index] for chosen in view.steps.chosen for index in view.indices_in(chosen)]
     short = [work.time for work in own if not work.copy and work.time < SHORT_US]
-    launched = sorted(call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
-    known = [work for work in trace.work if work.correlation in trace.launches]
+    known = [work for work in trace.work if work.call is not None]
+    launched = sorted(work.call.start for work in trace.work if work.call is not None)
     started, ended = sorted(work.start for work in known), sorted(work.end for work in known)
-    pairs = [(call.start, work) for work in own if (call := trace.launches.get(work.correlation)) is not None]
+    pairs = [(work.call.start, work) for work in own if work.call is not None]
     delays = sorted(work.start - moment for moment, work in pairs)
     # Of everything launched before each launch: what has not begun, and what has not ended.
     before = [(bisect_left(launched, moment), moment) for moment, _ in pairs]
@@ -146,7 +146,7 @@ def explain_tables(diagnosis: TraceDiagnosis, waits_us: Mapping[int, float]) -> 
     step, view = diagnosis.evidence, diagnosis.view
     return ExplainTables(
         gemm_shapes=gemm_shapes(step),
-        attention=attention_totals(step),
+        attention=tuple(row for row, _ in attention_rows(step)),
         collectives=collective_totals(collectives_of(view), view.count, view.trace.world_size, waits_us),
         kernels=top_kernels(step),
         launches=launch_statistics(step),

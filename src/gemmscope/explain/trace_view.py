@@ -3,7 +3,7 @@ account of where the time went: by part of the step, by class of kernel, and in 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,10 +48,6 @@ class TimedWork:
         """The class of the kernel."""
         return self.work_class.name
 
-    @property
-    def is_gemm(self) -> bool:
-        return self.work_class.is_gemm
-
     def mentions(self, *texts: str) -> bool:
         """Whether the name of the kernel contains one of the texts."""
         return any(text in self.work.name for text in texts)
@@ -70,7 +66,8 @@ class TraceView:
     every_shares: list[Shares]
 
     @cached_property
-    def _timed(self) -> list[list[TimedWork]]:
+    def by_step(self) -> list[list[TimedWork]]:
+        """The work of each chosen step, in the order it ran."""
         work, scopes, work_classes, gemms = self.trace.work, self.scopes, self.work_classes, self.gemms
         return [
             [
@@ -80,17 +77,13 @@ class TraceView:
             for shares in self.shares
         ]
 
-    def by_step(self) -> Iterator[list[TimedWork]]:
-        """The work of each chosen step, in the order it ran."""
-        return iter(self._timed)
-
     def indices_in(self, step: RecordedStep) -> range:
         """All work that begins in a step, also what is hidden behind other work."""
         begin, end = (bisect_left(self.trace.work, moment, key=lambda work: work.start) for moment in (step.begin, step.end))
         return range(begin, end)
 
     def items(self) -> list[TimedWork]:
-        return [item for step in self.by_step() for item in step]
+        return [item for step in self.by_step for item in step]
 
     @property
     def count(self) -> int:
@@ -152,9 +145,9 @@ def account_of(view: TraceView) -> StepAccount:
     classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
     classes = {name: classes[name] for name in ROWS if classes.get(name, 0.0) > 0}
     # Work that runs beyond the end of a step counts for the step in which it began.
-    steps = zip(view.steps.chosen, view.by_step(), strict=True)
+    steps = zip(view.steps.chosen, view.by_step, strict=True)
     own = [item for step, work in steps for item in work if step.begin <= item.work.start < step.end]
-    gemms = [item.gemm for item in own if item.is_gemm and not item.gemm.reduces]
+    gemms = [item.gemm for item in own if item.work_class.is_gemm and not item.gemm.reduces]
     casts = sum(item.name == "quantization" for item in own)
     return StepAccount(
         step_ms=sum(step.time for step in view.steps.chosen) / 1000 / count,
@@ -165,7 +158,7 @@ def account_of(view: TraceView) -> StepAccount:
         idle_ms=idle,
         hidden_ms=sum(shares.hidden for shares in view.shares) / 1000 / count,
         overlapped_ms=sum(shares.overlapped for shares in view.shares) / 1000 / count,
-        gemms=_by_precision([item for item in items if item.is_gemm], count),
+        gemms=_by_precision([item for item in items if item.work_class.is_gemm], count),
         kernels=len(own) / count,
         launches=len({item.work.correlation for item in own}) / count,
         micro_batches=_micro_batches(view),
@@ -193,12 +186,14 @@ def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTota
     groups = grouped((item.gemm.precision, item) for item in items)
     rows = [
         PrecisionTotal(
-            precision=name, count=sum(not item.gemm.reduces for item in own) / count,
-            time_ms=sum(item.share for item in own) / 1000 / count, flops=sum(item.gemm.flops for item in own) / count,
+            precision=name,
+            count=sum(not item.gemm.reduces for item in own) / count,
+            time_ms=sum(item.share for item in own) / 1000 / count,
+            flops=sum(item.gemm.flops for item in own) / count,
             sized_ms=sum(item.work.time for item in own if item.gemm.sized) / 1000 / count,
         )
         for name, own in groups.items()
-    ]  # fmt: skip
+    ]
     return tuple(sorted(rows, key=lambda row: -row.time_ms))
 
 
@@ -210,7 +205,7 @@ def _unknown(items: Sequence[TimedWork], count: int) -> tuple[UnknownKernel, ...
 
 def _micro_batches(view: TraceView) -> int:
     """How many micro-batches a step runs."""
-    counts = sorted(sum(batches for _, batches in forward_stretches(items)) for items in view.by_step())
+    counts = sorted(sum(batches for _, batches in forward_stretches(items)) for items in view.by_step)
     return max(counts[len(counts) // 2], 1) if counts else 1
 
 
@@ -225,9 +220,9 @@ def forward_stretches(items: Iterable[TimedWork]) -> list[tuple[list[TimedWork],
     for item in sorted(launched, key=lambda item: item.scope.launched or 0.0):
         if item.scope.phase == "forward":
             stretches[-1].append(item)
-        elif item.scope.phase == "backward" and item.is_gemm:
+        elif item.scope.phase == "backward" and item.work_class.is_gemm:
             stretches.append([])
-    batches = forwards([sum(item.is_gemm for item in stretch) for stretch in stretches])
+    batches = forwards([sum(item.work_class.is_gemm for item in stretch) for stretch in stretches])
     return list(zip(stretches, batches, strict=True))
 
 

@@ -209,10 +209,8 @@ def gemm_factors(measured: Linears, forecast: Linears, chip: GpuSpec) -> GemmFac
         for name, seen, expected in _op_times(measured, forecast, "pre-quantized")
         for pass_name, time_ms in seen.pass_ms.items()
     )
-    factors: GemmFactors = {}
-    for (fmt, pass_name), factor in flat.items():
-        factors.setdefault(fmt, {})[pass_name] = factor
-    return factors
+    by_format = grouped((fmt, (pass_name, factor)) for (fmt, pass_name), factor in flat.items())
+    return {fmt: dict(of_format) for fmt, of_format in by_format.items()}
 
 
 def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPart, float]]]) -> dict[StepPart, float]:

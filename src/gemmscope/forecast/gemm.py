@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,8 +157,8 @@ class GemmModel:
         facts, (name, version) = _transfer(), library_and_version(library)
         near = {which: self._near(chip, fmt, which, name, outside) for which in CLOCK_STATES}
         if not near[state] and name is not None:
-            other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
-            return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
+            usual = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
+            return usual.widened(facts["uncertainty"]["other_library"][fmt], library or "")
         if not near[state]:
             if not any(series.fmt in (fmt, *facts["stands_for"].get(fmt, ())) for series in self.coefficients.series):
                 raise MissingFactError("forecast/coefficients/transfer.toml", f"stands_for.{fmt}")
@@ -196,13 +196,7 @@ class GemmModel:
     def _pieces(self, shapes: Shapes) -> Iterator[tuple[NDArray[np.int_], frozenset[Sizes]]]:
         """Groups of GEMMs (as indices) outside the same ranges of sizes, with these ranges; none if they are outside of all."""
         ranges = [*dict.fromkeys(series.sizes for series in self.coefficients.series)]
-        sides = (shapes.rows, shapes.inner, shapes.n)
-        beyond = np.stack(
-            [
-                np.logical_or.reduce([(side < least) | (side > most) for side, (least, most) in zip(sides, sizes, strict=True)])
-                for sizes in ranges
-            ]
-        )
+        beyond = np.stack([octaves_outside(shapes, sizes).any(axis=0) for sizes in ranges])
         codes = np.where(beyond.all(axis=0), 0, (1 << np.arange(len(ranges))) @ beyond)
         for code in np.unique(codes):
             yield np.flatnonzero(codes == code), frozenset(sizes for bit, sizes in enumerate(ranges) if code >> bit & 1)
@@ -287,8 +281,7 @@ class GemmModel:
 def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
     """The lower bound for any library on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
     compute_ms = shapes.flops / (chip.tflops[precisions()[fmt].rate] * 1e9)
-    limit: Array = np.maximum(compute_ms, shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9))
-    return limit
+    return cast(Array, np.maximum(compute_ms, shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9)))
 
 
 def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: ClockState) -> Array:
@@ -296,8 +289,7 @@ def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: ClockState) -
     rate = chip.sustained_tflops.get(precisions()[fmt].rate)
     if rate is None:
         return np.zeros(len(shapes.m))
-    limit: Array = shapes.flops / (rate * 1e9) / (1.0 if state == "sustained" else _slower(chip, fmt))
-    return limit
+    return shapes.flops / (rate * 1e9) / (1.0 if state == "sustained" else _slower(chip, fmt))
 
 
 @cache
@@ -377,5 +369,4 @@ def uncertainty_outside(shapes: Shapes, sizes: Sizes = MEASURED_SIZES) -> Array:
         np.minimum(-octaves * below["octave"], below["most"]),
         np.minimum(octaves * above["octave"], above["most"]),
     )
-    total: Array = np.sqrt((beyond**2).sum(axis=0) + np.where(shapes.groups > 1, added["grouped"] ** 2, 0.0))
-    return total
+    return cast(Array, np.sqrt((beyond**2).sum(axis=0) + np.where(shapes.groups > 1, added["grouped"] ** 2, 0.0)))

@@ -44,6 +44,20 @@ class LinearTime(NamedTuple):
         return total(self.gemms.values())
 
 
+class LinearTimes(NamedTuple):
+    """Linears of one micro-batch: GEMMs, their milliseconds at the clock of a burst, the casts of all activations, and those of
+    every weight once."""
+
+    gemms: Estimate
+    least_ms: float
+    activations: Estimate
+    weights: Estimate
+
+    def casts(self, weight_casts: float) -> Estimate:
+        """All casts; `weight_casts`: how often a weight is quantized."""
+        return total([self.activations, self.weights.times(weight_casts)])
+
+
 class RecipeCosts(NamedTuple):
     """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization."""
 
@@ -165,12 +179,9 @@ class Forecaster:
             quantize_ms["W"] *= one_way(recipe(name), self.chip)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
-    def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, float, Estimate, Estimate]:
-        """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every point.
-
-        Returns their GEMMs, the milliseconds of these at the clock of a burst, the quantization of all activations, and that of
-        every weight once.
-        """
+    def in_step(self, linears: Iterable[tuple[Case, int, int]], name: str) -> LinearTimes:
+        """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
+        point."""
         formats, quantizes, costs, factor = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
@@ -190,7 +201,8 @@ class Forecaster:
                 activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
                 weights += costs.time_ms(case.weights) * share
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
-        return gemms, least, Estimate(activations, 0.0, self._uncertainty), Estimate(weights, 0.0, self._uncertainty)
+        casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
+        return LinearTimes(gemms, least, *casts)
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""

@@ -132,11 +132,6 @@ class Storage(NamedTuple):
     context: float  # more, of what the output projection of attention reads
     activated: float  # more, of what the last linear of an MLP reads
 
-    @property
-    def smaller(self) -> bool:
-        """Whether inputs are kept in the quantized format."""
-        return self.kept < ELEMENT_BYTES
-
 
 @cache
 def storage(recipe_name: str, architecture: str) -> Storage:
@@ -169,7 +164,7 @@ def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recomput
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
     if recompute == "full":
         return block.first, block.first
-    if stored.smaller:
+    if stored.kept < ELEMENT_BYTES:  # inputs are kept in the quantized format
         more = block.context_elements * stored.context + block.activated_elements * stored.activated
         linears = block.plain + block.elements * stored.kept + more
         attention = block.context if recompute == "none" else 0.0

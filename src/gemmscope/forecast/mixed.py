@@ -6,9 +6,8 @@ as a part of the step that does not depend on the precision.
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
-from typing import NamedTuple
 
-from gemmscope.forecast.estimate import Estimate, total
+from gemmscope.forecast.estimate import Estimate
 from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher
@@ -21,20 +20,6 @@ from gemmscope.workload.sharding import stage_layers
 CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how often forward does
 Assigned = Mapping[str, int]
 """Recipe → how many of the layers' linears run in it."""
-
-
-class LinearTimes(NamedTuple):
-    """Linears of one micro-batch, as `Forecaster.in_step` returns them: GEMMs, their milliseconds at the clock of a burst, the
-    casts of all activations, and those of every weight once."""
-
-    gemms: Estimate = Estimate(0.0)
-    least_ms: float = 0.0
-    activations: Estimate = Estimate(0.0)
-    weights: Estimate = Estimate(0.0)
-
-    def casts(self, weight_casts: float) -> Estimate:
-        """All casts; `weight_casts`: how often a weight is quantized."""
-        return total([self.activations, self.weights.times(weight_casts)])
 
 
 def without_misaligned(counts: Assigned, sizes: Mapping[str, int]) -> Assigned:

@@ -37,6 +37,7 @@ ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, wh
 ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some layouts better than others
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
+Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
 
 
 class Candidate(NamedTuple):
@@ -47,14 +48,6 @@ class Candidate(NamedTuple):
     step: StepEstimate
     memory_gb: float
     tight: bool
-
-
-class Smallest(NamedTuple):
-    """The least memory that was seen."""
-
-    memory_gb: float
-    run: int
-    recipe: str
 
 
 @dataclass
@@ -149,8 +142,7 @@ def _that_fit(
             needed = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
                 memory_gb = memory.total_bytes / 1e9
-                smallest = Smallest(memory_gb, place, name)
-                share.smallest = min(share.smallest or smallest, smallest)
+                share.smallest = min(share.smallest or (memory_gb, place, name), (memory_gb, place, name))
                 if memory.fit in ("fits", "tight"):
                     needed[place, name] = memory_gb, memory.fit == "tight"
                 else:
@@ -281,6 +273,7 @@ def smallest_layout(search: Search) -> SmallestLayout | None:
     """The layout that needs least memory."""
     if search.smallest is None:
         return None
-    run = search.runs[search.smallest.run]
+    memory_gb, number, name = search.smallest
+    run = search.runs[number]
     recompute = f", recompute {run.recompute}" if run.recompute != "none" else ""
-    return SmallestLayout(recipe=search.smallest.recipe, layout=f"{_name(run)}{recompute}", memory_gb=search.smallest.memory_gb)
+    return SmallestLayout(recipe=name, layout=f"{_name(run)}{recompute}", memory_gb=memory_gb)

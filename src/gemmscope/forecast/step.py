@@ -21,12 +21,11 @@ from gemmscope.forecast.communication import (
     offload,
 )
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
-from gemmscope.forecast.linears import Forecaster, in_common
+from gemmscope.forecast.linears import Forecaster, LinearTimes, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
     Assigned,
     CountedCase,
-    LinearTimes,
     alike,
     assigned,
     by_recipe,
@@ -239,13 +238,9 @@ class StepForecast:
         return self._in_recipes(linears)
 
     def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
-        times = [LinearTimes(*self.forecaster.in_step(cases, name)) for name, cases in linears.items() if cases]
-        return LinearTimes(
-            total(one.gemms for one in times),
-            sum(one.least_ms for one in times),
-            total(one.activations for one in times),
-            total(one.weights for one in times),
-        )
+        times = [self.forecaster.in_step(cases, name) for name, cases in linears.items() if cases]
+        gemms, least_ms, activations, weights = zip(*times, strict=True) if times else ((), (), (), ())
+        return LinearTimes(total(gemms), sum(least_ms), total(activations), total(weights))
 
     def _mean(self, name: str, value: Callable[[str], float]) -> float:
         """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
@@ -263,11 +258,6 @@ class StepForecast:
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         kernels_ms = traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
         return max(kernels_ms, launch_ms(name, self._layers, 0, self.run))
-
-    @property
-    def launches(self) -> int:
-        """Kernels of one micro-batch of a traced model in BF16."""
-        return traced.launches(self.workload.ops, fused=self.fused)
 
     @cached_property
     def _biased(self) -> bool:
@@ -329,8 +319,7 @@ class StepForecast:
                 if part == "head and loss":
                     saved += estimate.value - self.forecaster.least_ms(linear_case(op), BASELINE) * times
             elif isinstance(op, traced.TracedOp):
-                part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
-                estimate = Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure)
+                part, estimate = traced.part_of(op), traced.traced_estimate(op, chip, fused=self.fused)
             else:
                 estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
             if isinstance(op, Optimizer):

@@ -27,26 +27,21 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
     now, many = run.gradient_accumulation, MORE * run.gradient_accumulation
     longer = forecast.again(replace(run, gradient_accumulation=many))
     times = {name: (forecast.step(name).total.value, longer.step(name).total.value) for name in {*names, BASELINE}}
-
-    def once(name: str) -> float:
-        """Milliseconds that do not grow with the number of micro-batches."""
-        short, long = times[name]
-        return max(short - now * (long - short) / (many - now), 0.0)
-
     best = step.winner.best
-    share = once(best) / times[best][0]
-    if share < NOTICEABLE:
+    short_ms, long_ms = times[best]
+    once_ms = max(short_ms - now * (long_ms - short_ms) / (many - now), 0.0)  # does not grow with the number of micro-batches
+    if once_ms / short_ms < NOTICEABLE:
         return None
     later = min(names, key=lambda name: times[name][1])
     about: dict[str, Fact] = {
         "recipe": best,
-        "share": share,
-        "later_share": once(best) / times[best][1],
-        "speedup": times[BASELINE][0] / times[best][0],
-        "later_speedup": times[BASELINE][1] / times[best][1],
+        "share": once_ms / short_ms,
+        "later_share": once_ms / long_ms,
+        "speedup": times[BASELINE][0] / short_ms,
+        "later_speedup": times[BASELINE][1] / long_ms,
         "now": now,
         "many": many,
-        "saved": 1 - times[best][1] / many * now / times[best][0],
+        "saved": 1 - long_ms / many * now / short_ms,
     }
     if later == best:
         return finding("once-per-step", **about)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from gemmscope import signals
 from gemmscope.findings import Finding, finding
@@ -92,14 +91,13 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
     winner = winner_among(speedups, ratio, unfit)
-    about: dict[str, Any] = {"values": values, "unfit": unfit, "may_not_fit": unsure, "gpus": run.gpus}
-    about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
+    failed = {name: reason for name, reason in reasons.items() if reason}
+    point = partial(SweepPoint, values=values, unfit=unfit, may_not_fit=unsure, gpus=run.gpus, not_possible=failed)
     if winner is None:
         least_gb = min(memory.least_bytes for memory in needed.values()) / 1e9
         why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
-        return SweepPoint(**about, why_not=why_not, memory_gb=least_gb)
-    return SweepPoint(
-        **about,
+        return point(why_not=why_not, memory_gb=least_gb)
+    return point(
         baseline_step_ms=steps[BASELINE].total.value,
         speedups=speedups,
         winner=winner,

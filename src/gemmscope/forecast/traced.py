@@ -8,6 +8,7 @@ wider than those of a closed form, whose parts were measured in training.
 from collections.abc import Iterable
 from functools import cache, partial
 
+from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.memory import memory_facts, recipe_memory, reserve_bytes, shards, state_bytes, storage
 from gemmscope.forecast.training import attention_ms, facts, work_ms
 from gemmscope.gpu.specs import GpuSpec
@@ -34,32 +35,22 @@ def part_of(op: TracedOp) -> StepPart:
     return "linear attention" if op.section == MIXER else op.facts.part
 
 
-def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
-    """Logarithmic half-width of a 90% error bar."""
-    table = coefficients()["uncertainty"]
-    if isinstance(op, TracedAttention) and (op.unfused or op.mask_bytes):
-        return float(coefficients()["unfused_attention" if op.unfused else "explicit_mask"]["uncertainty"])
+def traced_estimate(op: TracedOp, chip: GpuSpec, *, fused: bool) -> Estimate:
+    """Milliseconds of all runs of an op in one micro-batch, with their uncertainty."""
+    known, launch_ms = coefficients(), facts()["launch_ms"]
     if isinstance(op, Between):
-        return float(table["fused" if fused else "eager"])
-    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Convolution) else "batched_gemm"
-    return float(table[kind])
-
-
-def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
-    """Milliseconds of all runs of an op in one micro-batch."""
-    launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
-    if isinstance(op, Between):
-        moved, kernels = (
-            (op.all_moved.fused_bytes, op.all_moved.kernels) if fused else (op.total().bytes_moved, op.all_moved.launches)
-        )
-        return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
+        every = op.all_moved
+        moved, kernels = (every.fused_bytes, every.kernels) if fused else (op.total().bytes_moved, every.launches)
+        time_ms = moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"][op.kind]) + kernels * launch_ms
+        return Estimate(float(time_ms), 0.0, known["uncertainty"]["fused" if fused else "eager"])
     if isinstance(op, TracedAttention):
         one_way = _unfused_ms if op.unfused else attention_ms
-        slower = coefficients()["explicit_mask"]["slower"] if op.mask_bytes and not op.unfused else 1.0
         once = op.forward_runs * one_way(op, chip, "forward") + op.backward_runs * one_way(op, chip, "backward")
-        return float(op.count * once * slower)
-    known = coefficients()["convolution" if isinstance(op, Convolution) else "batched_gemm"]
-    return float(op.count * (work_ms(op.work(), chip, known) + launch_ms))
+        table = known["unfused_attention"] if op.unfused else known["explicit_mask"] if op.mask_bytes else {}
+        uncertainty = table.get("uncertainty", known["uncertainty"]["attention"])
+        return Estimate(float(op.count * once * table.get("slower", 1.0)), 0.0, uncertainty)
+    kind = "convolution" if isinstance(op, Convolution) else "batched_gemm"
+    return Estimate(float(op.count * (work_ms(op.work(), chip, known[kind]) + launch_ms)), 0.0, known["uncertainty"][kind])
 
 
 def _unfused_ms(op: TracedAttention, chip: GpuSpec, direction: Direction) -> float:

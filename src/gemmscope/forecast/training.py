@@ -6,7 +6,7 @@ real kernels reach, with their source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -143,12 +143,10 @@ def one_way(recipe: Recipe, chip: GpuSpec) -> float:
 
 def op_ms(op: Op, chip: GpuSpec) -> float:
     """Milliseconds of all runs of an op that is not a linear, in one micro-batch (the optimizer: in one step)."""
-    if isinstance(op, Scan):
-        return op.count * (op.forward_runs * scan_ms(op, chip, "forward") + scan_ms(op, chip, "backward"))
-    if isinstance(op, Attention):
-        return op.count * (op.forward_runs * attention_ms(op, chip, "forward") + attention_ms(op, chip, "backward"))
-    if isinstance(op, IndexScores):
-        return op.count * sum(index_ms(work, chip) for work in [op.forward()] * op.forward_runs + [op.backward()] if work.flops)
+    if isinstance(op, (Scan, Attention, IndexScores)):
+        kinds: dict[type[Op], Callable[..., float]] = {Scan: scan_ms, Attention: attention_ms, IndexScores: index_ms}
+        one_run = next(one_run for kind, one_run in kinds.items() if isinstance(op, kind))
+        return op.count * (op.forward_runs * one_run(op, chip, "forward") + one_run(op, chip, "backward"))
     reached = chip.bandwidth_tbps * 1e9 * facts()["bandwidth"][op.facts.bandwidth or op.kind]
     launches = 2 if op.backward().bytes_moved else 1
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])
@@ -167,9 +165,10 @@ def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
     return work_ms(work, chip, table[op.rule][direction]) + float(table["kernels"] * facts()["launch_ms"])
 
 
-def index_ms(work: Work, chip: GpuSpec) -> float:
-    """One forward or backward run of the indexer's scores."""
-    return work_ms(work, chip, facts()["sparse attention"]) + float(facts()["launch_ms"])
+def index_ms(op: IndexScores, chip: GpuSpec, direction: str) -> float:
+    """One forward or backward run of the indexer's scores; most have no backward."""
+    work = op.forward() if direction == "forward" else op.backward()
+    return work_ms(work, chip, facts()["sparse attention"]) + float(facts()["launch_ms"]) if work.flops else 0.0
 
 
 def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:

@@ -54,11 +54,12 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
     typed = {name: value for name, value in given.items() if value is not None}
     if "pp_layers" in typed:
         typed["pp_layers"] = tuple(typed["pp_layers"])
-    file, findings = source.run_settings, list[Finding]()
-    for name, value in typed.items():
-        if name in file and file[name] != value:
-            said = {"value": str(value), "file_value": str(file[name])}
-            findings.append(finding("run-overridden", name=name, origin=source.origin, **said))
+    file = source.run_settings
+    findings = [
+        finding("run-overridden", name=name, origin=source.origin, value=str(value), file_value=str(file[name]))
+        for name, value in typed.items()
+        if name in file and file[name] != value
+    ]
     settings = {**file, **{name: value for name, value in typed.items() if name not in RANKS}}
     _require(settings, source)
     of_file = {"tp": 1, "cp": 1, "pp": 1, **file}

@@ -460,15 +460,19 @@ def _words(text: str, shell: Shell, unused: Callable[[Word], bool], *, in_branch
             yield from _words(piece, shell, unused, in_branch=inside, depth=depth + 1)
             yield "--", inside
             continue
-        piece = _without_brackets(piece)
+        piece = _without_brackets(piece, quoted=word.quoted)
         after_flag = piece.startswith("--") and "=" not in piece
         yield piece, inside
 
 
-def _without_brackets(piece: str) -> str:
+def _without_brackets(piece: str, *, quoted: bool) -> str:
     """A word without the ends of the array or list that it stands in: `(--a`, `32)`, `"--a",`."""
     for left, right in ("()", "[]"):
         piece = piece.rstrip(",")
         surplus = piece.count(left) - piece.count(right)
-        piece = piece.removeprefix(left) if surplus == 1 else piece.removesuffix(right) if surplus == -1 else piece
+        # A list of arguments begins with a flag or with quotes; no flag has a list as its value.
+        if surplus == 1 and (left == "(" or quoted or piece.startswith("[-")):
+            piece = piece.removeprefix(left)
+        elif surplus == -1:
+            piece = piece.removesuffix(right)
     return piece

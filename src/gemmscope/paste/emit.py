@@ -6,7 +6,7 @@ What stays in BF16 is named as its models name the modules (`modules.toml`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -70,8 +70,7 @@ def megatron_text(
 
 def _precision_config(recipe: str) -> Mapping[str, str] | None:
     """A recipe in Megatron-LM's file of precisions; None if it cannot be named there."""
-    settings: Mapping[str, str] | None = recipe_named(recipe).settings.get("megatron", {}).get("precision_config")
-    return settings
+    return cast("Mapping[str, str] | None", recipe_named(recipe).settings.get("megatron", {}).get("precision_config"))
 
 
 def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int, layers: int, *, experts: bool) -> dict[str, str]:

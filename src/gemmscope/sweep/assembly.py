@@ -8,10 +8,8 @@ from typing import Any, Literal
 from gemmscope.errors import in_python
 from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.grouping import grouped
-from gemmscope.interval import Interval
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
-from gemmscope.results.linears import Winner
 from gemmscope.results.sweep import MeasuredPoint, MeasuredSweep, SweepGpu, SweepResult, break_evens
 from gemmscope.sweep.axes import by_reason
 
@@ -35,7 +33,7 @@ def point_key(values: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Builds the result from the outcomes so far. `about`: the fields that name the model. `bare`: points are single GEMMs."""
+    """Builds the result from the outcomes so far. `about`: the fields that name the model."""
 
     of: Literal["bench", "step"]
     sizes: tuple[str, ...]
@@ -43,7 +41,6 @@ class Assembly:
     impossible: Sequence[tuple[dict[str, int], str]]
     about: Mapping[str, Any]
     settings: Mapping[str, Any]
-    bare: bool = False
 
     def result(self, outcomes: Outcomes, *, interrupted: bool) -> SweepResult:
         """Every point that was measured, that failed, and that is not possible, in the order of their sizes."""
@@ -78,7 +75,7 @@ class Assembly:
         types = dict.fromkeys(str(measured.outcome["device"].get("name", "")) for measured in done.values())
         return MeasuredSweep(
             gpu=", ".join(filter(None, types)) or "this machine",
-            what="training step" if self.of == "step" else "GEMM" if self.bare else "linears",
+            what="training step" if self.of == "step" else "GEMM" if self.about.get("shape") is not None else "linears",
             mode=mode,
             sizes=self.sizes,
             recipes=names,
@@ -126,25 +123,11 @@ def _why_without_times(point: MeasuredPoint, lost: Collection[str]) -> str:
 
 
 def _measured(values: dict[str, int], measured: UnitOutcome, mode: str) -> MeasuredPoint:
-    place, data = measured.place, measured.outcome["modes"].get(mode, {})
-    times = {name: Interval(**time) for name, time in data.get("times_ms", {}).items()}
-    unfit, failed = tuple(data.get("unfit", ())), dict(data.get("not_possible", {}))
-    why = "out of memory" if BASELINE in unfit else failed.get(BASELINE, "not measured")
-    return MeasuredPoint(
-        values=values,
-        times_ms=times,
-        speedups={name: Interval(**gain) for name, gain in data.get("speedups", {}).items()},
-        winner=Winner(**data["winner"]) if data.get("winner") else None,
-        host_bound=tuple(data.get("host_bound", ())),
-        not_possible=failed,
-        unfit=unfit,
-        memory_gb=data.get("memory_gb"),
-        tokens_per_s=data.get("tokens_per_s"),
-        tflops=data.get("tflops"),
-        gpu=place.name,
-        uuid=place.uuid,
-        failure=f"{BASELINE}: {why}" if BASELINE not in times else "",  # nothing to compare with
-    )
+    data = {name: value for name, value in measured.outcome["modes"].get(mode, {}).items() if name != "fallbacks"}
+    point = MeasuredPoint(**data, values=values, gpu=measured.place.name, uuid=measured.place.uuid)
+    why = "out of memory" if BASELINE in point.unfit else point.not_possible.get(BASELINE, "not measured")
+    failure = f"{BASELINE}: {why}" if BASELINE not in point.times_ms else ""  # nothing to compare with
+    return point.model_copy(update={"failure": failure})
 
 
 def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
@@ -162,12 +145,9 @@ def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
     types = list(dict.fromkeys(gpu.name for gpu in gpus))
     if len(types) > 1:
         yield finding("sweep-gpu-types-differ", types=types)
-    different = []
-    for name in dict.fromkeys(name for gpu in gpus for name in gpu.versions):
-        values = list(dict.fromkeys(gpu.versions.get(name, "none") for gpu in gpus))
-        if len(values) > 1:
-            different.append(f"{name} {' and '.join(values)}")
-    if different:
+    names = dict.fromkeys(name for gpu in gpus for name in gpu.versions)
+    versions = {name: dict.fromkeys(gpu.versions.get(name, "none") for gpu in gpus) for name in names}
+    if different := [f"{name} {' and '.join(values)}" for name, values in versions.items() if len(values) > 1]:
         yield finding("sweep-versions-differ", differences=different)
     if len(gpus) > 1:
         yield finding("sweep-several-gpus", gpus=len(gpus))

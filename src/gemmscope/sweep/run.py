@@ -99,7 +99,6 @@ class MeasuredSweepRun:
                 impossible=impossible,
                 about={**_about(possible, axes), "shape": shape},
                 settings={"command": context.command, "precision": options.precision, "time_limit_s": options.time_limit},
-                bare=shape is not None,
             )
             with context.recording(_mark(self.of, possible), resume=options.resume) as recording:
                 context.reporter.say(self._plan(len(units), len(recording.outcomes())))

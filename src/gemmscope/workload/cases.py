@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -104,17 +105,16 @@ def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode
 
     A recipe with the same GEMM kernels as another one (`same_kernels`) is not measured again in pre-quantized mode.
     """
-    tasks = []
-    for recipe in recipes:
-        for mode in modes:
-            if mode == "pre-quantized" and same_kernels.get(recipe) in recipes:
-                continue
-            tasks += [
-                Task(case, recipe, mode, pass_name)
-                for case in cases
-                for pass_name in (case.passes if mode == "pre-quantized" else ("",))
-            ]
-    return tasks
+    groups = [
+        (recipe, mode)
+        for recipe, mode in product(recipes, modes)
+        if mode == "autocast" or same_kernels.get(recipe) not in recipes
+    ]
+    return [
+        Task(case, recipe, mode, pass_name)
+        for (recipe, mode), case in product(groups, cases)
+        for pass_name in (case.passes if mode == "pre-quantized" else ("",))
+    ]
 
 
 CALLED: dict[Pass, str] = {"fprop": "", "dgrad": " (dgrad)", "wgrad": " (wgrad)"}

@@ -8,6 +8,7 @@ PyTorch fallback is another algorithm.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from gemmscope.grouping import grouped
 from gemmscope.model.layer_spec import LayerSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
@@ -96,12 +97,14 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
     causal = [attention.causal for attention in model.attentions]
     if causal and trace.causal is not None and set(causal) != {trace.causal}:
         result.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
-    unequal: dict[tuple[int, int], list[int]] = {}
-    for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):
-        reach = (layer.attention.window or layer.attention.chunk) if layer.attention is not None else None
-        if layer.attention is not None and reach != traced:
-            unequal.setdefault((reach or 0, traced or 0), []).append(index)
-    for (derived, traced), layers in unequal.items():
+    reaches = [
+        ((layer.attention.window or layer.attention.chunk or 0, traced or 0), index)
+        for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False))
+        if layer.attention is not None
+    ]
+    for (derived, traced), layers in grouped(reaches).items():
+        if derived == traced:
+            continue
         numbers = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
         result.append(Difference(f"sliding window (0: none) of {len(layers)} layers ({numbers})", derived, traced))
     return result

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import temporary_folder
+from gemmscope.grouping import grouped
 from gemmscope.model.limits import LARGEST
 from gemmscope.process import run_worker
 from gemmscope.workload.derive import HEAD, STEP, Workload
@@ -152,11 +153,11 @@ def _ask_worker(
 
 def as_workload(trace: ModuleTrace) -> Workload:
     """The trace as a workload: linears by module, each with the passes that ran, then everything else and the optimizer."""
-    by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
-    for gemm in trace.gemms:
-        if gemm.flops:  # else of an empty tensor
-            tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
-            by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
+    by_layer = grouped(
+        ((gemm.op, *gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name), gemm.groups), gemm)
+        for gemm in trace.gemms
+        if gemm.flops  # else of an empty tensor
+    )
     ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
     ops += [*trace.attentions, *trace.batched_gemms, *trace.scans, *trace.causal_convolutions, *trace.convolutions]
     ops += [between(work, head=work.path in trace.heads) for work in trace.others]

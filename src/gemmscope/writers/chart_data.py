@@ -21,6 +21,7 @@ from gemmscope.document.charts import (
     time_text,
 )
 from gemmscope.document.model import Document
+from gemmscope.document.table import grouped
 from gemmscope.interval import Interval
 
 ChartData = dict[str, Any]
@@ -36,16 +37,12 @@ class Axes:
 
 def axes_of(documents: Sequence[Document]) -> Axes:
     """The axes that include every value of the documents."""
-    tops: dict[str, float] = {}
-    values = [1.0]
-    for chart in (chart for document in documents for chart in document.charts()):
-        if isinstance(chart, BarChart):
-            tops[chart.unit] = max([tops.get(chart.unit, 0.0), *(bar.total_ms for bar in chart.bars)])
-        elif isinstance(chart, WaterfallChart):
-            values += [fall.speedup for fall in chart.falls]
-        elif isinstance(chart, CurveChart) and chart.unit == "x":
-            values += [end for points in chart.series.values() for point in points for end in _ends(point.value)]
-    return Axes(tops, axis_ends(values))
+    charts = [chart for document in documents for chart in document.charts()]
+    times = grouped((chart.unit, bar.total_ms) for chart in charts if isinstance(chart, BarChart) for bar in chart.bars)
+    falls = [fall.speedup for chart in charts if isinstance(chart, WaterfallChart) for fall in chart.falls]
+    curves = [chart for chart in charts if isinstance(chart, CurveChart) and chart.unit == "x"]
+    ends = [end for chart in curves for points in chart.series.values() for point in points for end in _ends(point.value)]
+    return Axes({unit: max(own) for unit, own in times.items()}, axis_ends([1.0, *falls, *ends]))
 
 
 def _ends(estimate: Interval) -> list[float]:

@@ -30,8 +30,7 @@ def ranks_height(charts: Sequence[RankChart], _: float) -> float:
 
 def ranks(figure: FigureBase, charts: Sequence[RankChart], width_in: float) -> None:
     """Panels one below the other: the lowest value of each is at the left."""
-    axes = figure.subplots(len(charts), 1, squeeze=False)
-    for panel, chart in zip(axes.flat, charts, strict=True):
+    for _, panel, chart in drawing.panels(figure.subplots(len(charts), 1, squeeze=False), charts):
         _ranks(panel, chart)
         drawing.title(panel, chart.title, width_in - 0.6)
     drawing.legend(figure, _handles(charts), width_in)
@@ -48,12 +47,13 @@ def _dot_style(*, called: bool) -> dict[str, Any]:
 
 
 def _handles(charts: Sequence[RankChart]) -> list[Line2D]:
-    handles = [Line2D([], [], **_dot_style(called=False), label="GPU")]
-    if any(point.label for chart in charts for point in chart.points):
-        handles.append(Line2D([], [], **_dot_style(called=True), label="outlier"))
-    if any(chart.limit is not None for chart in charts):
-        handles.append(Line2D([], [], color=SOFT, linewidth=0.9, linestyle="--", label="limit of an outlier"))
-    return handles
+    outlier = Line2D([], [], **_dot_style(called=True), label="outlier")
+    limit = Line2D([], [], color=SOFT, linewidth=0.9, linestyle="--", label="limit of an outlier")
+    return [
+        Line2D([], [], **_dot_style(called=False), label="GPU"),
+        *([outlier] if any(point.label for chart in charts for point in chart.points) else []),
+        *([limit] if any(chart.limit is not None for chart in charts) else []),
+    ]
 
 
 def _ranks(panel: Axes, chart: RankChart) -> None:
@@ -113,9 +113,8 @@ def scatters_height(charts: Sequence[ScatterChart], _: float) -> float:
 
 def scatters(figure: FigureBase, charts: Sequence[ScatterChart], width_in: float) -> None:
     """Panels with speedups to the right and errors upward: what is lower and further right is better."""
-    axes = figure.subplots(len(charts), 1, squeeze=False)
     handles: dict[str, Any] = {}
-    for panel, chart in zip(axes.flat, charts, strict=True):
+    for _, panel, chart in drawing.panels(figure.subplots(len(charts), 1, squeeze=False), charts):
         for handle in _scatter(panel, chart):
             handles.setdefault(str(handle.get_label()), handle)
         drawing.title(panel, chart.title, width_in - 0.6)

@@ -155,13 +155,10 @@ def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
 
 def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     """The legend: the segments in the order they are stacked, and the shades."""
+    shades = [Patch(**face("mark-total"), label="fprop + dgrad"), Patch(**face("mark-total", "light"), label="wgrad (lighter)")]
+    shaded = any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments)
     handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items()]
-    if any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments):
-        handles += [
-            Patch(**face("mark-total"), label="fprop + dgrad"),
-            Patch(**face("mark-total", "light"), label="wgrad (lighter)"),
-        ]
-    return handles
+    return handles + shades if shaded else handles
 
 
 def waterfalls_height(charts: Sequence[WaterfallChart], _: float) -> float:
@@ -172,11 +169,8 @@ def waterfalls_height(charts: Sequence[WaterfallChart], _: float) -> float:
 
 def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
     """The parts of all panels, in their order: their names are shown once in each row."""
-    places: dict[str, int] = {}
-    for chart in charts:
-        for place, fall in enumerate(chart.falls):
-            places[fall.part] = max(places.get(fall.part, 0), place)
-    return sorted(places, key=lambda part: places[part])
+    places = grouped((fall.part, place) for chart in charts for place, fall in enumerate(chart.falls))
+    return sorted(places, key=lambda part: max(places[part]))
 
 
 def waterfalls(figure: FigureBase, charts: Sequence[WaterfallChart], width_in: float) -> None:
