@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gemmscope.errors import UserError
-from gemmscope.model.limits import Checked, Size, divisors_text
+from gemmscope.model.limits import Checked, Size, check_size, divisors_text
+from gemmscope.roles import role
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -150,14 +151,19 @@ MixerKind = Literal["ssd", "selective scan", "gated delta rule", "kda", "lightni
 
 
 @dataclass(frozen=True)
-class LinearSpec(Checked):
+class LinearSpec:
     """A linear beside attention, mixer and MLP, on every token. `role`: a key of `roles.toml`."""
 
     role: str
-    inputs: Annotated[int, Size("the input features of a linear", "intermediate_size")]
-    outputs: Annotated[int, Size("the output features of a linear", "intermediate_size")]
+    inputs: int
+    outputs: int
     bias: bool = False
     count: int = 1
+
+    def __post_init__(self) -> None:
+        name = role(self.role).name
+        check_size(f"the input features of {name}", self.inputs, "intermediate_size")
+        check_size(f"the output features of {name}", self.outputs, "intermediate_size")
 
 
 @dataclass(frozen=True)
