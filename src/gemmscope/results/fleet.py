@@ -24,7 +24,7 @@ class GpuCondition(Part):
     throttled: dict[str, float] = {}
     """Why the clock was below its maximum: the reason, and the share of bursts in which the driver gave it."""
     health: dict[str, int | str] = {}
-    """Memory errors (ECC), remapped rows, PCIe and NVLink state, by the names of `gpu/health.py`; without the values that the
+    """Memory errors (ECC), remapped rows, PCIe and NVLink state, by the names of `gpu/health.toml`; without the values that the
     fleet's `health` has."""
 
 
@@ -144,7 +144,7 @@ class FleetResult(ModelResult):
     versions: dict[str, str] = {}
     """Driver, frameworks and libraries of most GPUs."""
     health: dict[str, int | str] = {}
-    """The state of most GPUs, by the names of `gpu/health.py`."""
+    """The state of most GPUs, by the names of `gpu/health.toml`."""
     differences: tuple[EnvironmentDifference, ...] = ()
     """Versions, drivers and limits that are not the same everywhere: each value with who has it, the most common first."""
     outliers: tuple[Outlier, ...] = ()
