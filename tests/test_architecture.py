@@ -147,6 +147,13 @@ def test_imports_are_at_the_top() -> None:
     assert by_name == BY_NAME
 
 
+def test_run_files_are_written_where_the_keeper_allows_it() -> None:
+    """A result never replaces a file that holds more: its text goes to a path that `results/keep.py` gives, and nowhere else."""
+    writing = {name_of(path): path.read_text() for path in TREES if "result.to_json()" in path.read_text()}
+    assert set(writing) == {"results/keep.py", "cli/output.py", "show.py"}
+    assert [name for name, text in writing.items() if "Keeper(result)" not in text] == []
+
+
 def test_no_class_is_defined_twice() -> None:
     names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []

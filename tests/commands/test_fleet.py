@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.commands import fleet as fleet_command
-from gemmscope.commands.fleet import TOLERANCE, gather_fleet, run_own_gpu, unhealthy, write_run_file
+from gemmscope.commands.fleet import TOLERANCE, gather_fleet, run_own_gpu, unhealthy, write_from_gpu
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.measured import file_name
@@ -25,7 +26,9 @@ from gemmscope.options.values import percentage
 from gemmscope.pool.gpus import Launched
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed
+from gemmscope.results import keep
 from gemmscope.results.fleet import FleetResult
+from gemmscope.results.read import read_result
 from gemmscope.run_context import RunContext
 from support.commands import run_fleet
 from support.fleets import run_of
@@ -195,7 +198,7 @@ def test_run_files_are_written_where_the_unit_runs(monkeypatch: pytest.MonkeyPat
     writers[0](recorded_bench("first"))
     assert Path(*writers[0].args).parent == tmp_path / "runs"
     assert Path(*writers[0].args).is_file()
-    write_run_file(str(tmp_path / "nowhere" / "a.json"), recorded_bench("first"))  # costs no measurement
+    write_from_gpu(str(tmp_path / "nowhere" / "a.json"), recorded_bench("first"))  # costs no measurement
 
 
 @pytest.mark.parametrize(
@@ -304,14 +307,15 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     rank = Launched("srun", 3, 8, 1, 2)
     options = FleetOptions(shapes=SHAPES, folder=str(tmp_path / "out"), device="cpu")
     resumed = options.but(resume=True)
-    result, file = run_own_gpu(rank, None, options)
+    result, (file, _) = run_own_gpu(rank, None, options)
     assert result is not None
+    assert isinstance(file, Path)
     assert file.is_file()
     assert file.name.endswith("-cpu-1.json")
     assert calls[0][1] is not None
     assert not calls[0][1].is_relative_to(tmp_path)  # a journal of its own
     again, same = run_own_gpu(rank, None, resumed)
-    assert (again, same) == (None, file)
+    assert (again, same) == (None, (file, ""))
     assert len(calls) == 1
     own = recorded_bench("first").model_copy(update={"command": "gemmscope fleet --shapes 64 --folder out"})
     file.write_text(own.to_json())
@@ -323,6 +327,27 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     file.write_text("{}")  # cut short by a full disk
     run_own_gpu(rank, None, resumed)
     assert len(calls) == 2
+
+
+def test_an_interrupted_rank_replaces_no_run_file_that_holds_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = recorded_bench("first")
+    fewer = [replace(task, rounds_ms=task.rounds_ms[:1], states=task.states[:1]) for task in whole.tasks]
+    empty = [replace(task, rounds_ms=[], states=[]) for task in whole.tasks]
+    delivered = [whole, *(whole.model_copy(update={"tasks": tuple(tasks), "interrupted": True}) for tasks in (fewer, empty))]
+
+    def run_bench(_: Any, __: BenchOptions, context: RunContext) -> Any:
+        assert context.deliver is not None
+        context.deliver(delivered[0])
+        return delivered.pop(0)
+
+    monkeypatch.setattr(fleet_command, "run_bench", run_bench)
+    options = FleetOptions(shapes=SHAPES, folder=str(tmp_path), device="cpu")
+    written = [run_own_gpu(Launched("srun", 3, 8, 1, 2), None, options)[1] for _ in range(3)]
+    file = Path(str(written[0].path))
+    assert read_result(file).sample_count == whole.sample_count
+    assert [place.path for place in written] == [file, file.with_name(f"{file.stem}.interrupted.json"), None]
+    assert [bool(place.note) for place in written] == [False, True, True]
+    assert len(gather_fleet([tmp_path]).measured) == 1  # what lies beside a fuller run is not another GPU
 
 
 def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -339,7 +364,7 @@ def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: 
         return recorded_bench("first")
 
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
-    monkeypatch.setattr(fleet_command, "write_text", full)
+    monkeypatch.setattr(keep, "write_text", full)
     with pytest.raises(UserError, match="No space left") as error:
         run_own_gpu(Launched("srun", 3, 8, 1, 2), None, FleetOptions(shapes=SHAPES, folder=str(tmp_path), device="cpu"))
     assert error.value.hint == "give another folder"

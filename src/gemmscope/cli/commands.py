@@ -431,8 +431,13 @@ def _own_gpu(
     if targets := outputs.targets():
         message = f"{started}: {_listed(targets)} would be written by each of them"
         raise UserError(message, f"run: gemmscope fleet {options.folder} …")
-    result, file = commands.fleet.run_own_gpu(rank, job, options, replace(context, deliver=None))
-    say(f"wrote {file}" if result is not None else f"{file} exists: this GPU is not measured again")
+    result, (file, note) = commands.fleet.run_own_gpu(rank, job, options, replace(context, deliver=None))
+    if note:
+        say(note)
+    if result is None:
+        say(f"{file} exists: this GPU is not measured again")
+    elif file is not None:
+        say(f"wrote {file}")
     return NOTHING_MEASURED if result is not None and not commands.fleet.has_figures(result) else 0
 
 

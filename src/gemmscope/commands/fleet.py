@@ -15,7 +15,6 @@ from gemmscope.commands.bench import run_bench
 from gemmscope.commands.step import run_step
 from gemmscope.engine.journal import fingerprint
 from gemmscope.errors import UserError, option, shown
-from gemmscope.files import write_text
 from gemmscope.fleet.gather import fleet_result, read_runs
 from gemmscope.fleet.measured import MeasuredFleet, Measurement, file_name
 from gemmscope.fleet.rule import rule_data
@@ -30,6 +29,7 @@ from gemmscope.pool.pool import Place, Unit
 from gemmscope.pool.schedule import Schedule
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.fleet import FleetResult
+from gemmscope.results.keep import WritePath, write_run_file
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.run_context import PLAIN, RunContext
@@ -70,11 +70,11 @@ def mark_of(job: ModelRun | None, options: FleetOptions, gpus: str) -> str:
     return fingerprint("fleet", model, {**asked, "left_out": sorted(options.left_out)}, gpus)
 
 
-def write_run_file(path: str, result: BenchResult | StepResult) -> None:
+def write_from_gpu(path: str, result: BenchResult | StepResult) -> None:
     """Write the run file of one GPU, from wherever it is measured. If its folder does not exist, the measurement is still used,
     and the missing file is reported."""
     with suppress(UserError):
-        write_text(path, result.to_json())
+        write_run_file(result, Path(path))
 
 
 def run_fleet(job: ModelRun | None, options: FleetOptions = EVERY_GPU, context: RunContext = PLAIN) -> FleetResult:
@@ -138,9 +138,9 @@ def gather_fleet(paths: Sequence[str | Path], tolerance: float | None = None, co
 
 def run_own_gpu(
     rank: Launched, job: ModelRun | None, options: FleetOptions, context: RunContext = PLAIN
-) -> tuple[BenchResult | StepResult | None, Path]:
+) -> tuple[BenchResult | StepResult | None, WritePath]:
     """One of many processes that srun or torchrun started: measures the GPU of its rank, and writes its run file into a folder
-    that all of them share. Returns the result and the file; with `resume`, None for a GPU whose file is there already."""
+    that all of them share. Returns the result and where it is; with `resume`, None for a GPU whose file is there already."""
     unit = unit_of(job, options)
     assert options.folder is not None
     into = _create_folder(options.folder)
@@ -149,13 +149,15 @@ def run_own_gpu(
         on_machine = rank.local_rank if rank.local_rank is not None else rank.rank  # tells files of its CPU's processes apart
         file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=on_machine)
         if options.resume and _is_complete(file, context.command):
-            return None, file
+            return None, WritePath(file)
 
         unwritten: list[UserError] = []
+        written: list[WritePath] = []
 
         def deliver(result: BenchResult | StepResult) -> None:
             try:
-                write_text(file, result.to_json(), f"{option('folder')} must be a folder that every process can write to")
+                hint = f"{option('folder')} must be a folder that every process can write to"
+                written.append(write_run_file(result, file, hint))
             except UserError as error:  # raised below: the journal of this process is temporary, so nothing can be resumed
                 unwritten.append(error)
 
@@ -164,7 +166,7 @@ def run_own_gpu(
         result = measure(job, unit.options, alone)
     if unwritten:
         raise unwritten[0]
-    return result, file
+    return result, written[-1]
 
 
 def _is_complete(file: Path, command: str) -> bool:
@@ -219,7 +221,7 @@ def _create_folder(folder: str | Path) -> Path:
 def _unit(unit: MeasureUnit, place: Place, number: int, folder: Path | None) -> Unit:
     """What one GPU measures. `number`: which of its repeats."""
     measurement = Measurement(place, unit.kind, number)
-    file = partial(write_run_file, str(folder / measurement.file)) if folder is not None else None
+    file = partial(write_from_gpu, str(folder / measurement.file)) if folder is not None else None
     return Unit(measurement.key, replace(unit, deliver=file), place.key)
 
 

@@ -31,6 +31,7 @@ from gemmscope.interval import Interval
 from gemmscope.reading import called, enough_memory, read_bytes
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetNode, FleetResult, Outlier, OutlierRule
+from gemmscope.results.keep import BESIDE
 from gemmscope.results.read import EXPECTED, LARGEST, MOST_VALUES, read_result
 
 __all__ = ["Run", "fleet_result", "summary"]
@@ -411,17 +412,18 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[Finding]]:
 NOTHING = "name a folder with the run files of bench or step (NAME.json or NAME.json.gz), or the files"
 
 
+def _is_run_file(file: Path) -> bool:
+    """Whether a file of a folder may be the run file of a GPU: what lies beside one that holds more is not."""
+    return file.name.endswith(SUFFIXES) and BESIDE not in file.name and file.is_file()
+
+
 def _files(paths: Sequence[str | Path]) -> Iterator[Path]:
     """Every file once, in the order of their names inside a folder."""
     seen = set()
     for path in map(Path, paths):
         try:
             is_folder = path.is_dir()
-            files = (
-                sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
-                if is_folder
-                else [path]
-            )
+            files = sorted(file for file in path.iterdir() if _is_run_file(file)) if is_folder else [path]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{called(path)} cannot be read: {reason}", NOTHING) from None

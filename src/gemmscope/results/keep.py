@@ -10,8 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from gemmscope.files import is_special
+from gemmscope.files import is_special, write_text
 from gemmscope.results.base import Result
+
+BESIDE = ".interrupted"
+"""In the name of a file that lies beside one that holds more."""
 
 
 class WritePath(NamedTuple):
@@ -44,6 +47,14 @@ class Keeper:
         return WritePath(_beside(Path(path)), f"{path} is left unchanged: {why}")
 
 
+def write_run_file(result: Result, path: Path, hint: str = "") -> WritePath:
+    """Write the run file of a result, to the path or beside a file that must stay. `hint`: how to make the path writable."""
+    written = Keeper(result).place(path, run_file=True)
+    if written.path is not None:
+        write_text(written.path, result.to_json(), hint)
+    return written
+
+
 def _has_content(path: Path) -> bool:
     try:
         return path.stat().st_size > 0 and path.is_file()
@@ -66,5 +77,5 @@ def _beside(path: Path) -> Path:
     >>> _beside(Path("no-such-folder/out.json")).name
     'out.interrupted.json'
     """
-    names = (path.with_name(f"{path.stem}.interrupted{'' if n == 1 else f'-{n}'}{path.suffix}") for n in count(1))
+    names = (path.with_name(f"{path.stem}{BESIDE}{'' if n == 1 else f'-{n}'}{path.suffix}") for n in count(1))
     return next(name for name in names if not os.path.lexists(name))
