@@ -277,7 +277,7 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
     kinds = [
         KINDS.get(exchange.kind, exchange.kind)
         for exchange in step.exchanged
-        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.total.value
+        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.time_ms
     ]
     if kinds:  # the best layout waits for communication whose overlap was not checked against any published run
         yield finding("plan-prior", kinds=kinds)

@@ -56,8 +56,8 @@ def step_table(times: StepTimes) -> Table:
         Column(per_gpu(times), lambda time: time.tokens_per_s, ",.0f"),
         Column("Model TFLOP/s", lambda time: time.model_tflops, "TFLOP/s"),
         Column("MFU", lambda time: time.mfu, "%"),
-        Column("GPU busy ms", lambda time: time.gpu_busy_ms, "ms"),
-        Column("Launch ms", lambda time: time.host_ms, "ms"),
+        Column("GPU ms", lambda time: time.gpu_ms, "ms"),
+        Column("Launch ms", lambda time: time.launch_ms, "ms"),
         Column("Peak memory", lambda time: time.peak_bytes, "B"),
         sparse=True,
     )
