@@ -89,7 +89,8 @@ def experts_on_h200() -> str:
             step, real = forecast.step(name), measured[name]
             computed = sum(ms for part, ms in step.parts_ms.items() if part not in NOT_RUN)
             lines.append(
-                f"| {measured['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f} | {step.launched.launch_ms / layers:.1f} |"
+                f"| {measured['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f}"
+                f" | {step.launched.launch_ms / layers:.1f} |"
                 f" {real['busy_ms'] / layers:.1f} | {computed / layers:.1f} |"
             )
     return "\n".join(lines)

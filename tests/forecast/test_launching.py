@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.forecast.estimate import Estimate
-from gemmscope.forecast.launching import Launched, Launching, in_phases, speedup_interval, step_interval
+from gemmscope.forecast.launching import LaunchedStep, Launching, in_phases, speedup_interval, step_interval
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.gpu.specs import gpu
@@ -62,7 +62,7 @@ def test_no_error_bar_reaches_below_the_gpu_time(
     gpu_ms: float, launch_ms: float, uncertainty: float, launches: int, waits: bool
 ) -> None:
     known = Estimate(gpu_ms, uncertainty)
-    step = Launched(in_phases(launch_ms, launches, 1, waits=waits), gpu_ms)
+    step = LaunchedStep(in_phases(launch_ms, launches, 1, waits=waits), gpu_ms)
     result, alone = step_interval(step, known), known.interval()
     for end, least in ((result.low, alone.low), (result.value, alone.value), (result.high, alone.high)):
         assert end is not None
@@ -73,9 +73,9 @@ def test_no_error_bar_reaches_below_the_gpu_time(
 @given(TIMES, TIMES, st.floats(1.0, 2.0), st.floats(0.01, 0.2))
 def test_without_launches_a_speedup_is_that_of_the_gpu(slow: float, launch_ms: float, gain: float, uncertainty: float) -> None:
     ratio = Estimate(gain, uncertainty)
-    alone = speedup_interval(Launched(batch_ms=slow), Launched(batch_ms=slow / gain), Estimate(slow, 0.1), ratio, 1.0)
+    alone = speedup_interval(LaunchedStep(batch_ms=slow), LaunchedStep(batch_ms=slow / gain), Estimate(slow, 0.1), ratio, 1.0)
     assert alone == ratio.interval()
-    fast = Launched(Launching(slow / 100), slow)
+    fast = LaunchedStep(Launching(slow / 100), slow)
     assert speedup_interval(fast, fast, Estimate(slow, 0.1), ratio, 1.0) == ratio.interval()
 
 

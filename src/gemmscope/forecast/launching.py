@@ -28,8 +28,8 @@ from gemmscope.model.spec import RunSpec
 PAIRS = 128  # of errors and their negatives
 FURTHEST = 3.0  # standard deviations: a launch time that this does not make the limit does not matter
 SIGMAS = NormalDist().inv_cdf(0.95)  # in the half-width of a 90% error bar
+LOW, HIGH = round(0.05 * 2 * PAIRS) - 1, round(0.95 * 2 * PAIRS)  # the places of both ends among all errors
 PRIMES = (2, 3, 5, 7)
-LEVELS = (0.05, 0.5, 0.95)
 NEAR = 0.2
 TABLES = ("layer_ms", "moe_layer_ms", "layer_launches")
 
@@ -82,7 +82,7 @@ def in_phases(launch_ms: float, launches: float, forward_runs: float, *, waits: 
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A whole step as launched. `batch_ms`: the GPU time of one micro-batch; `filling`: how many more fill the pipeline;
     `beside_ms`: what the GPU runs beside them; `once_ms`: as much of that as the CPU does not wait for, per micro-batch."""
 
@@ -123,12 +123,15 @@ class Launched:
 
 @cache
 def _errors() -> Array:
-    """Standard normal numbers that cover four dimensions evenly (a Halton sequence), each with its negative: fixed, so that equal
-    forecasts are equal and similar ones differ by little."""
+    """Errors of the GPU time, its ratio between two recipes, the launch time, and its ratio, in half-widths of their error bars.
+
+    They are normal, evenly spread (a Halton sequence), each with its negative, and fixed: equal forecasts have equal bars.
+    """
     normal = NormalDist()
-    half = np.array([[normal.inv_cdf(_radical_inverse(index, prime)) for prime in PRIMES] for index in range(1, PAIRS + 1)])
-    every: Array = np.concatenate([half, -half]).T
-    return every
+    half = np.array([[normal.inv_cdf(_radical_inverse(index, prime)) for index in range(1, PAIRS + 1)] for prime in PRIMES])
+    every = np.concatenate([half, -half], axis=1)
+    in_half_widths: Array = every / np.sort(every, axis=1)[:, [HIGH]]
+    return in_half_widths
 
 
 def _radical_inverse(index: int, base: int) -> float:
@@ -145,11 +148,10 @@ def _radical_inverse(index: int, base: int) -> float:
     return value
 
 
-def _interval(values: Array, alone: Array, known: Interval) -> Interval:
-    """The median and 90% range of `values`, by how they differ from those of `alone`, which are `known` exactly."""
-    ends = np.quantile(values, LEVELS) / np.quantile(alone, LEVELS)
-    low, middle, high = (float(end * exact) for end, exact in zip(ends, (known.low, known.value, known.high), strict=True))
-    return Interval(middle, low, high)
+def _interval(values: Array) -> Interval:
+    """The median of these values, and the range of 90% of them."""
+    ordered = np.sort(values)
+    return Interval(float(ordered[PAIRS - 1] + ordered[PAIRS]) / 2, float(ordered[LOW]), float(ordered[HIGH]))
 
 
 def launch_interval(launch_ms: float) -> Interval:
@@ -157,25 +159,24 @@ def launch_interval(launch_ms: float) -> Interval:
     return Estimate(launch_ms, cluster()["host"]["uncertainty"]).interval()
 
 
-def step_interval(step: Launched, gpu: Estimate) -> Interval:
+def step_interval(step: LaunchedStep, gpu: Estimate) -> Interval:
     """The time of a step as launched, with its error bar. `gpu`: its GPU time."""
     if not step.may_limit(gpu.uncertainty):
         return gpu.interval()
-    of_gpu, _, of_launches, _ = _errors() / SIGMAS
-    longer = np.exp(of_gpu * gpu.uncertainty)
-    launched = step.step_ms(longer, np.exp(of_launches * cluster()["host"]["uncertainty"]))
-    return _interval(launched, step.gpu_ms * longer, gpu.interval())
+    of_gpu, _, of_launches, _ = _errors()
+    return _interval(step.step_ms(np.exp(of_gpu * gpu.uncertainty), np.exp(of_launches * cluster()["host"]["uncertainty"])))
 
 
-def speedup_interval(slow: Launched, fast: Launched, slow_gpu: Estimate, gpu_speedup: Estimate, differ: float) -> Interval:
+def speedup_interval(
+    slow: LaunchedStep, fast: LaunchedStep, slow_gpu: Estimate, gpu_speedup: Estimate, differ: float
+) -> Interval:
     """The speedup of a step as launched. `slow_gpu`: the GPU time of the slow step; `gpu_speedup`: the ratio of both GPU times;
     `differ`: the share of the linears that both steps run in different recipes."""
     if not (slow.may_limit(slow_gpu.uncertainty) or fast.may_limit(slow_gpu.uncertainty)):
         return gpu_speedup.interval()
     known = cluster()["host"]
-    of_gpu, of_ratio, of_launches, of_launch_ratio = _errors() / SIGMAS
+    of_gpu, of_ratio, of_launches, of_launch_ratio = _errors()
     longer, ratio = np.exp(of_gpu * slow_gpu.uncertainty), np.exp(of_ratio * gpu_speedup.uncertainty)
     launches = np.exp(of_launches * known["uncertainty"])
     apart = np.exp(of_launch_ratio * known["uncertainty_of_ratio"] * differ / 2)
-    speedups = slow.step_ms(longer, launches * apart) / fast.step_ms(longer / ratio, launches / apart)
-    return _interval(speedups, ratio * (slow.gpu_ms / fast.gpu_ms), gpu_speedup.interval())
+    return _interval(slow.step_ms(longer, launches * apart) / fast.step_ms(longer / ratio, launches / apart))

@@ -21,7 +21,7 @@ from gemmscope.forecast.communication import (
     offload,
 )
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
-from gemmscope.forecast.launching import Launched, in_phases, launch_interval, of_layers
+from gemmscope.forecast.launching import LaunchedStep, in_phases, launch_interval, of_layers
 from gemmscope.forecast.linears import Forecaster, LinearTimes, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
@@ -205,7 +205,7 @@ class StepForecast:
             parts[PROPORTIONAL] = Estimate(filling * (gpu_ms - head_ms), computed.own, computed.shared)
         beside_ms = once_ms + fixed.optimizer.value
         launching = in_phases(*self._launches(name), 3 * self._weight_runs - 2, waits=self._waits)
-        launched = Launched(launching, gpu_ms, batches, filling, beside_ms - filling * head_ms, beside_ms / batches)
+        launched = LaunchedStep(launching, gpu_ms, batches, filling, beside_ms - filling * head_ms, beside_ms / batches)
         known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are not those of traced modules
         at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), launched)

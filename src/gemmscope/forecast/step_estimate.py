@@ -6,13 +6,13 @@ from math import hypot, inf
 
 from gemmscope.forecast.communication import Exposed
 from gemmscope.forecast.estimate import Estimate, ratio, total
-from gemmscope.forecast.launching import Launched, speedup_interval, step_interval
+from gemmscope.forecast.launching import LaunchedStep, speedup_interval, step_interval
 from gemmscope.forecast.mixed import without
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 
 NOTHING = Estimate(0.0)
-GPU_ONLY = Launched()
+GPU_ONLY = LaunchedStep()
 CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
 PROPORTIONAL: StepPart = "pipeline bubble"
 IDLE: StepPart = "idle, host-bound"
@@ -31,7 +31,7 @@ class StepEstimate:
     common: float = 0.0
     shared_at_most: float = inf
     exchanged: tuple[Exposed, ...] = ()
-    launched: Launched = GPU_ONLY
+    launched: LaunchedStep = GPU_ONLY
 
     @cached_property
     def gpu(self) -> Estimate:

@@ -257,9 +257,9 @@ Ratio = Callable[[str, str], Interval | None]
 def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     """The one rule for calling a winner, used by every command, page and figure.
 
-    The best candidate is the one with the highest speedup among those that are certainly faster than BF16, or among all if none is.
-    It beats another one if the interval of *their ratio* lies above one; an error that both sides share cancels in that ratio.
-    Every candidate that it does not beat is a rival, BF16 among them: the two are too close to call.
+    The best candidate has the highest speedup of those that are certainly faster than BF16, or of all if none is. It beats
+    another one if the interval of *their ratio* lies above one; an error that both sides share cancels in that ratio. Every
+    candidate that it does not beat is a rival, BF16 among them: the two are too close to call.
 
     `speedups`: each candidate over BF16. `ratio(a, b)`: how much faster `a` is than `b`; None if that is not known.
 
