@@ -191,7 +191,8 @@ class StepForecast:
         one = self._micro_batch(name)
         computed = total(one.values())
         computed_ms = {part: estimate.value for part, estimate in one.items()}
-        waits = [exposed(exchange, run, computed_ms) for exchange in fixed.exchanged]
+        software = self.forecaster.software
+        waits = [software.exchange(exposed(exchange, run, computed_ms)) for exchange in fixed.exchanged]
         waited_ms = sum(wait.exposed_ms for wait in waits)
         once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
@@ -221,7 +222,8 @@ class StepForecast:
             every["norms and activations"] = total([every["norms and activations"], activation])
         least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
-        return {part: estimate.times(self._slower) for part, estimate in one.items()}
+        software, chip = self.forecaster.software, self.forecaster.chip
+        return {part: software.part(part, estimate.times(self._slower), chip) for part, estimate in one.items()}
 
     @property
     def _weight_casts(self) -> float:
@@ -283,7 +285,9 @@ class StepForecast:
     @cached_property
     def _slower(self) -> float:
         """The ratio of a step to the sum of its kernels, on architectures known only from published steps and on several GPUs."""
-        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
+        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0)) * self.forecaster.software.slower(
+            self.run.gpus
+        )
         several = cluster()["several"]
         return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
 
@@ -299,7 +303,8 @@ class StepForecast:
         known = cluster()["several"]
         several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
         experts = self.rank_share.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
-        return hypot(of_step, several, cluster()["experts"]["software"] if experts else 0.0)
+        of_experts = cluster()["experts"]["software"] if experts else 0.0
+        return hypot(of_step, several, of_experts, self.forecaster.software.uncertainty)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because the work between them draws less power.

@@ -6,6 +6,7 @@ from math import ceil
 
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.communication import cluster
+from gemmscope.forecast.stacks import stacks
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.model.spec import RunSpec
@@ -105,6 +106,20 @@ def eager_finding(forecast: StepForecast) -> Finding | None:
     eager = StepForecast(forecast.forecaster, None, forecast.run, forecast.workload, forecast.network, fused=not forecast.fused)
     times = {one.fused: one.step(BASELINE).time_ms for one in (forecast, eager)}
     return finding("traced-step-compiled", compiled_ms=times[True], eager_ms=times[False], recipe=BASELINE)
+
+
+def software_finding(forecast: StepForecast) -> Finding:
+    """Which software the forecast assumes, and the other one that would change the step most."""
+    forecaster, time_ms = forecast.forecaster, forecast.step(BASELINE).time_ms
+    changes = {}
+    for name, other in stacks().items():
+        there = StepForecast(forecaster.running(other), forecast.model, forecast.run, forecast.workload, forecast.network)
+        changes[name] = there.step(BASELINE).time_ms / time_ms - 1
+    name = max(changes, key=lambda name: abs(changes[name]))
+    software = stacks()[name].title
+    return finding(
+        "step-software", title=forecaster.software.title, other=software, name=name, changed=changes[name], recipe=BASELINE
+    )
 
 
 def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:
