@@ -19,7 +19,7 @@ from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
-from gemmscope.forecast.stacks import Stack, stack
+from gemmscope.forecast.stacks import SoftwareStack, stack
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.step_findings import (
     accumulation_finding,
@@ -94,7 +94,7 @@ class _ForecastTask:
     clocks: ClockState
     asked: MixRequest | None
     options: ForecastOptions
-    software: Stack
+    software: SoftwareStack
 
     @property
     def stepping(self) -> RankWorkload | None:

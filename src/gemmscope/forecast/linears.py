@@ -13,7 +13,7 @@ from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.stacks import Stack, stack
+from gemmscope.forecast.stacks import SoftwareStack, stack
 from gemmscope.forecast.training import (
     Quantizing,
     facts,
@@ -80,7 +80,7 @@ class Forecaster:
         cache_weights: bool = False,
         measured: Calibration | None = None,
         forward_only: bool = False,
-        software: Stack | None = None,
+        software: SoftwareStack | None = None,
     ) -> None:
         """`forward_only`: a linear that runs forward alone quantizes its weight for that direction. `software`: it runs steps."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
@@ -91,7 +91,7 @@ class Forecaster:
         self._costs: dict[str, RecipeCosts] = {}
         self._uncertainty = uncertainty_of("quantize", chip)
 
-    def running(self, software: Stack) -> "Forecaster":
+    def running(self, software: SoftwareStack) -> "Forecaster":
         """The same chip and GEMMs with other software around them."""
         other = copy(self)
         other.software = software

@@ -19,7 +19,7 @@ SCALES_FROM = 8  # GPUs
 
 
 @dataclass(frozen=True)
-class Stack:
+class SoftwareStack:
     """One stack. Its factors are in `coefficients/stacks.toml`."""
 
     name: str
@@ -55,12 +55,12 @@ def _facts() -> dict[str, Any]:
 
 
 @cache
-def stacks() -> dict[str, Stack]:
+def stacks() -> dict[str, SoftwareStack]:
     """All stacks by name."""
-    return {name: Stack(name, **facts) for name, facts in _facts()["stacks"].items()}
+    return {name: SoftwareStack(name, **facts) for name, facts in _facts()["stacks"].items()}
 
 
-def stack(name: str | None, framework: str = "") -> Stack:
+def stack(name: str | None, framework: str = "") -> SoftwareStack:
     """The stack of this name; if none is named, that of the framework whose file was read, else NVIDIA's current one."""
     if name is None:
         return stacks().get(framework, stacks()[USUAL])
