@@ -36,7 +36,7 @@ def main():
         fused = result["mode"] == "compiled"
         forecast = StepForecast(Forecaster(chip, "sustained"), None, RunSpec(1, 1), workloads[name], fused=fused)
         step, parts = forecast.step("BF16"), result["parts_ms"]
-        interval = step.total.interval()
+        interval = step.interval
         between = sum(ms for part, ms in step.parts_ms.items() if part in BETWEEN)
         seen = parts.get("between GEMMs", 0.0) + parts.get("embedding", 0.0) + parts.get("copies", 0.0)
         print(

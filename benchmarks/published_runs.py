@@ -9,7 +9,6 @@ import csv
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +18,7 @@ from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
+from gemmscope.interval import Interval
 from gemmscope.model import presets
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
@@ -79,20 +79,19 @@ class PublishedRun:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with its forecast: tokens/s of one GPU, and the logarithmic half-width of the error bar."""
+    """A run with its forecast: tokens/s of one GPU, with the error bar."""
 
     run: PublishedRun
-    tokens_per_s: float
-    uncertainty: float
+    tokens_per_s: Interval
 
     @property
     def error(self) -> float:
-        return self.tokens_per_s / self.run.tokens_per_s - 1
+        return self.tokens_per_s.value / self.run.tokens_per_s - 1
 
     @property
     def holds(self) -> bool:
         """Whether the error bar reaches what was published."""
-        return abs(log(1 + self.error)) <= self.uncertainty
+        return self.tokens_per_s.overlaps(Interval(self.run.tokens_per_s, self.run.tokens_per_s, self.run.tokens_per_s))
 
 
 def published_runs() -> list[PublishedRun]:
@@ -121,8 +120,10 @@ class Scorer:
     def compared(self) -> list[Compared]:
         comparisons = []
         for published, forecaster, model, run, workload in self.prepared:
-            step = StepForecast(forecaster, model, run, workload).step(published.recipe).total
-            comparisons.append(Compared(published, run.tokens_per_gpu / step.value * 1000, step.uncertainty))
+            step = StepForecast(forecaster, model, run, workload).step(published.recipe).interval
+            tokens = run.tokens_per_gpu * 1000
+            low, high = (tokens / end for end in (step.high, step.low) if end is not None)
+            comparisons.append(Compared(published, Interval(tokens / step.value, low, high)))
         return comparisons
 
 
@@ -144,11 +145,10 @@ def main() -> None:
     compared = Scorer(published_runs()).compared()
     for comparison in compared:
         run, forecast = comparison.run, comparison.tokens_per_s
-        low, high = forecast * exp(-comparison.uncertainty), forecast * exp(comparison.uncertainty)
         print(
             f"{'*' if run.fitted else ' '} {run.preset:16} {run.gpu:6} {run.gpus:5} {run.recipe:10} {run.layout:24}"
             f" mbs {run.micro_batch} gbs {run.global_batch:5} {run.container:8}"
-            f" {run.tokens_per_s:7.0f} {forecast:7.0f} {comparison.error:+7.1%}  [{low:.0f}, {high:.0f}]"
+            f" {run.tokens_per_s:7.0f} {forecast.value:7.0f} {comparison.error:+7.1%}  [{forecast.low:.0f}, {forecast.high:.0f}]"
             f"{'' if comparison.holds else '  outside'}"
         )
     for kind, (count, error, inside) in summary(compared).items():

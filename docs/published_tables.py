@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from math import exp
 from pathlib import Path
 
 from gemmscope.forecast.calibration import calibrated
@@ -62,8 +61,8 @@ def _table(some: list[Compared]) -> str:
         "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for comparison in some:
-        run, reach = comparison.run, exp(comparison.uncertainty)
-        bar = f"{comparison.tokens_per_s:,.0f} [{comparison.tokens_per_s / reach:,.0f}, {comparison.tokens_per_s * reach:,.0f}]"
+        run, tokens = comparison.run, comparison.tokens_per_s
+        bar = f"{tokens.value:,.0f} [{tokens.low:,.0f}, {tokens.high:,.0f}]"
         batch = f"{run.micro_batch} of {run.global_batch}"
         lines.append(
             f"| {run.preset} | {run.gpus} {run.gpu} | {run.recipe} | {run.layout} | {batch} | {run.container} |"
@@ -90,7 +89,8 @@ def experts_on_h200() -> str:
             step, real = forecast.step(name), measured[name]
             computed = sum(ms for part, ms in step.parts_ms.items() if part not in NOT_RUN)
             lines.append(
-                f"| {measured['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f} | {step.host_ms / layers:.1f} |"
+                f"| {measured['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f}"
+                f" | {step.launched.launch_ms / layers:.1f} |"
                 f" {real['busy_ms'] / layers:.1f} | {computed / layers:.1f} |"
             )
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.step import StepForecast, forecast_step
-from gemmscope.forecast.step_estimate import IDLE, StepEstimate, speedup
+from gemmscope.forecast.step_estimate import IDLE, StepEstimate, gpu_speedup
 from gemmscope.forecast.sweep import forecast_sweep
 from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
@@ -57,7 +57,7 @@ def test_speedups_of_real_steps_on_an_h200() -> None:
         forecast, real = steps("h200", *model_of(facts["config"])), facts["median_ms"]
         baseline = (real["BF16"] + real["BF16_again"]) / 2
         for name in TE:
-            interval = speedup(forecast.step("BF16"), forecast.step(name), in_common()).interval()
+            interval = gpu_speedup(forecast.step("BF16"), forecast.step(name), in_common()).interval()
             errors.append(abs(interval.value * real[name] / baseline - 1))
             inside += interval.low <= baseline / real[name] <= interval.high
     assert sum(errors) / len(errors) < 0.06
@@ -69,7 +69,7 @@ def test_times_of_real_steps_on_an_h200() -> None:
     for facts in MEASURED.values():
         forecast = steps("h200", *model_of(facts["config"]))
         for name in ("BF16", *TE):
-            assert forecast.step(name).total.value == pytest.approx(facts["median_ms"][name], rel=0.12)
+            assert forecast.step(name).time_ms == pytest.approx(facts["median_ms"][name], rel=0.12)
 
 
 def test_parts_are_those_of_a_measured_step() -> None:
@@ -79,7 +79,8 @@ def test_parts_are_those_of_a_measured_step() -> None:
     forecast = steps("b200", model, run).step("MXFP8")
     assert set(forecast.parts) <= set(STEP_PARTS)
     assert {"GEMMs", "quantization", "attention", "routing", "exposed communication", "pipeline bubble"} <= set(forecast.parts)
-    assert forecast.total.value == pytest.approx(sum(part.value for part in forecast.parts.values()))
+    assert forecast.gpu.value == pytest.approx(sum(part.value for part in forecast.parts.values()))
+    assert forecast.time_ms == pytest.approx(sum(forecast.parts_ms.values()))
 
 
 def test_times_like_those_of_a_measured_step() -> None:
@@ -163,7 +164,7 @@ def test_what_was_not_measured_has_wide_error_bars(name: str, part: StepPart) ->
 @pytest.mark.parametrize("name", gpus())
 def test_every_gpu_answers(name: str) -> None:
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])
-    time = steps(name, model, run).step("BF16").total
+    time = steps(name, model, run).step("BF16").gpu
     assert time.value > 0
     assert 0.01 < time.uncertainty < 0.6
 
@@ -246,9 +247,9 @@ def test_what_is_in_common_makes_a_ratio_surer(slow: Estimate, fast: Estimate) -
 def test_what_does_not_change_dilutes() -> None:
     slow = StepEstimate({"GEMMs": Estimate(100.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
     fast = StepEstimate({"GEMMs": Estimate(50.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
-    alone = speedup(StepEstimate({"GEMMs": slow.parts["GEMMs"]}), StepEstimate({"GEMMs": fast.parts["GEMMs"]}), 0.5)
-    assert speedup(slow, fast, 0.5).value == pytest.approx(1.5)
-    assert speedup(slow, fast, 0.5).uncertainty < alone.uncertainty
+    alone = gpu_speedup(StepEstimate({"GEMMs": slow.parts["GEMMs"]}), StepEstimate({"GEMMs": fast.parts["GEMMs"]}), 0.5)
+    assert gpu_speedup(slow, fast, 0.5).value == pytest.approx(1.5)
+    assert gpu_speedup(slow, fast, 0.5).uncertainty < alone.uncertainty
 
 
 # --- sweeps, and steps that the host limits ---------------------------------------------------------------------------------
@@ -271,14 +272,14 @@ def test_a_point_gains_where_its_best_recipe_does() -> None:
 
 
 def test_a_step_takes_at_least_as_long_as_launching_it() -> None:
-    """The recipe with the shorter GPU time is never slower than another one, and its speedup is that of the whole step."""
+    """Where launching takes much longer than running, the step takes the launch time."""
     model = presets.load("llama-3.1-8b").model
     assert model is not None
     small, large = (steps("b200", model, RunSpec(1, tokens)) for tokens in (256, 8192))
     bound = small.step("FP8Delayed")
     assert bound.host_bound
-    assert bound.total.value == pytest.approx(bound.host_ms)
-    assert bound.total.value <= small.step("FP8Current").total.value
+    assert bound.time_ms == pytest.approx(bound.launched.launch_ms, rel=0.01)
+    assert bound.time_ms <= small.step("FP8Current").time_ms
     assert not large.step("FP8Delayed").host_bound
 
 

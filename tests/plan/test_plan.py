@@ -61,10 +61,10 @@ def test_a_layout_is_forecast_as_the_forecast_does() -> None:
     for layout in result.layouts[:: len(result.layouts) // 7]:
         run = run_of(layout, 8192)
         step = StepForecast(Forecaster(chip, "sustained"), model, run, derive(model, run), network_of(chip)).step(layout.recipe)
-        assert layout.step_ms.value == pytest.approx(step.total.value)
-        assert layout.step_ms.high == pytest.approx(step.total.interval().high)
+        assert layout.step_ms.value == pytest.approx(step.time_ms)
+        assert layout.step_ms.high == pytest.approx(step.interval.high)
         assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / 1e9)
-        assert layout.tokens_per_s.value == pytest.approx(64 * 8192 / 16 / step.total.value * 1000)
+        assert layout.tokens_per_s.value == pytest.approx(64 * 8192 / 16 / step.time_ms * 1000)
 
 
 def test_the_front_has_no_layout_that_another_beats() -> None:
@@ -116,16 +116,14 @@ def test_what_is_excluded_is_said() -> None:
 def test_published_layouts_rank_high(
     preset: str, chip: str, gpus: int, batch: int, sequence: int, recipes: tuple[str, ...], chosen: dict[str, int]
 ) -> None:
-    """Those of NVIDIA's Megatron-Bridge performance summary are among the best tenth, or within the error bar of the best."""
+    """Those of NVIDIA's Megatron-Bridge performance summary are among the best tenth, or too close to call against the best."""
     result = planned(preset, chip, gpus, batch, sequence, recipes=recipes)
-    best, ranks = result.best, [
+    ranks = [
         (rank, layout) for rank, layout in enumerate(result.layouts)
         if layout.cp == 1 and all(getattr(layout, name) == value for name, value in chosen.items())
     ]  # fmt: skip
-    assert best is not None
-    assert best.tokens_per_s.low is not None
     rank, layout = ranks[0]
-    assert rank < len(result.layouts) / 10 or layout.tokens_per_s.value >= best.tokens_per_s.low
+    assert rank < len(result.layouts) / 10 or not (layout.slowdown is not None and layout.slowdown.above_one)
 
 
 def test_recipes_and_parts_can_be_fixed() -> None:

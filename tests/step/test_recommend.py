@@ -213,7 +213,13 @@ def test_too_close_to_call_needs_an_interval(speedup: Interval, codes: list[str]
 
 
 def test_what_is_host_bound_or_missing_is_said() -> None:
-    times = step(Interval(1.1, 1.08, 1.12), host_ms=5.0, gpu_busy_ms=4.0, named_share=0.9, unknown_kernels=("void odd(int)",))
+    times = step(
+        Interval(1.1, 1.08, 1.12),
+        launch_ms=Interval(5.0),
+        gpu_ms=Interval(4.0),
+        named_share=0.9,
+        unknown_kernels=("void odd(int)",),
+    )
     times = times.model_copy(update={"failures": {"FP8Block": "out of memory"}})
     findings = {finding.code: finding.facts for finding in step_findings(times)}
     assert set(findings) == {"step-launch-bound", "graphs-not-measured", "unknown-kernels", "step-not-measured"}

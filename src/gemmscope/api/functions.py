@@ -238,6 +238,7 @@ def forecast_gemms(
     recipes: Names | None = None,
     left_out: Names | None = None,
     modes: Sequence[Mode] | None = None,
+    stack: str | None = None,
     network: str | float | None = None,
     nvlink_domain: int | str | None = None,
     mix: PathOrResult | None = None,
@@ -257,6 +258,8 @@ def forecast_gemms(
         left_out: Recipes to skip.
         modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
             beforehand), or both. [default: both]
+        stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names. [default:
+            that of the model's file, else nvidia]
         network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
             [default: the GPU's usual network]
         nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

@@ -65,6 +65,7 @@ class Job(ModelRun):
         recipes: Names | None = None,
         left_out: Names | None = None,
         modes: Sequence[Mode] | None = None,
+        stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         mix: PathOrResult | None = None,
@@ -87,6 +88,8 @@ class Job(ModelRun):
             left_out: Recipes to skip.
             modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
                 beforehand), or both. [default: both]
+            stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
+                [default: that of the model's file, else nvidia]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -140,6 +143,7 @@ class Job(ModelRun):
         gpus: Axis = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
+        stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         gpu: Names | None = None,
@@ -154,6 +158,8 @@ class Job(ModelRun):
                 gpus: The values of one or two sizes to vary.
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
             left_out: Recipes to skip.
+            stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
+                [default: that of the model's file, else nvidia]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

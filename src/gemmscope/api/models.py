@@ -229,6 +229,7 @@ class Model:
         dp_overlap: bool | None = None,
         ep_overlap: bool | None = None,
         cuda_graphs: bool | None = None,
+        stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         vary: Mapping[str, Sequence[int]] | None = None,
@@ -267,6 +268,8 @@ class Model:
             ep_overlap: Overlap the all-to-all of expert parallelism with the computation of another micro-batch. [default:
                 no-ep-overlap]
             cuda_graphs: Launch layers as CUDA graphs. [default: unknown]
+            stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
+                [default: that of the model's file, else nvidia]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

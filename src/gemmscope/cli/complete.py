@@ -31,7 +31,14 @@ def networks() -> Sequence[str]:
     return list(load_data("gemmscope.forecast", "coefficients/network.toml")["networks"])
 
 
-LISTS: Mapping[str, Callable[[], Sequence[str]]] = {"presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks}
+def stacks() -> list[str]:
+    """The software stacks of forecasts."""
+    return list(load_data("gemmscope.forecast", "coefficients/stacks.toml")["stacks"])
+
+
+LISTS: Mapping[str, Callable[[], Sequence[str]]] = {
+    "presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks, "stacks": stacks,
+}  # fmt: skip
 
 
 def completion(declared: Declared) -> Callable[[str], list[str]] | None:

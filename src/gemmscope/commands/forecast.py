@@ -19,6 +19,7 @@ from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
+from gemmscope.forecast.stacks import SoftwareStack, stack
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.step_findings import (
     accumulation_finding,
@@ -27,6 +28,7 @@ from gemmscope.forecast.step_findings import (
     eager_finding,
     graphs_finding,
     layers_finding,
+    software_finding,
 )
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -72,7 +74,8 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options)
+    software = stack(options.stack, job.source.framework if job is not None else "")
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options, software)
     _check_step(task, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
@@ -91,6 +94,7 @@ class _ForecastTask:
     clocks: ClockState
     asked: MixRequest | None
     options: ForecastOptions
+    software: SoftwareStack
 
     @property
     def stepping(self) -> RankWorkload | None:
@@ -109,7 +113,8 @@ class _ForecastTask:
         """The forecast for one GPU, in the recipes `names`."""
         adjustment, calibration_findings = calibrated(chip.name)
         cached, as_calls = self.options.cache_weights, self.options.as_te_benchmark
-        forecaster = Forecaster(chip, self.clocks, cache_weights=cached, measured=adjustment, forward_only=as_calls)
+        settings: dict[str, Any] = {"cache_weights": cached, "forward_only": as_calls, "software": self.software}
+        forecaster = Forecaster(chip, self.clocks, measured=adjustment, **settings)
         linears = forecast_linears(
             forecaster,
             self.linears.cases,
@@ -131,6 +136,7 @@ class _ForecastTask:
             layers = stepping.trace.layers if stepping.trace is not None else 0
             by_layer = layers_finding(step_forecast, step, layers) if layers else None
             other_ways = [graphs_finding(step_forecast, step), by_layer, eager_finding(step_forecast)]
+            other_ways.append(software_finding(step_forecast) if stepping.trace is None else None)
             repeated = accumulation_finding(step_forecast, step)
         formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
         return GpuForecast(
@@ -193,7 +199,7 @@ def sweep(
         with context.reporter.counting("points", wanted) as show:
             for number, chip in enumerate(chips):
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-                forecaster = Forecaster(chip, clocks, measured=adjustment)
+                forecaster = Forecaster(chip, clocks, measured=adjustment, software=stack(options.stack))
                 sweeps += forecast_sweep(
                     forecaster,
                     possible,

@@ -15,6 +15,7 @@ from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pr
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
+from gemmscope.forecast.stacks import stack
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
@@ -74,7 +75,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
-    forecaster = Forecaster(chip, clocks, measured=adjustment)
+    forecaster = Forecaster(chip, clocks, measured=adjustment, software=stack(options.stack, source.framework))
     with signals.defer_signals() as deferred:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
         tasks, impossible = _tasks(source.model, sizes, task)
@@ -277,7 +278,7 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
     kinds = [
         KINDS.get(exchange.kind, exchange.kind)
         for exchange in step.exchanged
-        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.total.value
+        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.time_ms
     ]
     if kinds:  # the best layout waits for communication whose overlap was not checked against any published run
         yield finding("plan-prior", kinds=kinds)

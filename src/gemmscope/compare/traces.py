@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_view import add_up, largest_sums
+from gemmscope.explain.trace_view import HOST, IDLE, add_up, largest_sums
 from gemmscope.explain.work_class import LOW
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
@@ -36,16 +36,25 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
             f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step{batch}",
             "record both with the same model, batch and parallelism",
         )
-    before, after = slow.account.parts_ms, fast.account.parts_ms
+    recordings = slow.evidence.recording, fast.evidence.recording
+    slowed = [recording.trace.path.name for recording in recordings if recording.unknown]
+    before, after = (recording.parts_ms for recording in recordings)
     sides = _parts(before, after)
     sums = zip(accumulate(part.expected_ms or 0.0 for part in sides), accumulate(part.trace_ms for part in sides), strict=True)
     speedups = [left / right if right else None for left, right in sums]
-    parts = [part.model_copy(update={"speedup": speedup}) for part, speedup in zip(sides, speedups, strict=True)]
-    before_ms, after_ms = slow.account.step_ms, fast.account.step_ms
+    unsure = (HOST, IDLE) if slowed else ()
+    parts = [
+        part.model_copy(update={"speedup": speedup if part.part not in unsure else None})
+        for part, speedup in zip(sides, speedups, strict=True)
+    ]
+    before_ms, after_ms = (recording.step_ms for recording in recordings)
     findings = [finding("twin-speedup", speedup=before_ms / after_ms, before_ms=before_ms, after_ms=after_ms)]
+    if slowed:
+        busy = slow.account.busy_ms, fast.account.busy_ms
+        findings = [finding("twin-recording", files=slowed, speedup=busy[0] / busy[1], before_ms=busy[0], after_ms=busy[1])]
     if after.get("GEMMs") and before.get("GEMMs"):
         findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))
-        others = [part for part in parts if part.part != "GEMMs"]
+        others = [part for part in parts if part.part not in ("GEMMs", *unsure)]
         findings += _largest_difference("twin-part-grew", others, after_ms)
     findings += _not_comparable(slow, fast, all(flops))
     return StepComparison(

@@ -161,12 +161,12 @@ def _chart(result: ExplainResult) -> BarChart:
 
 
 def _is_twin(comparison: StepComparison) -> bool:
-    """Whether it is a comparison with another trace: every part has a speedup. A prediction has none."""
-    return bool(comparison.parts) and all(part.speedup is not None for part in comparison.parts)
+    """Whether it is a comparison with another trace: its parts have speedups. Those of a prediction have none."""
+    return any(part.speedup is not None for part in comparison.parts)
 
 
 def _total_speedup(comparison: StepComparison) -> Interval:
-    return Interval(comparison.parts[-1].speedup or 1.0)
+    return Interval([part.speedup for part in comparison.parts if part.speedup is not None][-1])
 
 
 def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:

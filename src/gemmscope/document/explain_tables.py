@@ -266,7 +266,8 @@ def comparison_table(comparison: StepComparison) -> Table:
     """Part by part, and the sum of the parts that both sides have."""
     known = [part for part in comparison.parts if part.expected_ms is not None]
     expected, actual = sum(part.expected_ms or 0.0 for part in known), sum(part.trace_ms for part in known)
-    speedup = expected / actual if actual else None
+    speedups = [part.speedup for part in comparison.parts]
+    speedup = speedups[-1] if any(speedups) else expected / actual if actual else None
     total = PartComparison(part="total", expected_ms=expected, trace_ms=actual, speedup=speedup)
     return table(
         comparison.title,

@@ -116,6 +116,7 @@ def _context(result: ForecastResult) -> Iterator[str]:
         batch += f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
         yield phrase("forecast-layout", gpus=step.gpus, batch=batch, sharing=_sharing(result.run))
     yield phrase(f"clocks-{result.state}")
+    yield from (finding.text for gpu in result.gpus[:1] for finding in gpu.findings if finding.code == "step-software")
 
 
 def _sharing(run: RunSpec) -> str:

@@ -56,8 +56,8 @@ def step_table(times: StepTimes) -> Table:
         Column(per_gpu(times), lambda time: time.tokens_per_s, ",.0f"),
         Column("Model TFLOP/s", lambda time: time.model_tflops, "TFLOP/s"),
         Column("MFU", lambda time: time.mfu, "%"),
-        Column("GPU busy ms", lambda time: time.gpu_busy_ms, "ms"),
-        Column("Launch ms", lambda time: time.host_ms, "ms"),
+        Column("GPU ms", lambda time: time.gpu_ms, "ms"),
+        Column("Launch ms", lambda time: time.launch_ms, "ms"),
         Column("Peak memory", lambda time: time.peak_bytes, "B"),
         sparse=True,
     )
@@ -292,15 +292,16 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
         return phrase("step-fits-alone", recipe=times.winner.best, where=where), ()
     if not valid:
         return phrase("step-without-speedup", recipes=[time.recipe for time in others], where=where), ()
-    best = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
+    fastest = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
+    best = next((time for time in valid if time.recipe == times.winner.best), fastest)
     training = phrase("step-of-model", model=model_name, where=where) if model_name else phrase("step-on", where=where)
-    parts = [phrase("forecast") if times.origin == "forecast" else "", _verdict(times.winner, best, training)]
+    parts = [phrase("forecast") if times.origin == "forecast" else "", _verdict(times, times.winner, best, training)]
     parts += [phrase("step-unfit", recipes=times.unfit)] if times.unfit else []
     parts += [phrase("step-may-not-fit", recipe=times.winner.best)] if times.winner.best in times.may_not_fit else []
     return "".join(parts), tuple(_because(best))
 
 
-def _verdict(winner: Winner, best: StepTime, training: str) -> str:
+def _verdict(times: StepTimes, winner: Winner, best: StepTime, training: str) -> str:
     assert best.speedup is not None
     about: dict[str, Any] = {"recipe": best.recipe, "speedup": best.speedup, "baseline": BASELINE, "training": training}
     if not best.speedup.known:
@@ -309,7 +310,11 @@ def _verdict(winner: Winner, best: StepTime, training: str) -> str:
         return phrase("step-close", **about)
     if winner.best == BASELINE:
         return phrase("step-stay", **about)
-    rivals = phrase("step-rivals", rivals=winner.rivals) if winner.rivals else ""
+    gains = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
+    perhaps = [name for name in winner.rivals if name in gains and gains[name].value > best.speedup.value]
+    others = [name for name in winner.rivals if name not in perhaps]
+    rivals = "".join(phrase("step-perhaps", recipe=name, speedup=gains[name]) for name in perhaps)
+    rivals += phrase("step-rivals", rivals=others) if others else ""
     return phrase("step-use", rivals=rivals, **about)
 
 
@@ -317,6 +322,8 @@ def _because(best: StepTime) -> list[str]:
     lines = []
     if best.waterfall:
         lines.append(phrase("step-gemms", speedup=best.waterfall[0].speedup, why=_why(best)).rstrip())
+    if best.gpu_speedup is not None and best.speedup is not None and best.gpu_speedup != best.speedup:
+        lines.append(phrase("step-limits", recipe=best.recipe, of_gpu=best.gpu_speedup, launched=best.speedup))
     if best.verified is not None:
         verified = best.verified
         lines.append(phrase("step-verified", layers=verified.depth, speedup=verified.actual, error=verified.error))

@@ -57,7 +57,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
     each_step = timed_steps(view)
     findings = (
-        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
+        *(*evidence.recording.findings(), *_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
         *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
     )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)

@@ -147,6 +147,7 @@ class RecordedTrace:
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
     trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
+    slowing_options: set[str] = field(default_factory=set)  # of the profiler, which make launches slower
     inference: bool = False  # operators were recorded, or annotations of an inference engine, and nothing trains
     events: int = 0
     categories: set[str] = field(default_factory=set)  # of events that are not read
@@ -176,6 +177,7 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
         elif phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
             trace.processes.add(str(as_table(event.get("args")).get("name", ""))[:LONGEST_NAME])
         elif event.get("name") == "[memory]":
+            trace.slowing_options.add("allocations")
             _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
@@ -217,6 +219,8 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
             trace.categories.add(category)
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
+    if kind == "python":
+        trace.slowing_options.add("Python stacks")
     if start is None or duration is None or duration < (LONG_US if kind == "python" else 0):
         return
     name, end = printable(event.get("name", "")), start + duration
@@ -262,6 +266,8 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     if operator.name.startswith(("aten::", "triton_")) and not telling:  # it says nothing about the kernels that it launches
         return
     operator.shapes = _shapes(arguments.get("Input Dims", arguments.get("Input dims")), MOST_SHAPES)
+    if operator.shapes:
+        trace.slowing_options.add("operator shapes")
     operator.types = as_list(arguments.get("Input type"))[:MOST_SHAPES]
     if attention:
         operator.concrete = [value if isinstance(value, str) else "" for value in as_list(arguments.get(CONCRETE))[:20]]

@@ -85,6 +85,7 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     """The CPU cannot launch kernels as fast as the GPU runs them."""
     late, time = _gaps(step, "late launch", "late launch after synchronization")
+    time -= step.recording.excess_ms
     if time <= WAITING * step.step_ms:
         return
     account, code = step.account, "host"
@@ -103,7 +104,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     interval_us = 1000 * step.step_ms / max(account.launches, 1)
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
-    evidence.append(finding("cause-profiler-overhead"))
+    evidence += [finding("cause-profiler-overhead")] if step.recording.plain_ms is None else []
     yield step.cause(code, time, evidence, gaps=late, label="waiting for a launch")
 
 

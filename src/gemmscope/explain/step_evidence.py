@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.recording_cost import RecordingCost
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
@@ -39,6 +40,7 @@ class StepEvidence:
     def __init__(self, view: TraceView, account: StepAccount) -> None:
         self.view, self.account = view, account
         self.items, self.step_ms = view.items(), account.step_ms
+        self.recording = RecordingCost(view.trace, account)
         self.gpu = gpu_rates(view.trace.gpu_name)
         self.has_fp8 = has_fp8(view.trace.gpu_name, view.trace.gpu_properties)
         """Whether the GPU multiplies in FP8; None if the trace does not show it."""

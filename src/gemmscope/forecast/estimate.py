@@ -64,10 +64,10 @@ def ratio(slow: Estimate, fast: Estimate, in_common: float) -> Estimate:
     return Estimate(slow.value / fast.value, hypot(slow.own, fast.own), sqrt(max(shared, 0.0)))
 
 
-def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> dict[tuple[str, str], Interval]:
+def pairwise(names: Iterable[str], speedup: Callable[[str, str], Interval]) -> dict[tuple[str, str], Interval]:
     """The speedup of every recipe except BF16 over every other recipe."""
     listed = list(names)
-    return {(name, over): speedup(name, over).interval() for name in listed for over in listed if BASELINE != name != over}
+    return {(name, over): speedup(name, over) for name in listed for over in listed if BASELINE != name != over}
 
 
 def winner_of(pairs: Mapping[tuple[str, str], Interval], unfit: Collection[str] = ()) -> Winner | None:

@@ -115,7 +115,8 @@ class _ModeForecast:
 
     def add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
         """Add the speedups of every recipe over every other, for one op or for all linears together."""
-        pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], self.forecaster.in_common(name, over)))
+        in_common = self.forecaster.in_common
+        pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], in_common(name, over)).interval())
         for (name, over), gain in pairs.items():
             self.speedups.append(Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=gain))
         return pairs

@@ -1,6 +1,7 @@
 """The linears of a model in every precision: three GEMMs each, and the quantization of X, W and dY."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from math import sqrt
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
+from gemmscope.forecast.stacks import SoftwareStack, stack
 from gemmscope.forecast.training import (
     Quantizing,
     facts,
@@ -78,14 +80,22 @@ class Forecaster:
         cache_weights: bool = False,
         measured: Calibration | None = None,
         forward_only: bool = False,
+        software: SoftwareStack | None = None,
     ) -> None:
-        """`forward_only`: a linear that runs forward alone quantizes its weight for that direction."""
+        """`forward_only`: a linear that runs forward alone quantizes its weight for that direction. `software`: it runs steps."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
+        self.software = software or stack(None)
         self._forward_only = forward_only
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
         self._uncertainty = uncertainty_of("quantize", chip)
+
+    def running(self, software: SoftwareStack) -> "Forecaster":
+        """The same chip and GEMMs with other software around them."""
+        other = copy(self)
+        other.software = software
+        return other
 
     def costs(self, name: str) -> RecipeCosts:
         """What a recipe costs on this chip."""

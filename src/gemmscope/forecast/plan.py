@@ -14,14 +14,14 @@ from math import sqrt
 from typing import NamedTuple
 
 from gemmscope import signals
-from gemmscope.forecast.communication import Network
+from gemmscope.forecast.communication import Network, cluster
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import WAITING, StepForecast
-from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
+from gemmscope.forecast.step_estimate import CHANGED, StepEstimate
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -166,7 +166,7 @@ def _name(run: RunSpec) -> str:
 
 def order(candidate: Candidate) -> tuple[float, float, int, str]:
     """Sort key: the fastest first, then the least memory. Times are rounded so that rounding errors do not decide."""
-    return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
+    return float(f"{candidate.step.time_ms:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
 
 
 def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
@@ -181,7 +181,7 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
     tokens = task.global_batch * task.sequence_length / task.gpus
     best, listed = ordered[0], []
     for candidate in ordered[:most]:
-        step_ms, run = candidate.step.total.interval(), search.runs[candidate.run]
+        step_ms, run = candidate.step.interval, search.runs[candidate.run]
         shown = candidate is best_of_recipe[candidate.recipe] or id(candidate) in front
         listed.append(
             PlanLayout(
@@ -234,11 +234,12 @@ def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecas
         (own_one, shared_one), (own_two, shared_two) = _errors(one, part), _errors(two, part)
         alike = formats if part in CHANGED else 1.0
         squares += _apart(shared_one, shared_two, alike)
-        squares += _apart(own_one, own_two, (formats if same_shapes else 0.0) if part != IDLE else ALIKE_WAITING)
+        squares += _apart(own_one, own_two, formats if same_shapes else 0.0)
+    squares += _apart(_of_launches(one), _of_launches(two), ALIKE_WAITING)
     waits = _waits(one), _waits(two)
     for kind in {**waits[0], **waits[1]}:
         squares += _apart(waits[0].get(kind, 0.0), waits[1].get(kind, 0.0), ALIKE_WAITING)
-    return Estimate(two.total.value / one.total.value, 0.0, sqrt(squares))
+    return Estimate(two.time_ms / one.time_ms, 0.0, sqrt(squares))
 
 
 def _apart(one: float, two: float, alike: float) -> float:
@@ -251,13 +252,18 @@ def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
     estimate = step.parts.get(part)
     if estimate is None:
         return 0.0, 0.0
-    share = estimate.value / step.total.value
+    share = estimate.value / step.gpu.value * (1 - step.launched.decided_by_launches())
     return share * estimate.own, share * estimate.shared
+
+
+def _of_launches(step: StepEstimate) -> float:
+    """The effect of the error of the launch time on the step, relative to the step."""
+    return step.launched.decided_by_launches() * float(cluster()["host"]["uncertainty"])
 
 
 def _waits(step: StepEstimate) -> dict[str, float]:
     """The effect of the error of each exchange on the step, relative to the step."""
-    return {exchange.kind: exchange.unsure_ms / step.total.value for exchange in step.exchanged}
+    return {exchange.kind: exchange.unsure_ms / step.time_ms for exchange in step.exchanged}
 
 
 def pruned(pruning: Pruning) -> tuple[Pruned, ...]:

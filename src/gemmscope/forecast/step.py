@@ -21,6 +21,7 @@ from gemmscope.forecast.communication import (
     offload,
 )
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
+from gemmscope.forecast.launching import LaunchedStep, in_phases, launch_interval, of_layers
 from gemmscope.forecast.linears import Forecaster, LinearTimes, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
@@ -32,8 +33,9 @@ from gemmscope.forecast.mixed import (
     kept_share,
     without_misaligned,
 )
-from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, at_least, launch_ms, speedup
+from gemmscope.forecast.step_estimate import PROPORTIONAL, StepEstimate, gpu_speedup, speedup
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
+from gemmscope.interval import Interval
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
@@ -136,14 +138,20 @@ class StepForecast:
         """The share of the linears that a mix keeps in higher precision."""
         return kept_share(self.assigned(name), recipe(name).base or name)
 
-    def speedup(self, steps: Mapping[str, StepEstimate], name: str, over: str) -> Estimate:
-        """The speedup of the step in recipe `name` over the step in recipe `over`."""
+    def gpu_speedup(self, steps: Mapping[str, StepEstimate], name: str, over: str) -> Estimate:
+        """The speedup of the GPU time in recipe `name` over that in recipe `over`."""
         if recipe(name).kept is None and recipe(over).kept is None:
-            return speedup(steps[over], steps[name], self.forecaster.in_common(name, over))
+            return gpu_speedup(steps[over], steps[name], self.forecaster.in_common(name, over))
         same = alike(self.assigned(name), self.assigned(over))
         slow, fast = (self._linears_in(steps[side], side, by_recipe(self.quantized, same)) for side in (over, name))
-        shared = sum(sum(assignment.values()) for assignment in same) / max(sum(count for _, count, _ in self.quantized), 1)
-        return speedup(steps[over], steps[name], in_common(), slow, fast, differ=1 - shared)
+        return gpu_speedup(steps[over], steps[name], in_common(), slow, fast)
+
+    def speedup(self, steps: Mapping[str, StepEstimate], name: str, over: str) -> Interval:
+        """The speedup of the step in recipe `name` over the step in recipe `over`, as launched."""
+        mixed = recipe(name).kept is not None or recipe(over).kept is not None
+        same = sum(sum(counts.values()) for counts in alike(self.assigned(name), self.assigned(over))) if mixed else 0
+        differ = 1 - same / max(sum(count for _, count, _ in self.quantized), 1)
+        return speedup(steps[over], steps[name], self.gpu_speedup(steps, name, over), differ)
 
     def _linears_in(self, step: StepEstimate, name: str, linears: Mapping[str, list[CountedCase]]) -> Estimate:
         """The time of some linears in a step, casts included, at the clock of that step."""
@@ -164,7 +172,7 @@ class StepForecast:
     def step(self, name: str) -> StepEstimate:
         """The step in one recipe. With a mix, the first or last pipeline stage may be the slowest."""
         steps = [self._step(name), *(stage._step(name) for stage in self._ends(recipe(name).kept))]
-        return max(steps, key=lambda step: step.total.value)
+        return max(steps, key=lambda step: step.time_ms)
 
     def _ends(self, kept: KeptHigher | None) -> list["StepForecast"]:
         """The first and last pipeline stage if a mix keeps their layers in higher precision; none if the run names a stage."""
@@ -183,31 +191,25 @@ class StepForecast:
         one = self._micro_batch(name)
         computed = total(one.values())
         computed_ms = {part: estimate.value for part, estimate in one.items()}
-        waits = [exposed(exchange, run, computed_ms) for exchange in fixed.exchanged]
+        software = self.forecaster.software
+        waits = [software.exchange(exposed(exchange, run, computed_ms)) for exchange in fixed.exchanged]
         waited_ms = sum(wait.exposed_ms for wait in waits)
         once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
-        host_ms = self._mean(name, self._launch_ms)
-        ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
-        batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.rank_share.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         if fixed.optimizer.value:
             parts["optimizer"] = fixed.optimizer
         if waited_ms:
             parts[WAITING] = Estimate(waited_ms, hypot(*(wait.unsure_ms for wait in waits)) / waited_ms)
+        filling, head_ms = (run.pp - 1) / run.vp, computed_ms.get("head and loss", 0.0) * (1 - 1 / run.pp)
         if run.pp > 1:  # the other stages have no output head
-            head_ms = computed_ms.get("head and loss", 0.0) * (1 - 1 / run.pp)
-            bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms)
-            parts[PROPORTIONAL] = Estimate(bubble_ms, computed.own, computed.shared)
-        decides = 0.0
-        if batch_ms > gpu_ms * 1.0001:
-            host = cluster()["host"]
-            decides = (host_ms / batch_ms) ** host["sharpness"] if self.rank_share.moe_layers else 1.0
-            idle_ms = (batch_ms - gpu_ms) * batches
-            parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
+            parts[PROPORTIONAL] = Estimate(filling * (gpu_ms - head_ms), computed.own, computed.shared)
+        beside_ms = once_ms + fixed.optimizer.value
+        launching = in_phases(*self._launches(name), 3 * self._weight_runs - 2, waits=self._waits)
+        launched = LaunchedStep(launching, gpu_ms, batches, filling, beside_ms - filling * head_ms, beside_ms / batches)
         known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are not those of traced modules
         at_most = known.get(self.forecaster.chip.architecture, inf)
-        return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), host_ms * batches, decides)
+        return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), launched)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """The computation of one micro-batch, by part of the step."""
@@ -220,7 +222,8 @@ class StepForecast:
             every["norms and activations"] = total([every["norms and activations"], activation])
         least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
-        return {part: estimate.times(self._slower) for part, estimate in one.items()}
+        software, chip = self.forecaster.software, self.forecaster.chip
+        return {part: software.part(part, estimate.times(self._slower), chip) for part, estimate in one.items()}
 
     @property
     def _weight_casts(self) -> float:
@@ -250,14 +253,27 @@ class StepForecast:
         share, low, high = self.kept_share(name), value(chosen.base), value(chosen.kept.recipe)
         return high if share == 1 else low + (high - low) * share
 
-    def _launch_ms(self, name: str) -> float:
-        """Milliseconds that the CPU needs to launch one micro-batch."""
+    @property
+    def _waits(self) -> bool:
+        """Whether the CPU waits for the sizes of experts in forward."""
+        return bool(self.rank_share.moe_layers) and not self.run.cuda_graphs
+
+    def _launches(self, name: str) -> tuple[float, float]:
+        """Milliseconds that the CPU needs to launch one micro-batch, and the number of launches; for a mix, the mean of its two
+        recipes, weighted by their number of linears."""
+        chosen = recipe(name)
+        if chosen.kept is not None:
+            share, pairs = (
+                self.kept_share(name),
+                zip(self._launches(chosen.base), self._launches(chosen.kept.recipe), strict=True),
+            )
+            launch_ms, launches = (low + (high - low) * share for low, high in pairs)
+            return launch_ms, launches
         if self.model is not None:
-            return launch_ms(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run)
-        graphs = cluster()["host"]["graphs"] if self.run.cuda_graphs else 1.0
+            return of_layers(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run)
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
-        kernels_ms = traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
-        return max(kernels_ms, launch_ms(name, self._layers, 0, self.run))
+        kernels = traced.launch_ms(self.workload.ops, name, quantized, self.run, fused=self.fused)
+        return max(kernels, of_layers(name, self._layers, 0, self.run))
 
     @cached_property
     def _biased(self) -> bool:
@@ -269,7 +285,9 @@ class StepForecast:
     @cached_property
     def _slower(self) -> float:
         """The ratio of a step to the sum of its kernels, on architectures known only from published steps and on several GPUs."""
-        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
+        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0)) * self.forecaster.software.slower(
+            self.run.gpus
+        )
         several = cluster()["several"]
         return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
 
@@ -285,7 +303,8 @@ class StepForecast:
         known = cluster()["several"]
         several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
         experts = self.rank_share.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
-        return hypot(of_step, several, cluster()["experts"]["software"] if experts else 0.0)
+        of_experts = cluster()["experts"]["software"] if experts else 0.0
+        return hypot(of_step, several, of_experts, self.forecaster.software.uncertainty)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because the work between them draws less power.
@@ -399,26 +418,27 @@ def forecast_step(
     run, flops = forecast.run, _model_flops_per_gpu(forecast) * forecast.run.gradient_accumulation
     recipes = []
     for name, step in steps.items():
-        time_ms = step.total.value
+        time_ms = step.time_ms
         waterfall = levels_of(steps[BASELINE].parts_ms, step.parts_ms) if name != BASELINE else ()
         rate = flops / time_ms / 1e9
         recipes.append(
             StepTime(
                 recipe=name,
-                step_ms=step.total.interval(),
+                step_ms=step.interval,
                 speedup=pairs.get((name, BASELINE)),
                 tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
                 total_tokens_per_s=run.tokens_per_gpu * run.gpus / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
-                gpu_busy_ms=step.busy_ms,
-                host_ms=step.host_ms,
+                gpu_ms=step.gpu.interval(),
+                gpu_speedup=forecast.gpu_speedup(steps, name, BASELINE).interval() if name != BASELINE else None,
+                launch_ms=launch_interval(step.launched.launch_ms),
                 exchanged=tuple(Exchanged(**wait._asdict()) for wait in step.exchanged),
                 peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
                 verdict=verdict(waterfall) if waterfall else None,
-                cost=cost(step.total.interval(), run, budget) if budget is not None and name not in unfit else None,
+                cost=cost(step.interval, run, budget) if budget is not None and name not in unfit else None,
             )
         )
     return StepTimes(

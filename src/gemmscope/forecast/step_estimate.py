@@ -4,45 +4,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import hypot, inf
 
-from gemmscope.forecast.communication import Exposed, cluster
+from gemmscope.forecast.communication import Exposed
 from gemmscope.forecast.estimate import Estimate, ratio, total
+from gemmscope.forecast.launching import LaunchedStep, speedup_interval, step_interval
 from gemmscope.forecast.mixed import without
-from gemmscope.model.spec import RunSpec
+from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 
-
-def launch_ms(recipe: str, dense_layers: float, moe_layers: int, run: RunSpec) -> float:
-    """Milliseconds that the CPU needs to launch one micro-batch; few with CUDA graphs."""
-    facts = cluster()["host"]
-    dense, moe = (table.get(recipe, table["other"]) for table in (facts["layer_ms"], facts["moe_layer_ms"]))
-    every = dense * dense_layers + moe * moe_layers
-    return float(every * (facts["graphs"] if run.cuda_graphs else 1.0))
-
-
-def at_least(gpu_ms: float, host_ms: float, ahead_ms: float = 0.0, *, experts: bool) -> float:
-    """The time of a micro-batch, given its GPU time and launch time. `ahead_ms`: its share of what the GPU runs once per step.
-
-    The CPU launches ahead of the GPU, so a step takes the longer of both. With experts it does not get far ahead: the CPU
-    waits for routing, and in every layer some phases are host-bound and others GPU-bound.
-
-    >>> at_least(10.0, 5.0, experts=False), at_least(10.0, 15.0, 2.0, experts=False), round(at_least(10.0, 8.0, experts=True), 1)
-    (10.0, 13.0, 10.9)
-    """
-    if not experts or not host_ms or not gpu_ms:
-        return max(gpu_ms, host_ms - ahead_ms)
-    order = float(cluster()["host"]["sharpness"])
-    return float((gpu_ms**order + host_ms**order) ** (1 / order))
-
-
 NOTHING = Estimate(0.0)
+GPU_ONLY = LaunchedStep()
 CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
 PROPORTIONAL: StepPart = "pipeline bubble"
 IDLE: StepPart = "idle, host-bound"
+LEAST_IDLE = 0.001  # of the step
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One recipe's step: milliseconds by part, what is exchanged, and the launch time on the CPU.
+    """One recipe's step: GPU time by part in milliseconds, what is exchanged, and how the CPU launches it.
 
     `common` is the uncertainty of the whole step that all recipes of the same layout share. The uncertainty that the parts share
     is at most `shared_at_most`.
@@ -52,14 +31,23 @@ class StepEstimate:
     common: float = 0.0
     shared_at_most: float = inf
     exchanged: tuple[Exposed, ...] = ()
-    host_ms: float = 0.0
-    host_decides: float = 0.0  # the degree to which launch time determines the step, 0 to 1
+    launched: LaunchedStep = GPU_ONLY
 
     @cached_property
-    def total(self) -> Estimate:
-        """The time of the step with all its uncertainties."""
+    def gpu(self) -> Estimate:
+        """The GPU time: the step where launches are never late, with all its uncertainties."""
         own = total(self.parts.values())
         return own._replace(shared=hypot(min(own.shared, self.shared_at_most), self.common))
+
+    @cached_property
+    def interval(self) -> Interval:
+        """The time of the step as launched, with its error bar."""
+        return step_interval(self.launched, self.gpu)
+
+    @property
+    def time_ms(self) -> float:
+        """The time of the step as launched."""
+        return self.interval.value
 
     @cached_property
     def changed(self) -> Estimate:
@@ -73,47 +61,43 @@ class StepEstimate:
 
     @property
     def parts_ms(self) -> dict[StepPart, float]:
-        return {part: estimate.value for part, estimate in self.parts.items()}
-
-    @property
-    def busy_ms(self) -> float:
-        """Milliseconds in which the GPU is busy."""
-        return self.total.value - self.parts_ms.get(IDLE, 0.0)
+        """The GPU time by part, and the time that the GPU waits for launches as a part of its own."""
+        waiting_ms = self.time_ms - self.gpu.value
+        idle: dict[StepPart, float] = {IDLE: waiting_ms} if waiting_ms > LEAST_IDLE * self.time_ms else {}
+        return {part: estimate.value for part, estimate in self.parts.items()} | idle
 
     @property
     def host_bound(self) -> bool:
         """Whether the step is host-bound: the GPU waits for launches."""
-        return self.host_ms > self.busy_ms
+        return self.launched.launch_ms > self.gpu.value
 
 
-def speedup(
+def gpu_speedup(
     slow: StepEstimate,
     fast: StepEstimate,
     in_common: float,
     slow_alike: Estimate = NOTHING,
     fast_alike: Estimate = NOTHING,
-    differ: float = 1.0,
 ) -> Estimate:
-    """The speedup of the step. Parts that do not depend on the recipe have the same error on both sides, which mostly cancels.
+    """The speedup of the GPU time. Parts that do not depend on the recipe have equal errors on both sides, which mostly cancel.
 
     `in_common`: the share of the shared errors of the GEMMs that both sides have in common. `slow_alike`, `fast_alike`: the
-    linears that two mixes run in the same recipe. `differ`: the share of the linears that they run in different recipes.
+    linears that two mixes run in the same recipe.
     """
-    value = slow.total.value / fast.total.value
-    host = _host_uncertainty(slow, fast) * differ
+    value = slow.gpu.value / fast.gpu.value
     before, after, constant = slow.changed, fast.changed, fast.constant
     if fast_alike.value:
         before, after, constant = without(before, slow_alike), without(after, fast_alike), total([constant, fast_alike])
     if not after.value or not before.value:
-        return Estimate(value, host)
+        return Estimate(value)
     share = after.value / (after.value + constant.value)  # the share of the step that depends on the recipe
     gain = ratio(before, after, in_common)
     dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # an error of the constant part changes the dilution
-    return Estimate(value, hypot(gain.own * share, host), hypot(gain.shared * share, dilution))
+    return Estimate(value, gain.own * share, hypot(gain.shared * share, dilution))
 
 
-def _host_uncertainty(slow: StepEstimate, fast: StepEstimate) -> float:
-    """The uncertainty that launches add to a speedup: that of their ratio if both steps are host-bound, all of it if one is."""
-    known = cluster()["host"]
-    both, one = sorted((slow.host_decides, fast.host_decides))
-    return hypot(both * known["uncertainty_of_ratio"], (one - both) * known["uncertainty"])
+def speedup(slow: StepEstimate, fast: StepEstimate, of_gpu: Estimate, differ: float = 1.0) -> Interval:
+    """The speedup of the step as launched, given that of the GPU time: the ratio of both times, with its error bar. `differ`: the
+    share of the linears that both run in different recipes."""
+    interval = speedup_interval(slow.launched, fast.launched, slow.gpu, of_gpu, differ)
+    return interval.times(slow.time_ms / fast.time_ms / interval.value)

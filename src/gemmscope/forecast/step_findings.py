@@ -6,6 +6,7 @@ from math import ceil
 
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.communication import cluster
+from gemmscope.forecast.stacks import stacks
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.model.spec import RunSpec
@@ -26,7 +27,7 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
         return None
     now, many = run.gradient_accumulation, MORE * run.gradient_accumulation
     longer = forecast.again(replace(run, gradient_accumulation=many))
-    times = {name: (forecast.step(name).total.value, longer.step(name).total.value) for name in {*names, BASELINE}}
+    times = {name: (forecast.step(name).time_ms, longer.step(name).time_ms) for name in {*names, BASELINE}}
     best = step.winner.best
     short_ms, long_ms = times[best]
     once_ms = max(short_ms - now * (long_ms - short_ms) / (many - now), 0.0)  # does not grow with the number of micro-batches
@@ -72,12 +73,12 @@ def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
         return None
     captured = forecast.again(replace(forecast.run, cuda_graphs=True))
     steps = {name: captured.step(name) for name in {*names, BASELINE}}
-    best = min(names, key=lambda name: steps[name].total.value)
+    best = min(names, key=lambda name: steps[name].time_ms)
     now = min(time.step_ms.value for time in step.recipes if time.recipe in names)
-    facts: dict[str, Fact] = {"recipe": best, "gain": now / steps[best].total.value}
+    facts: dict[str, Fact] = {"recipe": best, "gain": now / steps[best].time_ms}
     if best == BASELINE:
         return finding("graphs-baseline", **facts)
-    return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE).interval(), **facts)
+    return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE), **facts)
 
 
 def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:
@@ -103,8 +104,22 @@ def eager_finding(forecast: StepForecast) -> Finding | None:
     if forecast.model is not None:
         return None
     eager = StepForecast(forecast.forecaster, None, forecast.run, forecast.workload, forecast.network, fused=not forecast.fused)
-    times = {one.fused: one.step(BASELINE).total.value for one in (forecast, eager)}
+    times = {one.fused: one.step(BASELINE).time_ms for one in (forecast, eager)}
     return finding("traced-step-compiled", compiled_ms=times[True], eager_ms=times[False], recipe=BASELINE)
+
+
+def software_finding(forecast: StepForecast) -> Finding:
+    """Which software the forecast assumes, and the other one that would change the step most."""
+    forecaster, time_ms = forecast.forecaster, forecast.step(BASELINE).time_ms
+    changes = {}
+    for name, other in stacks().items():
+        there = StepForecast(forecaster.running(other), forecast.model, forecast.run, forecast.workload, forecast.network)
+        changes[name] = there.step(BASELINE).time_ms / time_ms - 1
+    name = max(changes, key=lambda name: abs(changes[name]))
+    software = stacks()[name].title
+    return finding(
+        "step-software", title=forecaster.software.title, other=software, name=name, changed=changes[name], recipe=BASELINE
+    )
 
 
 def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:
@@ -112,7 +127,7 @@ def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Find
     one_by_one = StepForecast(
         forecast.forecaster, forecast.model, forecast.run, forecast.workload, forecast.network, layers=layers
     )
-    times = {time.recipe: one_by_one.step(time.recipe).total.value for time in step.recipes}
+    times = {time.recipe: one_by_one.step(time.recipe).time_ms for time in step.recipes}
     if not any(times[time.recipe] > SLOWER * time.step_ms.value for time in step.recipes):
         return None
     known = cluster()["host"]["layer_ms"]

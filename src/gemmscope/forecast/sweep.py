@@ -13,7 +13,6 @@ from gemmscope.forecast.processes import computed, no_garbage_collection, proces
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.grouping import grouped
-from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import winner_among
@@ -82,9 +81,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     able = [name for name, reason in reasons.items() if not reason]
     steps = {name: forecast.step(name) for name in (BASELINE, *able)}
 
-    def ratio(name: str, over: str) -> Interval:
-        return forecast.speedup(steps, name, over).interval()
-
+    ratio = partial(forecast.speedup, steps)
     run, chip = forecast.run, forecast.forecaster.chip
     needed = memory_of(model).rank(run, steps, chip)
     unfit, unsure = (tuple(name for name in steps if needed[name].fit == fit) for fit in ("does not fit", "may not fit"))
@@ -98,12 +95,12 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
         why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
         return point(why_not=why_not, memory_gb=least_gb)
     return point(
-        baseline_step_ms=steps[BASELINE].total.value,
+        baseline_step_ms=steps[BASELINE].time_ms,
         speedups=speedups,
         winner=winner,
         host_bound=tuple(name for name, step in fitting.items() if step.host_bound),
         memory_gb=needed[winner.best].total_bytes / 1e9,
-        tokens_per_s=run.tokens_per_gpu / steps[winner.best].total.value * 1000,
+        tokens_per_s=run.tokens_per_gpu / steps[winner.best].time_ms * 1000,
     )
 
 

@@ -8,6 +8,7 @@ wider than those of a closed form, whose parts were measured in training.
 from collections.abc import Iterable
 from functools import cache, partial
 
+from gemmscope.forecast.communication import cluster
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.memory import memory_facts, recipe_memory, reserve_bytes, shards, state_bytes, storage
 from gemmscope.forecast.training import attention_ms, facts, work_ms
@@ -83,11 +84,13 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
     return count
 
 
-def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: bool, graphs: float = 1.0) -> float:
-    """Milliseconds that the CPU needs to launch one micro-batch; `quantized` linears also cast X, W and dY."""
+def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, run: RunSpec, *, fused: bool) -> tuple[float, float]:
+    """Milliseconds that the CPU needs to launch one micro-batch, and the number of launches; few with CUDA graphs. `quantized`
+    linears also cast X, W and dY."""
     chosen = recipe(recipe_name)
     casts = 3 * facts()["quantize"]["casts"][chosen.base or chosen.name]["kernels"] * quantized if chosen.quantizes else 0
-    return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)
+    count = float(launches(ops, fused=fused) + casts) * (cluster()["host"]["graphs"] if run.cuda_graphs else 1.0)
+    return count * coefficients()["launch_ms"]["fused" if fused else "eager"], count
 
 
 def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:

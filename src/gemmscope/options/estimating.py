@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from gemmscope.choices import RECOMPUTE, ClockState, StatePrecision, SyntheticKind
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
-from gemmscope.options.job import NetworkOptions, OverlapOptions
+from gemmscope.options.job import OverlapOptions, SystemOptions
 from gemmscope.options.measuring import AXIS, KEEP_HIGHER, MIX, SHAPES_HELP, TOKENS, RecipeOptions
 from gemmscope.options.values import (
     Axes,
@@ -37,7 +37,7 @@ class ShapesOptions(Options):
     list_presets: Annotated[bool, Option("List the presets and exit.", in_python=False)] = False
 
 
-class ForecastOptions(RecipeOptions, NetworkOptions):
+class ForecastOptions(RecipeOptions, SystemOptions):
     """Which GPUs, and what to forecast for them."""
 
     GROUP: ClassVar[str] = OWN
@@ -205,7 +205,7 @@ class LayoutOptions(Options):
     ] = None
 
 
-class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, NetworkOptions):
+class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
     """What is planned, and what the search is restricted to."""
 
     GROUP: ClassVar[str] = OWN

@@ -192,11 +192,20 @@ class OverlapOptions(Options):
     ] = None
 
 
-class NetworkOptions(Options):
-    """What connects the GPUs."""
+class SystemOptions(Options):
+    """What runs the step, and what connects the GPUs."""
 
     GROUP: ClassVar[str] = "Overlap and network"
 
+    stack: Annotated[
+        str | None,
+        Option(
+            "Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.",
+            metavar="NAME",
+            names="stacks",
+            default="that of the model's file, else nvidia",
+        ),
+    ] = None
     network: Annotated[
         str | float | None,
         Option(

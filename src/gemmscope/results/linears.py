@@ -257,9 +257,9 @@ Ratio = Callable[[str, str], Interval | None]
 def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     """The one rule for calling a winner, used by every command, page and figure.
 
-    The best candidate is the one with the highest speedup over BF16. It beats another one if the interval of *their ratio* lies
-    above one; an error that both sides share cancels in that ratio. Every candidate that it does not beat is a rival, BF16 among
-    them: the two are too close to call.
+    The best candidate has the highest speedup of those that are certainly faster than BF16, or of all if none is. It beats
+    another one if the interval of *their ratio* lies above one; an error that both sides share cancels in that ratio. Every
+    candidate that it does not beat is a rival, BF16 among them: the two are too close to call.
 
     `speedups`: each candidate over BF16. `ratio(a, b)`: how much faster `a` is than `b`; None if that is not known.
 
@@ -270,8 +270,10 @@ def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     ()
     >>> find_winner(gains, lambda a, b: gains[a] if b == "BF16" else Interval(1.034, 0.98, 1.09)).rivals
     ('B',)
+    >>> find_winner({**gains, "C": Interval(1.6, 0.9, 2.4)}, lambda a, b: Interval(0.95, 0.6, 1.7)).best
+    'A'
     """
-    best = max(speedups, key=lambda name: speedups[name].value, default=BASELINE)
+    best = _fastest(speedups) if speedups else BASELINE
     if best == BASELINE or speedups[best].value <= 1:
         close = tuple(name for name, gain in speedups.items() if not gain.below_one)
         return Winner(best=BASELINE, speedup=None, rivals=close)
@@ -294,9 +296,15 @@ def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Colle
         return find_winner(counted, ratio)
     if not counted:
         return None
-    best = max(counted, key=lambda name: counted[name].value)
+    best = _fastest(counted)
     rivals = tuple(name for name in counted if name != best and not _beats(ratio(best, name)))
     return Winner(best=best, speedup=counted[best], rivals=rivals)
+
+
+def _fastest(speedups: Mapping[str, Interval]) -> str:
+    """The fastest of those that are certainly faster than BF16; of all, if none is."""
+    certain = [name for name, speedup in speedups.items() if speedup.above_one]
+    return max(certain or speedups, key=lambda name: speedups[name].value)
 
 
 def too_close(ratio: Interval | None) -> bool:

@@ -6,7 +6,9 @@
 import random
 from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from gemmscope.choices import Compile, OptimizerName
 from gemmscope.findings import Finding
@@ -16,6 +18,9 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import ModelResult, Origin, Part, Samples
 from gemmscope.results.linears import Speedup, Winner
+
+NUMBER = BeforeValidator(lambda value: Interval(float(value)) if isinstance(value, (int, float)) else value)
+"""Earlier run files have a number without an interval."""
 
 
 class WaterfallLevel(Part):
@@ -98,9 +103,12 @@ class StepTime(Part):
     pipeline stages; a measurement has one stage."""
     mfu: float | None = None
     """Model FLOPs utilization: model_tflops over the GPU's dense BF16 rate, in every precision."""
-    gpu_busy_ms: float | None = None
-    host_ms: float | None = None
-    """CPU time to launch the step."""
+    gpu_ms: Annotated[Interval | None, NUMBER, Field(validation_alias=AliasChoices("gpu_ms", "gpu_busy_ms"))] = None
+    """GPU time: the step where launches are never late."""
+    gpu_speedup: Interval | None = None
+    """Of the GPU time over that of BF16."""
+    launch_ms: Annotated[Interval | None, NUMBER, Field(validation_alias=AliasChoices("launch_ms", "host_ms"))] = None
+    """Launch time: what the CPU takes to launch the step."""
     peak_bytes: float | None = None
     """Peak memory of one GPU with the real model: measured, or what a forecast expects of the rank that needs most."""
     parts_ms: dict[StepPart, float] = {}
@@ -129,7 +137,7 @@ class StepTime(Part):
     @property
     def host_bound(self) -> bool:
         """Launching the step takes longer than running it."""
-        return self.host_ms is not None and self.gpu_busy_ms is not None and self.host_ms > self.gpu_busy_ms
+        return self.launch_ms is not None and self.gpu_ms is not None and self.launch_ms.value > self.gpu_ms.value
 
 
 class StepTimes(Part):

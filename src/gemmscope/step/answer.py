@@ -61,8 +61,8 @@ def step_times(
             tokens_per_s=tokens_per_gpu / step_ms.value * 1000,
             model_tflops=model_tflops,
             mfu=model_tflops / gpu.tflops["bf16"] if gpu is not None else None,
-            gpu_busy_ms=measurements.extrapolated(name, lambda variant: _busy_ms(measurements, variant)),
-            host_ms=measurements.extrapolated(name, lambda variant: variant.host_ms),
+            gpu_ms=_estimate(measurements.extrapolated(name, lambda variant: _busy_ms(measurements, variant))),
+            launch_ms=_estimate(measurements.extrapolated(name, lambda variant: variant.host_ms)),
             peak_bytes=_peak_bytes(measurements, name, totals),
             parts_ms=fast.parts_ms() if fast is not None else {},
             attention_kernels=attention_kernels(fast.kernels) if fast is not None else {},
@@ -75,6 +75,10 @@ def step_times(
     reasons = {name: reason for name, reason in not_captured.items() if reason}  # else it was interrupted before that
     compared = StepTimes(origin="measured", recipes=tuple(times), failures=failures, not_captured=reasons)
     return _compared(compared, measurements)
+
+
+def _estimate(value: float | None) -> Interval | None:
+    return Interval(value) if value is not None else None
 
 
 def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:

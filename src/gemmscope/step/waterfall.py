@@ -248,7 +248,10 @@ def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
         idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
         findings.append(finding("step-host-bound", recipe=[time.recipe for time in waiting], idle_ms=idle_ms))
     if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
-        facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
+        facts = {
+            "host_ms": max(time.launch_ms.value for time in bound if time.launch_ms is not None),
+            "busy_ms": max(time.gpu_ms.value for time in bound if time.gpu_ms is not None),
+        }
         findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
     if (waiting or bound) and times.origin == "measured" and not graphs:
         findings.append(finding("graphs-not-measured"))
