@@ -91,10 +91,10 @@ class _ModeForecast:
     def add_op(self, case: Case, name: str) -> None:
         """Add one op in one recipe, if its sizes fit."""
         op = op_of(case.op)
-        unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
+        unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.unpadded_sizes())
         left = name != BASELINE and (not case.quantized or bool(unfit))
         chosen = recipe(BASELINE if left else name)
-        if chosen.quantizes and chosen.misaligned(case.sizes()):
+        if chosen.quantizes and chosen.misaligned(case.unpadded_sizes()):
             return
         linear = self.forecaster.linear(case, chosen.name)
         quantize_ms = linear.quantize_ms if self.mode == "autocast" else {}
@@ -132,7 +132,7 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
         ((*wrong, chosen.multiple_of), (case.op, chosen.name))
         for chosen in map(recipe, recipes)
         for case in may_be_quantized
-        if chosen.quantizes and (wrong := chosen.misalignment(case.sizes())) is not None
+        if chosen.quantizes and (wrong := chosen.misalignment(case.unpadded_sizes())) is not None
     )
     findings = []
     for (what, size, multiple), pairs in reasons.items():
