@@ -18,7 +18,7 @@ from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, 
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
-from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.options.estimating import LayoutOptions, PlanOptions
 from gemmscope.paste.emit import layout_to_paste
@@ -28,6 +28,7 @@ from gemmscope.results.plan import PlanPoint, PlanResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.sweep.axes import possible_points
+from gemmscope.workload.sharding import check
 from gemmscope.workload.summary import count_parameters
 
 VARIED = (*SIZES, "sequence")
@@ -72,6 +73,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
+    check(source.model, RunSpec(1, length, **space.settings))
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
