@@ -12,6 +12,7 @@ from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
+from gemmscope.forecast.linear_results import padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
@@ -107,7 +108,8 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
             finding("forecast-not-measured"),
             *source.findings,
             *interrupted,
-            *_findings(points[0], searches[0], chip, source),
+            *_findings(points[0], searches[0], chip, source, names),
+            *(padded_experts(names) if experts else ()),
             *recipe_findings,
             *calibration_findings,
         ),
@@ -264,8 +266,13 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     return UserError(message, hint)
 
 
-def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource) -> Iterator[Finding]:
-    """Findings about the best layout of the first model, and about the layout of the model's file."""
+def _findings(
+    point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource, names: Sequence[str]
+) -> Iterator[Finding]:
+    """Findings about the best layout of the first model, about the layout of the model's file, and recipes that no layout runs in."""
+    possible, reason = {candidate.recipe for candidate in search.candidates}, search.pruning.examples.get("recipe", "")
+    if reason and (impossible := [name for name in names if name not in possible]):
+        yield finding("plan-recipes-excluded", recipes=impossible, reason=reason)
     if point.best is None:
         return
     if point.best.tight:

@@ -3,7 +3,7 @@
 Every interval is a 90% error bar. An error that both sides of a speedup share cancels in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -119,6 +119,13 @@ class _ModeForecast:
         for (name, over), gain in pairs.items():
             self.speedups.append(Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=gain))
         return pairs
+
+
+def padded_experts(recipes: Sequence[str]) -> Iterator[Finding]:
+    """What is added to the tokens of experts: one finding for each multiple."""
+    quantized = (chosen for chosen in map(recipe, recipes) if chosen.quantizes)
+    for multiple, names in grouped((chosen.experts_multiple_of, chosen.name) for chosen in quantized).items():
+        yield finding("experts-padded", recipes=names, multiple_of=multiple, added=multiple // 2)
 
 
 def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = (), *, left: bool = False) -> list[Finding]:
