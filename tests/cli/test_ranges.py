@@ -1,4 +1,4 @@
-"""Every option that takes a number: what no number can be, and numbers far beyond any use, end in one message that names the option."""
+"""Every option that takes a number refuses what no number can be, and numbers far beyond any use, with one message."""
 
 from __future__ import annotations
 

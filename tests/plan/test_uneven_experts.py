@@ -1,4 +1,4 @@
-"""Experts that receive different numbers of tokens, and sizes that no multiple divides: frameworks pad experts, so low precision stays."""
+"""Experts that receive uneven numbers of tokens run in low precision, because frameworks pad them."""
 
 from __future__ import annotations
 

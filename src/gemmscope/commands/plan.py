@@ -266,10 +266,8 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     return UserError(message, hint)
 
 
-def _findings(
-    point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource, names: Sequence[str]
-) -> Iterator[Finding]:
-    """Findings about the best layout of the first model, about the layout of the model's file, and recipes that no layout runs in."""
+def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource, names: Sequence[str]) -> Iterator[Finding]:
+    """Findings about the best layout of the first model, the layout of the model's file, and recipes that no layout runs in."""
     possible, reason = {candidate.recipe for candidate in search.candidates}, search.pruning.examples.get("recipe", "")
     if reason and (impossible := [name for name in names if name not in possible]):
         yield finding("plan-recipes-excluded", recipes=impossible, reason=reason)

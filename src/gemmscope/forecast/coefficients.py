@@ -108,8 +108,8 @@ class Coefficients:
 
 
 def _on_grid(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The values as multiples of 2^-20. Their products with weights, which are multiples of 2^-24, then add up without rounding: a
-    GEMM has the same correction whatever is computed beside it, with any order, number of threads and library of matrix products."""
+    """The values as multiples of 2^-20. Their products with weights, which are multiples of 2^-24, then add up without rounding.
+    So a GEMM has the same correction whatever is computed beside it, in any order and with any number of threads."""
     return np.rint(values.astype(np.float64) * 2**20) * 2.0**-20
 
 

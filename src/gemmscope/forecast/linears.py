@@ -59,8 +59,11 @@ class LinearTimes(NamedTuple):
 
 
 class RecipeCosts(NamedTuple):
-    """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization. `padding`: tokens that are added to each
-    expert. A router's counts lie anywhere between two multiples, so on average half a multiple is added."""
+    """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization.
+
+    `padding`: tokens that are added to each expert. A router's counts lie anywhere between two multiples, so on average half a
+    multiple is added.
+    """
 
     formats: dict[Pass, str]
     quantizes: bool

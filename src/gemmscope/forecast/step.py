@@ -159,7 +159,9 @@ class StepForecast:
     def _linears_that_fit(self, name: str) -> list[CountedCase]:
         """The linears that a recipe quantizes."""
         chosen = recipe(name)
-        return [counted for counted in self.quantized if not chosen.quantizes or not chosen.misaligned(counted[0].unpadded_sizes())]
+        return [
+            counted for counted in self.quantized if not chosen.quantizes or not chosen.misaligned(counted[0].unpadded_sizes())
+        ]
 
     def step(self, name: str) -> StepEstimate:
         """The step in one recipe. With a mix, the first or last pipeline stage may be the slowest."""
