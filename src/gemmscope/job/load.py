@@ -151,8 +151,8 @@ def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) 
     assumed = run.pp if virtual else 1
     count, rest = divmod(batch or 0, run.micro_batch_size * run.data_parallel)
     if count and not rest and count % assumed == 0:
-        about = finding("fewest-gpus-assumed", origin=source.origin, batch=batch, gpus=run.gpus, micro_batches=count)
-        return replace(run, gradient_accumulation=count), [about]
+        facts = {"origin": source.origin, "batch": batch, "gpus": run.gpus, "micro_batches": count}
+        return replace(run, gradient_accumulation=count), [finding("fewest-gpus-assumed", **facts)]
     if of_file is not None and changed & {"micro_batch_size", "tp", "cp", "pp"}:
         about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
         return replace(run, gradient_accumulation=assumed), about
