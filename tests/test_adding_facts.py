@@ -24,6 +24,7 @@ backends = ["transformer_engine", "torch"]
 operands = { fprop = ["e3m2", "e3m2"], dgrad = ["e3m2", "e3m2"], wgrad = ["e3m2", "e3m2"] }
 scales = "block32"
 multiple_of = 32
+experts_multiple_of = 32
 bytes_read = 2
 bytes_written = 1.56
 weight_copy_bytes = 1.56

@@ -16,7 +16,7 @@ from gemmscope.cli.main import COMMANDS, app
 NUMBERS = (
     "0 1 2 3 4 8 64 100 1024 -1 -0 1.5 1e3 1e309 nan inf -inf ٣ １ 1_000 0x10 2**3 1e-400 true 0.01 1e18 131072 131073".split()
 )
-NUMBERS += ["8k", "1.5K", "2T", "1e99k", "3%", " 8 ", "", " ", "9" * 30, "9" * 5000]
+NUMBERS += ["1e-200", "1e-320", "1e308", "8k", "1.5K", "2T", "1e99k", "3%", " 8 ", "", " ", "9" * 30, "9" * 5000]
 TEXTS = "- -- x \x1b[31m \udcff \u202e ‹tp=2› [red] %s {} $(ls) llama = ,".split()
 TEXTS += ["", " ", "a\nb", "x" * 2000]
 PLAUSIBLE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,18 +90,18 @@ def test_what_is_typed_over_a_script(given: dict[str, Any], expected: tuple[int,
 
 def test_what_no_longer_divides_is_dropped_with_a_finding() -> None:
     job = model_run(script(WORLD, LAYOUT), tp=1, cp=3)
-    assert (job.run.dp, job.run.gradient_accumulation) == (None, 1)
-    assert {"data-parallel-reset", "accumulation-reset"} <= set(codes(job))
+    assert (job.run.dp, job.run.gradient_accumulation) == (None, 128)
+    assert {"data-parallel-reset", "fewest-gpus-assumed"} <= set(codes(job))
     job = model_run(script(WORLD, LAYOUT), micro_batch_size=3)
     assert (job.run.dp, job.run.gradient_accumulation) == (8, 1)
     assert "accumulation-reset" in codes(job)
 
 
-def test_a_global_batch_needs_the_number_of_gpus() -> None:
+def test_a_global_batch_stays_where_the_number_of_gpus_is_not_known() -> None:
     source = script(LAYOUT)  # no launcher
     job = model_run(source)
-    assert (job.run.dp, job.run.gradient_accumulation) == (None, 1)
-    assert "accumulation-unknown" in codes(job)
+    assert (job.run.global_batch, job.run.gpus) == (128, 4)
+    assert "fewest-gpus-assumed" in codes(job)
     assert all(finding.level == "warning" for finding in job.findings)  # the speedup depends on it: not only with --detail
     job = model_run(source, gpus=16)
     assert (job.run.dp, job.run.gradient_accumulation) == (4, 32)
@@ -115,8 +116,10 @@ def test_virtual_stages() -> None:
     assert reset.run.vp == 1
     assert "virtual-stages-reset" in codes(reset)
     unknown = model_run(script(LAYOUT, VIRTUAL))  # without a launcher
-    assert unknown.run.gradient_accumulation == 2  # the fewest that it can mean
-    assert "accumulation-unknown" in codes(unknown)
+    assert unknown.run.global_batch == 128
+    odd = model_run(replace(script(LAYOUT, VIRTUAL), global_batch=127))
+    assert odd.run.gradient_accumulation == 2  # the fewest that it can mean
+    assert "accumulation-unknown" in codes(odd)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_tokens_are_priced_on_the_gpus_of_the_layout(run: Run) -> None:
     ("options", "expected"),
     [
         ("--network pigeon", "--network 'pigeon' is not a known network"),
-        ("--network -1", "--network must be more than 0"),
+        ("--network -1", "--network must be from 0.001 to 10000"),
         ("--nvlink-domain 0", "--nvlink-domain must be at least 1"),
         ("--sweep tp=1,2 --network pigeon", "--network 'pigeon' is not a known network"),
         ("--gpus 8 --sweep tp=1,2 --tokens 1T", "--tokens applies to the cost of one run"),

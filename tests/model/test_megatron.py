@@ -13,6 +13,7 @@ from support.reading import codes, facts
 from support.refusals import refused
 
 NOTHING_TURNED_ON = {
+    "sequence_parallel": False,
     "zero": 0,
     "optimizer_state": "fp32",
     "tp_overlap": False,
@@ -44,7 +45,6 @@ def test_llama3_script():
     assert attention.rotary
     assert source.run_settings == {
         "tp": 2,
-        "sequence_parallel": True,
         "cp": 1,
         "micro_batch_size": 1,
         "sequence_length": 8192,
@@ -52,6 +52,7 @@ def test_llama3_script():
         "gradient_accumulation": 32,  # 128 sequences on 8 GPUs, 4 of them data-parallel
         "dp": 4,
         **NOTHING_TURNED_ON,
+        "sequence_parallel": True,
     }
     assert source.global_batch == 128
 
@@ -323,7 +324,7 @@ def test_recompute_modules(modules: str, recompute: str, code: str, value: objec
         ("--nproc_per_node gpu --nnodes 2", None),
         ("--nproc_per_node 8 --nnodes 1:4", None),
         ("--nproc_per_node 8 --nnodes $UNKNOWN", None),
-        ("--nproc_per_node 8", None),
+        ("--nproc_per_node 16", 4),  # torchrun's default is one node
         ("--nproc_per_node 999999 --nnodes 999999", None),
         ("--nproc_per_node 3 --nnodes 1", None),  # does not hold the model
         ("--nproc_per_node 8 --nnodes 2 --context-parallel-size $CP", None),  # who has the same model is not known

@@ -63,11 +63,11 @@ def load(
             written as 4096 or 4k (k = 1024).
         intermediate_size: MLP hidden size.
         num_attention_heads: Number of attention heads.
-        num_hidden_layers: Number of layers.
+        num_hidden_layers: Number of layers; also instead of that of a model file.
         num_key_value_heads: With hidden_size: key/value heads, for grouped-query attention. [default: number of attention
             heads]
         head_dim: With hidden_size: size of one attention head. [default: hidden size / heads]
-        vocab_size: With hidden_size: vocabulary size. Adds the embedding, the output layer and the loss.
+        vocab_size: Vocabulary size, instead of that of the model file. Adds the embedding, the output layer and the loss.
         gated_mlp: With hidden_size: use a gated MLP (SwiGLU) instead of a plain one.
         mtp_layers: Number of multi-token prediction (MTP) layers after the last layer, each with its own loss (DeepSeek-V3: 1).
             [default: from the model file; 0 for Hugging Face]

@@ -16,7 +16,7 @@ from gemmscope.forecast.communication import Network, network_of
 from gemmscope.forecast.gemm import model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common_fields, known_state, mixes_on
-from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linear_results import forecast_linears, misaligned, padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
 from gemmscope.forecast.stacks import SoftwareStack, stack
@@ -298,6 +298,8 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
         yield from bubble_findings(step, subject.run) if subject is not None else ()
     yield from linear_findings(linears)
+    if any(case.rows for case in linears.cases):
+        yield from padded_experts(linears.recipes)
     left = subject is not None and subject.trace is not None
     if left and step is not None and step.failures and len(step.recipes) == 1:
         yield finding("nothing-quantized", reason=next(iter(step.failures.values())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -52,7 +51,7 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
     `job`: the model of `synthetic` tensors, of `depth`, and of the forecast for `gpu`. With `depth`, a Hugging Face config runs
     with random weights; a module is run without being asked. Ctrl-C ends it early, with the linears computed until then.
     """
-    begin, backend, speed, device = time.monotonic(), options.backend or "", options.speed, options.device or "cpu"
+    backend, speed, device = options.backend or "", options.speed, options.device or "cpu"
     request = ErrorsRequest(
         source=_source(options, job, context.reporter),
         recipes=tuple(chosen_recipes(options.recipes, backend)),
@@ -77,7 +76,6 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
         )
         with damage_reported(*([speeds] if speeds is not None else [])):
             result = with_mix(result, speeds, options.bound, speed_gpu)
-        result = result.model_copy(update={"seconds": time.monotonic() - begin})
         if context.deliver is not None:
             context.deliver(result)
     return result

@@ -12,6 +12,7 @@ from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
+from gemmscope.forecast.linear_results import padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
@@ -19,7 +20,7 @@ from gemmscope.forecast.stacks import stack
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
-from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.options.estimating import LayoutOptions, PlanOptions
 from gemmscope.paste.emit import layout_to_paste
@@ -29,6 +30,7 @@ from gemmscope.results.plan import PlanPoint, PlanResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.sweep.axes import possible_points
+from gemmscope.workload.sharding import check
 from gemmscope.workload.summary import count_parameters
 
 VARIED = (*SIZES, "sequence")
@@ -73,6 +75,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
+    check(source.model, RunSpec(1, length, **space.settings))
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment, software=stack(options.stack, source.framework))
@@ -106,7 +109,8 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
             finding("forecast-not-measured"),
             *source.findings,
             *interrupted,
-            *_findings(points[0], searches[0], chip, source),
+            *_findings(points[0], searches[0], chip, source, names),
+            *(padded_experts(names) if experts else ()),
             *recipe_findings,
             *calibration_findings,
         ),
@@ -263,8 +267,11 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     return UserError(message, hint)
 
 
-def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource) -> Iterator[Finding]:
-    """Findings about the best layout of the first model, and about the layout of the model's file."""
+def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSource, names: Sequence[str]) -> Iterator[Finding]:
+    """Findings about the best layout of the first model, the layout of the model's file, and recipes that no layout runs in."""
+    possible, reason = {candidate.recipe for candidate in search.candidates}, search.pruning.examples.get("recipe", "")
+    if reason and (impossible := [name for name in names if name not in possible]):
+        yield finding("plan-recipes-excluded", recipes=impossible, reason=reason)
     if point.best is None:
         return
     if point.best.tight:

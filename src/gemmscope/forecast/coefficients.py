@@ -62,8 +62,8 @@ class StoredArray:
             raise ValueError("a number in it is not finite")
 
     @cached_property
-    def values(self) -> NDArray[np.float32]:
-        return np.frombuffer(self.float16, dtype="<f2").reshape(self.shape).astype(np.float32)
+    def values(self) -> NDArray[np.float64]:
+        return np.frombuffer(self.float16, dtype="<f2").reshape(self.shape).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,15 @@ class Coefficients:
     def correction(self, shapes: Shapes, sms: int, work: Array, series: NDArray[np.int_]) -> tuple[Array, Array]:
         """The correction to the physics, as a logarithm, and its uncertainty (the scale of a Laplace distribution)."""
         low, high = (np.array(self.ranges[end], dtype=np.float32) for end in ("low", "high"))
-        known = features(shapes, sms, work).clip(low, high)
-        total = np.zeros((len(known), 2), dtype=np.float32)
+        known = _on_grid(features(shapes, sms, work).clip(low, high))
+        total = np.zeros((len(known), 2))
         for network in self.networks:
             net = {name: array.values for name, array in network.items()}
-            hidden = np.tanh(known @ net["w1"] + net["b1"] + net["s1"][series])
-            hidden = hidden @ net["w2"] + net["b2"] + net["s2"][series]
-            hidden = hidden / (1 + np.exp(-hidden.clip(-30, 30)))
-            total += hidden @ net["w3"] + net["b3"]
+            hidden = np.tanh((known @ net["w1"] + net["b1"] + net["s1"][series]).astype(np.float32))
+            hidden = (_on_grid(hidden) @ net["w2"] + net["b2"] + net["s2"][series]).astype(np.float32)
+            total += _on_grid(hidden / (1 + np.exp(-hidden.clip(-30, 30)))) @ net["w3"] + net["b3"]
         total /= len(self.networks)
-        return total[:, 0].astype(np.float64).clip(-CORRECTION_LIMIT, CORRECTION_LIMIT), np.exp(total[:, 1].astype(np.float64))
+        return total[:, 0].clip(-CORRECTION_LIMIT, CORRECTION_LIMIT), np.exp(total[:, 1])
 
     def fits_together(self) -> bool:
         """Whether the shapes of the arrays match the number of features and series."""
@@ -106,6 +105,12 @@ class Coefficients:
         shapes = {**first, **second, "w3": (hidden, 2), "b3": (2,)}
         stored = [{name: array.values.shape for name, array in network.items()} for network in self.networks]
         return stored == [shapes] * len(stored) and [len(values) for values in self.ranges.values()] == [inputs, inputs]
+
+
+def _on_grid(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The values as multiples of 2^-20. Their products with weights, which are multiples of 2^-24, then add up without rounding.
+    So a GEMM has the same correction whatever is computed beside it, in any order and with any number of threads."""
+    return np.rint(values.astype(np.float64) * 2**20) * 2.0**-20
 
 
 def read_stored(kind: type[Stored], what: str, text: str, origin: str, hint: str) -> Stored:

@@ -29,7 +29,7 @@ from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
 
-FASTEST_GBPS = 10_000
+SLOWEST_GBPS, FASTEST_GBPS = 0.001, 10_000
 FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
 BOTH = FORWARD + BACKWARD
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
@@ -99,9 +99,9 @@ def _named(network: str | float) -> tuple[str, float]:
             f"{option('network')} {shown(network)} is not a known network",
             f"{hint}give one of {', '.join(known)}, or the GB/s of one GPU, such as {option('network', 50)}",
         ) from None
-    if not 0 < gbps <= FASTEST_GBPS:
+    if not SLOWEST_GBPS <= gbps <= FASTEST_GBPS:
         raise UserError(
-            f"{option('network')} must be more than 0 and at most {FASTEST_GBPS} GB/s per GPU, not {shown(network)}",
+            f"{option('network')} must be from {SLOWEST_GBPS} to {FASTEST_GBPS} GB/s per GPU, not {shown(network)}",
             f"for example {option('network', 50)}: 50 GB/s, which is 400 Gb/s",
         )
     return "", gbps

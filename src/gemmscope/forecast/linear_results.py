@@ -3,7 +3,7 @@
 Every interval is a 90% error bar. An error that both sides of a speedup share cancels in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -91,10 +91,10 @@ class _ModeForecast:
     def add_op(self, case: Case, name: str) -> None:
         """Add one op in one recipe, if its sizes fit."""
         op = op_of(case.op)
-        unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
+        unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.unpadded_sizes())
         left = name != BASELINE and (not case.quantized or bool(unfit))
         chosen = recipe(BASELINE if left else name)
-        if chosen.quantizes and chosen.misaligned(case.sizes()):
+        if chosen.quantizes and chosen.misaligned(case.unpadded_sizes()):
             return
         linear = self.forecaster.linear(case, chosen.name)
         quantize_ms = linear.quantize_ms if self.mode == "autocast" else {}
@@ -122,6 +122,13 @@ class _ModeForecast:
         return pairs
 
 
+def padded_experts(recipes: Sequence[str]) -> Iterator[Finding]:
+    """What is added to the tokens of experts: one finding for each multiple."""
+    quantized = (chosen for chosen in map(recipe, recipes) if chosen.quantizes)
+    for multiple, names in grouped((chosen.experts_multiple_of, chosen.name) for chosen in quantized).items():
+        yield finding("experts-padded", recipes=names, multiple_of=multiple, added=multiple // 2)
+
+
 def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = (), *, left: bool = False) -> list[Finding]:
     """Ops whose sizes do not fit a recipe, those of the output head left out: one finding for each reason.
 
@@ -133,7 +140,7 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
         ((*wrong, chosen.multiple_of), (case.op, chosen.name))
         for chosen in map(recipe, recipes)
         for case in may_be_quantized
-        if chosen.quantizes and (wrong := chosen.misalignment(case.sizes())) is not None
+        if chosen.quantizes and (wrong := chosen.misalignment(case.unpadded_sizes())) is not None
     )
     findings = []
     for (what, size, multiple), pairs in reasons.items():

@@ -61,12 +61,17 @@ class LinearTimes(NamedTuple):
 
 
 class RecipeCosts(NamedTuple):
-    """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization."""
+    """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization.
+
+    `padding`: tokens that are added to each expert. A router's counts lie anywhere between two multiples, so on average half a
+    multiple is added.
+    """
 
     formats: dict[Pass, str]
     quantizes: bool
     quantizing: Quantizing
     gemm_factor: float = 1.0
+    padding: int = 0
 
 
 class Forecaster:
@@ -104,7 +109,8 @@ class Forecaster:
             formats = {pass_name: gemm_format(chosen, pass_name, self.chip) for pass_name in LAYOUT_OF}
             factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
             casts = quantizing(chosen, self.chip).times(factor)
-            self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen))
+            padding = chosen.experts_multiple_of // 2
+            self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen), padding)
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
@@ -123,11 +129,12 @@ class Forecaster:
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every GEMM of these linears at once."""
         wanted: dict[str, dict[Key, None]] = {}
-        formats = {pass_name: {self.costs(name).formats[pass_name] for name in recipes} for pass_name in LAYOUT_OF}
+        every = [self.costs(name) for name in recipes]
+        formats = {name: list(dict.fromkeys((costs.formats[name], costs.padding) for costs in every)) for name in LAYOUT_OF}
         for case in cases:
             for pass_name in case.passes:
-                key = _key(case, pass_name)
-                for fmt in formats[pass_name]:
+                for fmt, padding in formats[pass_name]:
+                    key = _key(case, pass_name, padding)
                     if (fmt, key) not in self._known:
                         wanted.setdefault(fmt, {})[key] = None
         for fmt, keys in wanted.items():
@@ -175,11 +182,12 @@ class Forecaster:
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
         costs = self.costs(name)
-        keys = {pass_name: (costs.formats[pass_name], _key(case, pass_name)) for pass_name in case.passes}
+        keys = {pass_name: (costs.formats[pass_name], _key(case, pass_name, costs.padding)) for pass_name in case.passes}
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
         gemms = {pass_name: self._known[key][0].times(costs.gemm_factor) for pass_name, key in keys.items()}
-        elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
+        tokens = case.tokens + costs.padding * len(case.rows)
+        elements = {"X": tokens * case.inputs, "W": case.weights, "dY": tokens * case.outputs}
         if self.cache_weights:
             del elements["W"]
         if len(case.passes) == 1:  # a bare GEMM
@@ -192,10 +200,11 @@ class Forecaster:
     def in_step(self, linears: Iterable[tuple[Case, int, int]], name: str) -> LinearTimes:
         """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
         point."""
-        formats, quantizes, costs, factor = self.costs(name)
+        formats, quantizes, costs, factor, padding = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
-            tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
+            inputs, outputs, groups = case.inputs, case.outputs, len(case.rows) or 1
+            tokens = case.tokens + padding * len(case.rows)
             for pass_name in case.passes:
                 key = (formats[pass_name], (tokens, inputs, outputs, groups, pass_name))
                 if key not in known:
@@ -216,12 +225,13 @@ class Forecaster:
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""
-        gemms, formats = self.linear(case, name).gemms, self.costs(name).formats
-        return sum(part.value * self._known[formats[pass_name], _key(case, pass_name)][1] for pass_name, part in gemms.items())
+        gemms, costs = self.linear(case, name).gemms, self.costs(name)
+        keys = {pass_name: (costs.formats[pass_name], _key(case, pass_name, costs.padding)) for pass_name in gemms}
+        return sum(part.value * self._known[keys[pass_name]][1] for pass_name, part in gemms.items())
 
 
-def _key(case: Case, pass_name: Pass) -> Key:
-    return case.tokens, case.inputs, case.outputs, len(case.rows) or 1, pass_name
+def _key(case: Case, pass_name: Pass, padding: int) -> Key:
+    return case.tokens + padding * len(case.rows), case.inputs, case.outputs, len(case.rows) or 1, pass_name
 
 
 def in_common() -> float:

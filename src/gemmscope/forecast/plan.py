@@ -67,9 +67,9 @@ class Search:
 
 @dataclass
 class _Share:
-    """The result of one share of the work."""
+    """The result of one share of the work: the number of its search, and of its first run."""
 
-    search: int
+    place: tuple[int, int]
     candidates: list[Candidate]
     pruning: Pruning
     smallest: Smallest | None
@@ -90,14 +90,16 @@ def run_searches(
     """
     places = [(index, first) for index, search in enumerate(searches) for first in range(0, len(search.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
-    function, done = partial(_share, forecaster, searches, recipes, network), 0
+    function, done, shares = partial(_share, forecaster, searches, recipes, network), 0, list[_Share]()
     for share in computed(function, _spread(places), processes_for(runs, WORTH_SHARING), pending):
-        search = searches[share.search]
+        shares.append(share)
+        done += share.layouts
+        on_layouts(done)
+    for share in sorted(shares, key=lambda share: share.place):  # they arrive in any order
+        search = searches[share.place[0]]
         search.candidates += share.candidates
         search.pruning.merge(share.pruning)
         search.smallest = min(filter(None, (search.smallest, share.smallest)), default=None)
-        done += share.layouts
-        on_layouts(done)
     return done
 
 
@@ -114,7 +116,7 @@ def _share(
     number, first = place
     search = searches[number]
     runs = search.runs[first : first + AT_A_TIME]
-    share = _Share(number, [], Pruning(), None, len(runs) * len(recipes))
+    share = _Share(place, [], Pruning(), None, len(runs) * len(recipes))
     wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
     forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
     for step, needed in wanted:

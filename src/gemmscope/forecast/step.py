@@ -104,7 +104,7 @@ class StepForecast:
         self._quantized_ops = [op for op, _ in quantized if op.quantized]
         self._assigned: dict[str, list[Assigned]] = {}
         self._plain: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if not op.quantized]
-        self._sizes = [(case.op, case.sizes()) for _, case in quantized]
+        self._sizes = [(case.op, case.unpadded_sizes()) for _, case in quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
 
@@ -115,7 +115,7 @@ class StepForecast:
             return self.why_not(chosen.base) or self.why_not(chosen.kept.recipe)
         if not chosen.quantizes or (self.model is None and self._linears_that_fit(name)):
             return ""
-        sizes = self._sizes if self.model is not None else [(case.op, case.sizes()) for case, _, _ in self.quantized]
+        sizes = self._sizes if self.model is not None else [(case.op, case.unpadded_sizes()) for case, _, _ in self.quantized]
         reasons = (f"{op}: {reason}" for op, size in sizes if (reason := chosen.misaligned(size)))
         return next(reasons, "" if self.model is not None else NOTHING_TO_QUANTIZE)
 
@@ -128,7 +128,7 @@ class StepForecast:
                 counts = assigned(self.model, self.run, self.workload, self._quantized_ops, chosen.base, chosen.kept)
             if self.model is None:  # linears that a recipe cannot take stay in BF16
                 counts = [
-                    without_misaligned(assignment, case.sizes())
+                    without_misaligned(assignment, case.unpadded_sizes())
                     for assignment, (case, _, _) in zip(counts, self.quantized, strict=True)
                 ]
             self._assigned[name] = counts
@@ -167,7 +167,9 @@ class StepForecast:
     def _linears_that_fit(self, name: str) -> list[CountedCase]:
         """The linears that a recipe quantizes."""
         chosen = recipe(name)
-        return [counted for counted in self.quantized if not chosen.quantizes or not chosen.misaligned(counted[0].sizes())]
+        return [
+            counted for counted in self.quantized if not chosen.quantizes or not chosen.misaligned(counted[0].unpadded_sizes())
+        ]
 
     def step(self, name: str) -> StepEstimate:
         """The step in one recipe. With a mix, the first or last pipeline stage may be the slowest."""

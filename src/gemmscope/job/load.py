@@ -14,6 +14,7 @@ from gemmscope.model import presets
 from gemmscope.model.limits import check_size
 from gemmscope.model.readers import names_file, read_config
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
+from gemmscope.model.vary import varied
 from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
@@ -143,10 +144,15 @@ def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> 
 
 
 def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
-    """Micro-batches per step where no batch decides them: the file's own number if it belongs to this layout, else the fewest."""
+    """Micro-batches per step where the number of GPUs is not known: those of the file's global batch on the fewest GPUs, else the
+    file's own number if it belongs to this layout, else the fewest."""
     batch, of_file = source.global_batch, source.run_settings.get("gradient_accumulation")
     virtual = run.vp > 1 and run.pp > 1 and "vp" in source.run_settings
     assumed = run.pp if virtual else 1
+    count, rest = divmod(batch or 0, run.micro_batch_size * run.data_parallel)
+    if count and not rest and count % assumed == 0:
+        facts = {"origin": source.origin, "batch": batch, "gpus": run.gpus, "micro_batches": count}
+        return replace(run, gradient_accumulation=count), [finding("fewest-gpus-assumed", **facts)]
     if of_file is not None and changed & {"micro_batch_size", "tp", "cp", "pp"}:
         about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
         return replace(run, gradient_accumulation=assumed), about
@@ -183,6 +189,8 @@ def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
+COMPLETING = ("vocab_size", "num_hidden_layers")
+"""Sizes that can be given beside a preset or a config: they stand in place of those of the file."""
 
 
 def load_model(
@@ -201,6 +209,7 @@ def load_model(
     if unknown := [name for name in sizes if name not in SIZES]:
         raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
+    own = {name: given.pop(name) for name in COMPLETING if name in given} if (config or preset) is not None else {}
     ways = [option(name) for name, value in (("config", config), ("preset", preset), ("module", module)) if value is not None]
     if given or gated_mlp:
         ways.append(", ".join(option(name) for name in given) or option("gated_mlp"))
@@ -218,7 +227,29 @@ def load_model(
         source = presets.load(preset)
     else:
         source = _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+    source = _completed(source, own)
     return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
+
+
+def _completed(source: ModelSource, sizes: Mapping[str, int]) -> ModelSource:
+    """The model with other sizes than its file has. The live class of its config has not, so the config is dropped."""
+    if not sizes:
+        return source
+    if source.model is None:
+        named = " and ".join(option(name, value) for name, value in sizes.items())
+        raise UserError(f"{named} cannot change {source.origin}, which is known only from a trace", "change the config")
+    old = {"vocab_size": source.model.vocab_size, "num_hidden_layers": len(source.model.layers)}
+    vocabulary = check_size(option("vocab_size"), sizes.get("vocab_size", old["vocab_size"] or 1), "vocab_size")
+    model = replace(source.model, vocab_size=vocabulary) if "vocab_size" in sizes else source.model
+    if "num_hidden_layers" in sizes:
+        model = varied(model, {"layers": check_size(option("num_hidden_layers"), sizes["num_hidden_layers"], "layers")})
+    kept = (entry for entry in source.findings if entry.code != "vocabulary-missing" or "vocab_size" not in sizes)
+    changed = (
+        finding("run-overridden", name=name, origin=source.origin, value=str(value), file_value=str(old[name] or "nothing"))
+        for name, value in sizes.items()
+        if value != old[name]
+    )
+    return replace(source, model=model, config=None, findings=(*kept, *changed))
 
 
 def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:

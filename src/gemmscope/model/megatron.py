@@ -25,7 +25,7 @@ from gemmscope.model.spec import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 HYBRID_SCRIPTS = {"mamba", "hybrid"}
-LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
+LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs; it runs on one node by default
 SWITCHES = set(FACTS["switches"])
 VALUED = {*FACTS["same_name"], *OTHER_NAME, *FACTS["only_here"], *FACTS["t5_only"], *LAUNCHER}
 KNOWN = VALUED | SWITCHES
@@ -163,7 +163,7 @@ def _to_core(given: Mapping[str, object]) -> dict[str, object]:
             core.update(settings)
     if given.get("vocab_size") is None and given.get("padded_vocab_size") is not None:
         core["vocab_size"], core["make_vocab_size_divisible_by"] = given["padded_vocab_size"], 1
-    launched = [str(given.get(name)) for name in LAUNCHER]
+    launched = [str(given.get(name, default)) for name, default in zip(LAUNCHER, (None, 1), strict=True)]
     if given.get("world_size") is None and all(re.fullmatch("[1-9][0-9]{0,5}", number) for number in launched):
         gpus = int(launched[0]) * int(launched[1])
         core["world_size"] = gpus if gpus <= LARGEST["parallel"] else None

@@ -75,7 +75,7 @@ def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> t
     spell, findings = settings.spell, list[Finding]()
     run = _known({field: settings.maybe_size(name, limit) for name, (field, limit) in FACTS["run_sizes"].items()})
     layers, stages, tp = len(model.layers), run.get("pp", 1), run.get("tp", 1)
-    if settings.given("sequence_parallel"):
+    if settings.given("sequence_parallel") or settings.silent_means_off:
         run["sequence_parallel"] = settings.flag("sequence_parallel")
     recompute, of_recompute = _recompute(settings)
     run |= recompute

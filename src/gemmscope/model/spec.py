@@ -256,7 +256,7 @@ class RunSpec(Checked):
         if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
             raise UserError(
                 f"{option('imbalance')} must be at least 1, not {shown(self.imbalance)}",
-                "it is the load of the busiest expert over the average: 1 is balanced",
+                "it is the load of the busiest expert over the average: from 1 (balanced) to the number of experts",
             )
 
     @property

@@ -45,7 +45,7 @@ class ModelOptions(Options):
     ] = None
     intermediate_size: Annotated[int | None, Option("MLP hidden size.")] = None
     num_attention_heads: Annotated[int | None, Option("Number of attention heads.")] = None
-    num_hidden_layers: Annotated[int | None, Option("Number of layers.")] = None
+    num_hidden_layers: Annotated[int | None, Option("Number of layers; also instead of that of a model file.")] = None
     num_key_value_heads: Annotated[
         int | None,
         Option(
@@ -58,7 +58,7 @@ class ModelOptions(Options):
     )
     vocab_size: Annotated[
         int | None,
-        Option("With --hidden-size: vocabulary size. Adds the embedding, the output layer and the loss."),
+        Option("Vocabulary size, instead of that of the model file. Adds the embedding, the output layer and the loss."),
     ] = None
     gated_mlp: Annotated[bool, Option("With --hidden-size: use a gated MLP (SwiGLU) instead of a plain one.")] = False
     mtp_layers: Annotated[

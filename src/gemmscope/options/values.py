@@ -7,6 +7,7 @@ functions for numbers raise a `ValueError` whose text is the message, the others
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from math import isinf
 from typing import Any
 
 from gemmscope.errors import UserError, option, shown
@@ -77,9 +78,12 @@ def _value(text: str, units: dict[str, int]) -> Fraction | None:
 def number(text: str) -> float:
     """A number, as it is typed."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise ValueError(f"{shown(text)} is not a number") from None
+    if isinf(value) and "inf" not in text.lower():
+        raise ValueError(f"{shown(text)} is too large")
+    return value
 
 
 def names(given: str | Iterable[str | Iterable[str]]) -> list[str]:
@@ -217,9 +221,9 @@ def prices(text: str) -> float | Mapping[str, float]:
     """
     try:
         if "=" not in text:
-            return float(text)
+            return number(text)
         pairs = [part.partition("=") for part in text.split(",")]
-        return {name.strip().lower(): float(price) for name, _, price in pairs}
+        return {name.strip().lower(): number(price) for name, _, price in pairs}
     except ValueError:
         raise UserError(
             f"--price {shown(text)} is not a price", "per GPU-hour: --price 2.5, or --price h200=2.5,b300=4"

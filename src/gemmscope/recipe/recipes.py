@@ -13,7 +13,7 @@ from gemmscope.recipe.precisions import Precision, precision_with
 from gemmscope.toml import FactTable, complete, load_data
 
 BASELINE = "BF16"
-OF_QUANTIZATION = ("multiple_of", "bytes_read", "bytes_written", "weight_copy_bytes", "kept_bytes")
+OF_QUANTIZATION = ("multiple_of", "experts_multiple_of", "bytes_read", "bytes_written", "weight_copy_bytes", "kept_bytes")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Recipe:
     also_scaled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by pass: other scales that a kernel may show
     delayed: bool = False  # scales come from the maxima of earlier steps
     multiple_of: int = 1  # tokens, input and output features must be multiples of it
+    experts_multiple_of: int = 1  # to which frameworks pad the tokens of each expert
     bytes_read: float = 0  # per element quantized
     bytes_written: float = 0
     weight_copy_bytes: float = 0  # per weight element: the quantized copies, both directions together

@@ -212,6 +212,7 @@ class NumericsResult(Result):
     device: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
+    """In files of earlier versions: how long it took. Equal calls now give equal files."""
 
     @property
     def name(self) -> str:

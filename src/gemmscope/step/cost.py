@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 
 from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
 from gemmscope.workload.sharding import Given, solve
+
+MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e6  # far above any run
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,19 @@ class Budget:
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.tokens < inf:
+        if not 1 <= self.tokens <= MOST_TOKENS:
             tokens = option("tokens", f"{self.tokens:g}")
-            raise UserError(f"{tokens} is not a number of tokens", f"for example {option('tokens', '1e12')}")
+            raise UserError(
+                f"{tokens} is not a number of tokens", f"from 1 to {MOST_TOKENS:g}, for example {option('tokens', '1e12')}"
+            )
         if self.gpus < 1:
             raise UserError(f"{option('gpus', self.gpus)} is invalid: it must be 1 or more", f"for example {option('gpus', 256)}")
-        if self.price is not None and not 0 <= self.price < inf:
+        if self.price is not None and not 0 <= self.price <= HIGHEST_PRICE:
             price = option("price", f"{self.price:g}")
-            raise UserError(f"{price} is not a price", f"the price of one GPU-hour, for example {option('price', 2.5)}")
+            raise UserError(
+                f"{price} is not a price",
+                f"the price of one GPU-hour, from 0 to {HIGHEST_PRICE:g}, for example {option('price', 2.5)}",
+            )
 
     @classmethod
     def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:

@@ -45,8 +45,12 @@ class Case:
 
     def sizes(self) -> dict[str, int]:
         """Tokens and features, by their names in messages."""
-        rows = {f"tokens of expert {index}": row for index, row in enumerate(self.rows)} or {"tokens": self.tokens}
-        return rows | {"input features": self.inputs, "output features": self.outputs}
+        return {f"tokens of expert {index}": row for index, row in enumerate(self.rows)} | self.unpadded_sizes()
+
+    def unpadded_sizes(self) -> dict[str, int]:
+        """The same without the tokens of experts, which frameworks pad in training."""
+        tokens = {} if self.rows else {"tokens": self.tokens}
+        return tokens | {"input features": self.inputs, "output features": self.outputs}
 
     @property
     def bytes_touched(self) -> int:

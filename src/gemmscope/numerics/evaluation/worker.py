@@ -31,6 +31,8 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import NumericsResult
 from gemmscope.workload.ops import OPERANDS
 
+THREADS = 8  # on any machine: sums over threads depend on how many there are
+
 
 def main() -> None:
     """Compute what the request asks for."""
@@ -45,9 +47,7 @@ def main() -> None:
 
 def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     """The facts of the recording, then the errors of every linear in every recipe."""
-    threads = torch.get_num_threads()
-    if request.source.kind == "recording":
-        torch.set_num_threads(1)  # the tensors are small: more threads would not be faster
+    torch.set_num_threads(1 if request.source.kind == "recording" else THREADS)  # the tensors of a recording are small
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {request.device} is not available: PyTorch sees no GPU", "use the CPU, which is fast enough")
     for name in request.recipes:  # a fact that is missing is one error, not one for every linear
@@ -62,7 +62,7 @@ def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     else:
         from gemmscope.numerics.evaluation.depth import depth_report  # imports more than the errors need
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(THREADS)
         yield AllComputed(depth_report(request, request.depth))
 
 
