@@ -9,6 +9,7 @@ overrides them. For any other class, every setting that decides a shape must be 
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
-from gemmscope.model.spec import ModelSource
+from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.toml import inherited, load_data
 
 VOCABULARY = "tokenizer_vocabulary"  # of a class
@@ -80,7 +81,10 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
         _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
-    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document)]
+    model = known.model if known is not None else None
+    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, model)]
+    if model is not None and type(size := values.get("vocab_size")) is int:
+        model = replace(model, vocab_size=size)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -97,11 +101,12 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     )  # fmt: skip
     if known is None:
         return model_source(settings, origin, findings, unknown_names)
-    return model_source(settings, origin, [*known.findings, *findings], unknown_names, known.model)
+    return model_source(settings, origin, [*known.findings, *findings], unknown_names, model)
 
 
 def _last_name(target: object) -> str:
     """`silu` from `torch.nn.functional.silu`; empty where it is not text."""
+    target = target.text if isinstance(target, Unknown) else target
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
@@ -139,8 +144,8 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[
         section_of[name] = sections[0]
         for section in sections:
             value = _section(document, document, section).get(name)
-            if isinstance(value, dict) and name.endswith("_dtype"):
-                value = _last_name(value.get("_target_"))
+            if name.endswith("_dtype"):
+                value = _last_name(value.get("_target_") if isinstance(value, dict) else value)
             if value is not None:
                 values[name], section_of[name] = value, section
                 break
@@ -163,16 +168,18 @@ def _sequence_length(values: dict[str, object], given: Mapping[str, object], doc
     return []
 
 
-def _vocabulary(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
-    """Where the model has no vocabulary, it gets that of the tokenizer, padded: given by the file, or assumed from the class."""
-    size = values.pop(VOCABULARY, None)
-    if values.get("vocab_size") is not None or not isinstance(size, int | None):
+def _vocabulary(values: dict[str, object], document: Mapping[str, object], known: ModelSpec | None) -> list[Finding]:
+    """Where the model has no vocabulary, or the file says so, it gets that of the tokenizer, padded: given, or that of the class."""
+    size, tokenizer = values.pop(VOCABULARY, None), _section(document, document, "tokenizer")
+    own, given = values.get("vocab_size", known.vocab_size if known else None), tokenizer.get("vocab_size")
+    if tokenizer.get("use_tokenizer_vocab_size") is True and isinstance(given, int):
+        values |= {"vocab_size": given, "should_pad_vocab": True}
+        model_size = own if own is not None else size
+        return [finding("vocabulary-of-tokenizer", size=given, own=shown(model_size))] if model_size not in (None, given) else []
+    if own is not None or not isinstance(size, int | None) or (given is None and size is None):
         return []
-    tokenizer = _section(document, document, "tokenizer").get("vocab_size")
-    if tokenizer is None and size is None:
-        return []
-    values |= {"vocab_size": size if tokenizer is None else tokenizer, "should_pad_vocab": True}
-    return [finding("vocabulary-of-class", size=size)] if tokenizer is None else []
+    values |= {"vocab_size": size if given is None else given, "should_pad_vocab": True}
+    return [finding("vocabulary-of-class", size=size)] if given is None else []
 
 
 def _load(text: str) -> dict[str, object]:
