@@ -81,10 +81,10 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
         _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
-    model = known.model if known is not None else None
-    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, model)]
-    if model is not None and type(size := values.get("vocab_size")) is int:
-        model = replace(model, vocab_size=size)
+    of_elsewhere = known.model if known is not None else None
+    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, of_elsewhere)]
+    if of_elsewhere is not None and type(size := values.get("vocab_size")) is int:
+        of_elsewhere = replace(of_elsewhere, vocab_size=size)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -101,7 +101,7 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     )  # fmt: skip
     if known is None:
         return model_source(settings, origin, findings, unknown_names)
-    return model_source(settings, origin, [*known.findings, *findings], unknown_names, model)
+    return model_source(settings, origin, [*known.findings, *findings], unknown_names, of_elsewhere)
 
 
 def _last_name(target: object) -> str:
@@ -172,6 +172,7 @@ def _vocabulary(values: dict[str, object], document: Mapping[str, object], known
     """Where the model has no vocabulary, or the file says so, it gets that of the tokenizer, padded: given, or that of the class."""
     size, tokenizer = values.pop(VOCABULARY, None), _section(document, document, "tokenizer")
     own, given = values.get("vocab_size", known.vocab_size if known else None), tokenizer.get("vocab_size")
+    given = None if isinstance(given, Unknown) else given
     if tokenizer.get("use_tokenizer_vocab_size") is True and isinstance(given, int):
         values |= {"vocab_size": given, "should_pad_vocab": True}
         model_size = own if own is not None else size

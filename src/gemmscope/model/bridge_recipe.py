@@ -12,6 +12,7 @@ A file has many recipes. `FILE.py:FUNCTION` names one; else the pretraining func
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from gemmscope.errors import UserError, did_you_mean, option
@@ -30,6 +31,7 @@ MODEL = "model"
 PRETRAINING = "pretrain"  # in the names of the functions that are read, where none is named
 PRESET_SOURCE = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/blob/.*")
 LARGEST_CONFIG = 2**20
+GPUS = re.compile(r"_([1-9][0-9]{0,4})gpu_")  # in the name of a function, by Megatron-Bridge's convention
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Recipe:
         """What the model is, as far as the recipe names it."""
         sizes = {name: self.model.values.get(name) for name in (*REQUIRED, "num_moe_experts") if self.model.values.get(name)}
         changed = ", ".join(f"{name}={value}" for name, value in sizes.items() if is_plain(value))
-        return f"{self.model.name}({changed})" if self.model.base and self.model.base != FROM_HUB else self.model.name
+        return f"{self.model.name}({changed})" if changed else self.model.name
 
 
 def recognises(text: str) -> bool:
@@ -70,6 +72,8 @@ def read(text: str, origin: str, path: Path | None = None, function: str = "") -
     recipe, *others = recipes
     source = _source(recipe, origin)
     findings = [finding("recipe-calls-not-read", calls=[*recipe.not_followed])] if recipe.not_followed else list[Finding]()
+    if GPUS.search(recipe.function):
+        findings.append(finding("recipe-gpus", function=recipe.function))
     if others:
         findings.append(finding("recipe-of-several", function=recipe.function, count=len(recipes), origin=origin))
     return replace(source, findings=(*source.findings, *findings))
@@ -80,14 +84,13 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
     if name == FROM_HUB and (arguments or keywords):
         hub_id = arguments[0] if arguments else next(iter(keywords.values()))
         if isinstance(hub_id, str):
-            return Record(hub_id[:200], base="AutoBridge", made=True)
+            why = "the settings of its config"
+            return Record(hub_id[:200], hidden=why, base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
         why = hub_id.hidden if isinstance(hub_id, Record) else "it is not text"
         return Record(f"{name}({hub_id.name if isinstance(hub_id, Record) else hub_id})", hidden=why)
-    if isinstance(holder, Record) and holder.base == "AutoBridge" and name in RECIPE["of_hub"]:
-        return Record(holder.name, hidden="the settings of its config", base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
     if isinstance(holder, Record) and holder.base == FROM_HUB and name in RECIPE["same_model"]:
         return holder
-    if holder is not None and not isinstance(holder, Import):
+    if not (holder is None or isinstance(holder, Import) or (isinstance(holder, Record) and holder.imported)):
         return None
     if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
         if arguments:
@@ -107,7 +110,7 @@ def _named(follower: Follower, module: Module, function: str) -> Recipe:
             f"there is no function {function[:100]} in the file",
             did_you_mean(function, known) or f"functions: {', '.join(known[:6]) or 'none'}",
         )
-    recipe = _followed(follower, function, code)
+    recipe = _followed(follower, code.node.name, code)
     if recipe is None:
         raise UserError(f"{function}() builds no model", "name the function that returns the configuration")
     return recipe
@@ -133,7 +136,7 @@ def _recipes(follower: Follower, module: Module) -> list[Recipe]:
     if len(models) > 1:
         raise UserError(
             f"the file has recipes of several models: {', '.join(list(models)[:6])}",
-            f"name one function: {option('config', f'FILE.py:{[*models.values()][0]}')}",
+            f"name one function: {option('config', 'FILE.py:' + (next(filter(None, models.values()), '') or 'FUNCTION'))}",
         )
     complete = [recipe for recipe in chosen if MODEL in recipe.sections] or chosen
     return sorted(complete, key=lambda recipe: not recipe.function)
@@ -149,17 +152,16 @@ def _followed(follower: Follower, name: str, code: Code) -> Recipe | None:
 
 def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> Recipe | None:
     """The recipe among the result and the variables of a function, or of a file."""
-    local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.values)]
-    for one in ([result] if isinstance(result, Record) else reversed(local) if result is None else ()):
+    local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.known())]
+    for one in [result] if isinstance(result, Record) else reversed(local) if result is None else ():
         if one.base:
             sections: dict[str, object] = {}
             model: object = one
-        elif one.known() or one.hidden:
-            sections = one.known()
-            model = one.get(MODEL)
+        elif MODEL in one.known() or name.endswith("_config") or PRETRAINING in name:
+            sections, model = one.known(), one.get(MODEL)
         else:
             continue
-        if not isinstance(model, Record) or (not model.base and not one.known() and not name):
+        if not isinstance(model, Record):
             continue
         passed = [call for call, record in follower.not_followed if record in (one, model) and (record is one or record is model)]
         return Recipe(name, sections, model, tuple(dict.fromkeys(passed)))
@@ -169,7 +171,7 @@ def _of_values(name: str, result: object, variables: Mapping[str, object], follo
 def _source(recipe: Recipe, origin: str) -> ModelSource:
     """The model and run of a recipe."""
     model, place = recipe.model, f"{recipe.function}()" if recipe.function else "the file"
-    if not model.base or model.base == "AutoBridge":
+    if not model.base:
         raise UserError(
             f"the model of {place} comes from {model.name}: {model.hidden or 'it is not known here'}"
             if model.name not in model.hidden
@@ -189,6 +191,8 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
         named, known = {"_target_": known}, None
     else:
         named = {"name": model.name} if known else {"_target_": model.base}
+    if gpus := GPUS.search(recipe.function):
+        settings["world_size"] = int(gpus[1])
     return bridge.read_document({MODEL: {**named, **settings}, **sections}, origin, known)
 
 
@@ -217,7 +221,9 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str
         source = presets.load(preset)
     elif hub_id in RECIPE["hub"]:
         return str(RECIPE["hub"][hub_id])
-    changed = [name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)]
+    changed = [
+        name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)
+    ]
     if changed or source is None or source.model is None:
         change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
         raise UserError(
@@ -231,6 +237,7 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str
     return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
 
 
+@cache
 def hub_presets() -> dict[str, str]:
     """The preset of each hub ID that is the source of one."""
     sources = {name: PRESET_SOURCE.fullmatch(presets.describe(name).source) for name in presets.names()}

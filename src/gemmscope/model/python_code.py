@@ -112,7 +112,26 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 BUILTINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (len, max, min, int, str, float, bool, list, tuple, dict, set, abs, divmod, sum, enumerate, zip, sorted, range)
+    for function in (
+        len,
+        max,
+        min,
+        int,
+        str,
+        float,
+        bool,
+        list,
+        tuple,
+        dict,
+        set,
+        abs,
+        divmod,
+        sum,
+        enumerate,
+        zip,
+        sorted,
+        range,
+    )
 }
 METHODS = {
     str: ("lower", "upper", "strip", "split", "join", "startswith", "endswith"),
@@ -173,9 +192,11 @@ class Follower:
     def call(self, code: Code, arguments: Sequence[object] = (), keywords: Mapping[str, object] | None = None) -> object:
         """What a function returns, or the object that a class makes."""
         try:
-            return self._object(code, keywords or {}) if isinstance(code.node, ast.ClassDef) else self._call(
-                code, arguments, keywords or {}
-            )[0]
+            return (
+                self._object(code, keywords or {})
+                if isinstance(code.node, ast.ClassDef)
+                else self._call(code, arguments, keywords or {})[0]
+            )
         except RecursionError:
             raise UserError("the recipe is nested too deeply", "simplify it") from None
 
@@ -197,7 +218,10 @@ class Follower:
             if found is None:
                 return Record(value.name, hidden=f"{value.name} of {value.module}, which is not in this folder", imported=True)
             inner = self._lookup(found, value.name)
-            submodule = Import(value.importer, f"{value.module.rstrip('.')}.{value.name}" if value.module.strip(".") else value.module + value.name)
+            submodule = Import(
+                value.importer,
+                f"{value.module.rstrip('.')}.{value.name}" if value.module.strip(".") else value.module + value.name,
+            )
             if inner is None and self._module(submodule.importer, submodule.module) is None:
                 return Record(value.name, hidden=f"{value.name} of {value.module}, which does not define it", imported=True)
             value = submodule if inner is None else inner
@@ -235,7 +259,7 @@ class Follower:
         level = len(name) - len(name.lstrip("."))
         parts = importer.path.parts
         if level:
-            roots = [Path(*parts[: -level])]
+            roots = [Path(*parts[:-level])]
         else:
             around = [Path(*parts[:index]) for index in range(len(parts) - 1, 0, -1) if parts[index] == steps[0]]
             roots = [self.path.parent, *around, *(map(Path, sys.path) if steps[0] in ON_PATH else ())]
@@ -342,7 +366,7 @@ class Follower:
             elif isinstance(holder, list):
                 holder[:] = [Record(_written(target), hidden="the code sets an item of the list")]
 
-    def _put(self, names: dict[Any, object], name: object, value: object, uncertain: bool) -> None:  # noqa: FBT001
+    def _put(self, names: dict[Any, object], name: object, value: object, uncertain: bool) -> None:
         same = name in names and is_plain(value) and is_plain(names[name]) and names[name] == value
         names[name] = Record(str(name), hidden=CONDITION) if uncertain and not same else value
 
@@ -600,7 +624,11 @@ class Follower:
             if inner is None:
                 inner = Record("", hidden=of_base.hidden if isinstance(of_base, Record) else "a base of its class is not read")
             made.values |= inner.values
-            made.hidden, made.base, made.methods = made.hidden or inner.hidden, inner.base or made.base, made.methods + inner.methods
+            made.hidden, made.base, made.methods = (
+                made.hidden or inner.hidden,
+                inner.base or made.base,
+                made.methods + inner.methods,
+            )
         self.depth -= 1
         body = Frame(code.module, dict(code.module.names), self.branches)
         methods = [part.name for part in node.body if isinstance(part, Function)]

@@ -72,7 +72,9 @@ def read_text(text: str, origin: str, path: Path | None = None, name: str = "") 
             except UserError as error:
                 raise UserError(f"{origin}: {error.message}", error.hint) from error
             if name:
-                raise UserError(f"{origin} has no functions, but {shown(name)} names one", f"give only the file: {option('config', origin)}")
+                raise UserError(
+                    f"{origin} has no functions, but {shown(name)} names one", f"give only the file: {option('config', origin)}"
+                )
             return source
     raise UserError(f"{origin} {'is empty' if not text.strip() else 'has an unknown format'}", FORMATS)
 
