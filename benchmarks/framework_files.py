@@ -1,9 +1,9 @@
-"""Reads every recipe and example script of training frameworks, from checkouts of them: answered, refused with the reason, or wrong.
+"""Reads every recipe and example script of training frameworks: answered, refused with the reason, or wrong.
 
 python benchmarks/framework_files.py bridge=PATH megatron=PATH [torchtitan=PATH] [--refused]
 
-Wrong is an answer whose parameters are far from the size in the name (`8b`), or that differs from `framework_files.toml`: sizes of
-twenty recipes that a person read in their files. The exit status is 1 if anything is wrong. `--refused` lists every refusal.
+PATH is a checkout. Wrong is an answer whose parameters are far from the size in the name (`8b`), or that differs from
+`framework_files.toml`: sizes that were read by hand. The exit status is 1 if anything is wrong. `--refused` lists every refusal.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def bridge(root: Path) -> Iterator[Entry]:
     package = root / "src/megatron/bridge"
     for path in sorted([*package.glob("recipes/**/*.py"), *package.glob("perf_recipes/**/*.py")]):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_config") and not node.name.startswith("_"):
-                if "ConfigContainer" in ast.unparse(node.returns or ast.Constant(None)):
-                    kind = "pretraining" if "pretrain" in node.name else "finetuning"
-                    yield Entry(kind, f"{path.relative_to(package)}:{node.name}", f"{path}:{node.name}")
+            returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
+            if isinstance(node, ast.FunctionDef) and returns == "ConfigContainer" and re.fullmatch("[^_].*_config", node.name):
+                kind = "pretraining" if "pretrain" in node.name else "finetuning"
+                yield Entry(kind, f"{path.relative_to(package)}:{node.name}", f"{path}:{node.name}")
 
 
 def megatron(root: Path) -> Iterator[Entry]:

@@ -169,7 +169,7 @@ def _sequence_length(values: dict[str, object], given: Mapping[str, object], doc
 
 
 def _vocabulary(values: dict[str, object], document: Mapping[str, object], known: ModelSpec | None) -> list[Finding]:
-    """Where the model has no vocabulary, or the file says so, it gets that of the tokenizer, padded: given, or that of the class."""
+    """Where the model has no vocabulary, or the file says so, it gets the tokenizer's, padded: given, or that of the class."""
     size, tokenizer = values.pop(VOCABULARY, None), _section(document, document, "tokenizer")
     own, given = values.get("vocab_size", known.vocab_size if known else None), tokenizer.get("vocab_size")
     given = None if isinstance(given, Unknown) else given

@@ -1,10 +1,10 @@
 """Megatron-Bridge recipes in Python: a function that builds the configuration of a run.
 
 A recipe is never run. `python_code` follows its function, and those of the same tree that it calls, and `cfg.model` is what they
-leave there: a provider class whose sizes `bridge` knows, with the settings that are changed, or what AutoBridge takes from a Hugging
-Face config. That model is the preset with exactly this source, the provider class with the same sizes, or a local folder. A model
-that comes from anywhere else is an error that says from where: no other model ever takes its place. The result has the same sections
-as a YAML file, and `bridge` reads it.
+leave there: a provider class whose sizes `bridge` knows, with the settings that are changed, or what AutoBridge takes from a
+Hugging Face config. That model is the preset with exactly this source, the provider class with the same sizes, or a local folder.
+A model that comes from anywhere else is an error that says from where: no other model ever takes its place. The result has the
+same sections as a YAML file, and `bridge` reads it.
 
 A file has many recipes. `FILE.py:FUNCTION` names one; else the pretraining functions must agree on the model.
 """
@@ -163,7 +163,8 @@ def _of_values(name: str, result: object, variables: Mapping[str, object], follo
             continue
         if not isinstance(model, Record):
             continue
-        passed = [call for call, record in follower.not_followed if record in (one, model) and (record is one or record is model)]
+        passed = [call for call, record in follower.not_followed if record is one or record is model]
+        passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
         return Recipe(name, sections, model, tuple(dict.fromkeys(passed)))
     return None
 
@@ -182,7 +183,7 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
     if model.methods:
         raise UserError(
             f"the model of {place} is of class {model.name}, whose code decides its layers ({', '.join(model.methods[:3])})",
-            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its Hugging Face config.json: {option('config', 'PATH')}",
+            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its config.json: {option('config', 'PATH')}",
         )
     settings = _section(model)
     sections = {name: _section(value) for name, value in recipe.sections.items() if isinstance(value, Record) and name != MODEL}
@@ -196,16 +197,17 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
     return bridge.read_document({MODEL: {**named, **settings}, **sections}, origin, known)
 
 
-def _section(record: Record) -> dict[str, object]:
-    return {name: _plain(value) for name, value in record.known().items()}
+def _section(record: Record, deepest: int = 4) -> dict[str, object]:
+    return {name: _plain(value, deepest - 1) for name, value in record.known().items()}
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, deepest: int) -> object:
     """A value as a YAML file would have it; `Unknown` where the code does not show it."""
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, deepest - 1) if deepest else None for item in value]
     if isinstance(value, Record):
-        return _section(value) if value.known() else Unknown(value.name[:60], value.hidden or "it is an object")
+        known = deepest > 0 and value.known()
+        return _section(value, deepest) if known else Unknown(value.name[:60], value.hidden or "it is an object")
     if isinstance(value, (Code, Import)):
         return Unknown(value.node.name if isinstance(value, Code) else value.name, "it is code")
     return value

@@ -1,12 +1,12 @@
 """Follows Python code without running it: what a function, and the functions that it calls, set.
 
-Recipes of training frameworks are Python: functions that build objects and assign their attributes, with helpers in other files of
-the same tree. `Follower` walks through their syntax trees, in the order in which Python would run them. An object is a `Record`: its
-attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function of a
-package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, instead of guessed.
+Recipes of training frameworks are Python: functions that build objects and assign their attributes, with helpers in other files
+of the same tree. `Follower` walks through their syntax trees, in the order in which Python runs them. An object is a `Record`:
+its attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function
+of a package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, not guessed.
 
-Files are found where Python finds them: beside the first file, in the packages around it, and those of `megatron` also on Python's
-path. They are only read.
+Files are found where Python finds them: beside the first file, in the packages around it, and those of `megatron` also on
+Python's path. They are only read.
 """
 
 import ast
@@ -22,15 +22,15 @@ from gemmscope.errors import UserError
 LONGEST_FILE = 200_000  # characters; real ones are far shorter
 LONGEST_VALUE = 20_000  # items or characters
 LARGEST_NUMBER = 10**12
-MOST_STEPS, MOST_FILES, DEEPEST = 300_000, 200, 30
+MOST_STEPS, MOST_FILES, DEEPEST = 100_000, 200, 30
 ON_PATH = ("megatron",)  # packages that are also looked up on Python's path
 CONDITION = "it depends on a condition that the file does not decide"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
-    """An object with its attributes, or a value that is not known. `hidden`: why other attributes, or the value, are not known."""
+    """An object with its attributes, or an unknown value. `hidden`: why the value, or other attributes, are not known."""
 
     name: str  # of its class or, where it is hidden, as the code writes it
     values: dict[str, object] = field(default_factory=dict)
@@ -155,9 +155,13 @@ def is_plain(value: object) -> bool:
 
 def _bounded(value: object) -> bool:
     """Whether a value is small enough to go on with."""
-    if isinstance(value, (str, list, tuple, dict, set, range)):
-        return len(value) <= LONGEST_VALUE
-    return not isinstance(value, (int, float)) or abs(value) <= LARGEST_NUMBER
+    items, count = [value], 0
+    while items and count <= LONGEST_VALUE:  # lists may share parts, so that they have far more items than memory holds
+        one = items.pop()
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, (list, tuple, set)) else ()
+        items += inner if len(inner) <= LONGEST_VALUE else ()
+        count += len(one) if isinstance(one, (str, list, tuple, dict, set, range)) else 1
+    return count <= LONGEST_VALUE + 1 and (not isinstance(value, (int, float)) or abs(value) <= LARGEST_NUMBER)
 
 
 class Follower:
@@ -311,11 +315,19 @@ class Follower:
                 self._run(node.body if truth else node.orelse, frame)
         elif isinstance(node, ast.For):
             self._loop(node, frame)
-        elif isinstance(node, ast.While):
-            self._in_branch(node.body, frame)
-        elif isinstance(node, (ast.With, ast.AsyncWith, ast.Try)):
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
             self._run(node.body, frame)
-            self._run([*getattr(node, "orelse", ()), *getattr(node, "finalbody", ())], frame)
+        elif isinstance(node, ast.Try):
+            self._run([*node.body, *node.orelse], frame)
+            for handler in node.handlers:
+                self._in_branch(handler.body, frame)
+            self._run(node.finalbody, frame)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            for name in node.names:
+                frame.module.names[name] = Record(name, hidden="a function sets it")
+        else:  # while, match
+            for part in getattr(node, "cases", [node]):
+                self._in_branch([*getattr(part, "body", ()), *getattr(part, "orelse", ())], frame)
 
     def _in_branch(self, body: Sequence[ast.stmt], frame: Frame) -> None:
         """Follow statements that may not run."""
@@ -390,7 +402,11 @@ class Follower:
             return self._called(node, frame)
         elif isinstance(node, (ast.List, ast.Tuple, ast.Set)) and not any(isinstance(item, ast.Starred) for item in node.elts):
             items = [self._value(item, frame) for item in node.elts]
-            return tuple(items) if isinstance(node, ast.Tuple) else items
+            if _bounded(items):
+                return tuple(items) if isinstance(node, ast.Tuple) else items
+        elif isinstance(node, ast.NamedExpr):
+            self._assign(node.target, value := self._value(node.value, frame), frame)
+            return value
         elif isinstance(node, ast.Dict):
             return self._dictionary(node, frame)
         elif isinstance(node, ast.BinOp):
@@ -429,7 +445,7 @@ class Follower:
                 result[name] = item
             else:
                 return Record(_written(node), hidden=COMPUTED)
-        return result
+        return result if _bounded(result) else Record(_written(node), hidden=COMPUTED)
 
     def _combined(self, node: ast.AST, kind: ast.AST, left: object, right: object) -> object:
         hidden = Record(_written(node), hidden=COMPUTED)
@@ -440,7 +456,9 @@ class Follower:
         both = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and isinstance(kind, ast.Add)
         if function is None or not (both or (is_plain(left) and is_plain(right))):
             return hidden
-        if isinstance(kind, ast.Mult) and _repeats_too_often(left, right):
+        if (isinstance(kind, ast.Mult) and _repeats_too_often(left, right)) or (
+            isinstance(kind, ast.Mod) and isinstance(left, str)
+        ):
             return hidden
         try:
             result = function(left, right)
@@ -528,7 +546,10 @@ class Follower:
         if any(type(holder) is kind and name in methods for kind, methods in METHODS.items()):
             if self.branches and name in CHANGING:
                 arguments = [[Record(name, hidden=CONDITION)]]
-            return self._plain(node, getattr(holder, name), arguments)
+            result = self._plain(node, getattr(holder, name), arguments)
+            if isinstance(holder, (list, dict)) and not _bounded(holder):
+                holder.clear()
+            return result
         if name in COPIES and arguments and not method:
             copied = _copy(arguments[0])
             if isinstance(copied, Record):
@@ -563,6 +584,7 @@ class Follower:
         hidden = Record(_written(node), hidden=COMPUTED)
         one = arguments[0] if arguments else None
         if len(arguments) < 2 or not (isinstance(arguments[1], str) or name == "isinstance"):
+            self.not_followed += [(f"{name}()", one)] if name == "setattr" and isinstance(one, Record) else []
             return hidden
         if name == "isinstance":
             wanted = {_last(item) for item in (node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]])}
@@ -650,14 +672,17 @@ class Follower:
         return self._value(node, frame)
 
 
-def _copy(value: object) -> object:
+def _copy(value: object, copies: dict[int, Record] | None = None) -> object:
     """A deep copy of a value. Code and imports stay the same."""
+    copies = {} if copies is None else copies
     if isinstance(value, Record):
-        values = {name: _copy(inner) for name, inner in value.known().items()}
-        return replace(value, values=values, asked={})
+        if id(value) not in copies:
+            copies[id(value)] = copied = replace(value, values={}, asked={})
+            copied.values |= {name: _copy(inner, copies) for name, inner in value.known().items()}
+        return copies[id(value)]
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_copy, value))
-    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+        return type(value)(_copy(item, copies) for item in value)
+    return {key: _copy(inner, copies) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _repeats_too_often(left: object, right: object) -> bool:
