@@ -22,7 +22,7 @@ from gemmscope.errors import UserError
 LONGEST_FILE = 200_000  # characters; real ones are far shorter
 LONGEST_VALUE = 20_000  # items or characters
 LARGEST_NUMBER = 10**12
-MOST_STEPS, MOST_FILES, DEEPEST = 100_000, 200, 30
+MOST_STEPS, MOST_FILES, DEEPEST = 50_000, 200, 30
 ON_PATH = ("megatron",)  # packages that are also looked up on Python's path
 CONDITION = "it depends on a condition that the file does not decide"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -556,7 +556,9 @@ class Follower:
                 copied.values |= keywords
             return copied
         why = f"{name}(), which is not read"
-        if isinstance(function, Record):
+        if isinstance(holder, Record) and holder.hidden and not holder.made:
+            why = holder.hidden
+        elif isinstance(function, Record):
             why = function.hidden if function.imported else f"{name}(), which the file does not define"
         if name[:1].isupper():
             return Record(name, dict(keywords), why, made=True)
