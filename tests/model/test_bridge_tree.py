@@ -144,7 +144,10 @@ def test_a_recipe_of_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
-        ("megatron/bridge/recipes/llama/llama3.py", "llama31_8b_pretrain_config of megatron.bridge.recipes.llama.llama3, which is not"),
+        (
+            "megatron/bridge/recipes/llama/llama3.py",
+            "llama31_8b_pretrain_config of megatron.bridge.recipes.llama.llama3, which is not",
+        ),
         ("megatron/bridge/recipes/llama/h100/ids.py", "LLAMA_8B of .ids, which is not in this folder"),
     ],
 )
@@ -192,7 +195,18 @@ def test_a_damaged_recipe_is_the_same_model_or_none(tmp_path: Path, name: str) -
 
 def test_a_hub_id_is_exactly_that_of_a_preset() -> None:
     text = "from megatron.bridge import AutoBridge\nmodel = AutoBridge.from_hf_pretrained({!r})\nmodel.seq_length = 8"
-    for hub_id in (*hub_presets(), "", "/", "//", "Qwen", "Qwen/", "/Qwen3-8B", "qwen/qwen3-8b", "Qwen/Qwen3-8B/", "Qwen/Qwen3-8"):
+    for hub_id in (
+        *hub_presets(),
+        "",
+        "/",
+        "//",
+        "Qwen",
+        "Qwen/",
+        "/Qwen3-8B",
+        "qwen/qwen3-8b",
+        "Qwen/Qwen3-8B/",
+        "Qwen/Qwen3-8",
+    ):
         try:
             source = readers.read_text(text.format(hub_id), "recipe.py")
         except UserError:
@@ -241,14 +255,26 @@ def test_calls_that_are_not_read() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["x = [x, x]\n" * 60, "x.append(x)", "x = x + x\n" * 60, "x = 'a' * 10**9", "x = 9 * x\n" * 900, "x = {1: x}\n" * 300, "m.m = m"],
+    [
+        "x = [x, x]\n" * 60,
+        "x.append(x)",
+        "x = x + x\n" * 60,
+        "x = 'a' * 10**9",
+        "x = 9 * x\n" * 900,
+        "x = {1: x}\n" * 300,
+        "m.m = m",
+    ],
 )
 def test_values_that_grow_without_bound(line: str) -> None:
-    source = readers.read_text(f"import megatron.bridge\nx = [1]\nm = Qwen3ModelProvider8B()\n{line}\nm.seq_length = 8", "recipe.py")
+    source = readers.read_text(
+        f"import megatron.bridge\nx = [1]\nm = Qwen3ModelProvider8B()\n{line}\nm.seq_length = 8", "recipe.py"
+    )
     assert source.run_settings["sequence_length"] == 8
 
 
 def test_recipes_that_take_too_many_steps() -> None:
     calls = "".join(f"def f{n}():\n a = f{n + 1}()\n b = f{n + 1}()\n return a\n" for n in range(25))
     with pytest.raises(UserError, match="too many steps"):
-        readers.read_text(f"import megatron.bridge\n{calls}\ndef f25():\n return 1\nx = f0()\nm = Qwen3ModelProvider8B()", "recipe.py")
+        readers.read_text(
+            f"import megatron.bridge\n{calls}\ndef f25():\n return 1\nx = f0()\nm = Qwen3ModelProvider8B()", "recipe.py"
+        )

@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.model import megatron
 from gemmscope.model.layer_spec import MoeSpec
-from gemmscope.model.megatron_settings import evaluate
+from gemmscope.model.python_code import evaluate
 from gemmscope.model.spec import ModelSpec
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import codes, facts

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, option
 from gemmscope.model import megatron
-from gemmscope.model.megatron_settings import evaluate
+from gemmscope.model.python_code import evaluate
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import checked, in_little_memory
 

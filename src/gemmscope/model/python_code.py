@@ -11,9 +11,11 @@ Python's path. They are only read.
 
 import ast
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +181,18 @@ class Follower:
         if len(text) > LONGEST_FILE:
             raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_FILE} characters")
         module = Module(path or self.path)
+        name, branches, self.branches = f"the Python{f' of {path.name}' if path else ''} is not valid", self.branches, 0
         if path is not None:
             self.files[path] = module
         try:
-            self._run(ast.parse(text).body, Frame(module, module.names, self.branches))
+            self._run(ast.parse(text).body, Frame(module, module.names))
         except _Return:
             pass
         except SyntaxError as error:
-            raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
+            raise UserError(f"{name}, line {error.lineno}: {error.msg}", "correct that line") from None
         except (ValueError, MemoryError, RecursionError):
-            raise UserError(
-                "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
-            ) from None
+            raise UserError(f"{name}: nested too deeply, or with a character that is not text", "simplify it") from None
+        self.branches = branches
         return module
 
     def call(self, code: Code, arguments: Sequence[object] = (), keywords: Mapping[str, object] | None = None) -> object:
@@ -249,7 +251,8 @@ class Follower:
             if len(self.files) >= MOST_FILES:
                 raise UserError(f"the recipe imports more than {MOST_FILES} files", "give a file that imports fewer")
             try:
-                text = place.read_text(encoding="utf-8") if place.suffix == ".py" else ""
+                with place.open(encoding="utf-8") if place.suffix == ".py" else StringIO() as file:
+                    text = file.read(LONGEST_FILE + 1)
             except (OSError, UnicodeDecodeError):
                 return None
             self.read(text, place)
@@ -310,7 +313,6 @@ class Follower:
             if truth is None:
                 self._in_branch(node.body, frame)
                 self._in_branch(node.orelse, frame)
-                self.branches += frame.uncertain and self.branches == frame.branches
             else:
                 self._run(node.body if truth else node.orelse, frame)
         elif isinstance(node, ast.For):
@@ -333,7 +335,7 @@ class Follower:
         """Follow statements that may not run."""
         self.branches += 1
         self._run(body, frame)
-        self.branches -= 1
+        self.branches -= not (frame.uncertain and self.branches == frame.branches + 1)  # what follows may not run either
 
     def _loop(self, node: ast.For, frame: Frame) -> None:
         items = self._value(node.iter, frame)
@@ -672,6 +674,28 @@ class Follower:
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             return self._value(given["default"], frame) if "default" in given else Record(_written(node), hidden="it is not read")
         return self._value(node, frame)
+
+
+def evaluate(text: str) -> int | list[int]:
+    """The value of an expression of whole numbers, lists, + - * / and parentheses, without executing it; else ValueError.
+
+    >>> evaluate("([0]*2+[1])*2")
+    [0, 0, 1, 0, 0, 1]
+    """
+    # The depth of the syntax tree is bounded before Python's parser sees the text, because the parser recurses.
+    if not re.fullmatch(r"[0-9\[\]()+*/,\s-]{1,100000}", text) or sum(map(text.count, "+-*/([")) > 200:
+        raise ValueError("not such an expression")
+    nothing = Module(None)
+    try:
+        tree = ast.parse(re.sub("/+", "//", text.strip()), mode="eval")
+        value = Follower(None, lambda *_: None)._value(tree.body, Frame(nothing, {}))
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("not such an expression") from error
+    items = [*value] if isinstance(value, (list, tuple)) else [value]
+    numbers = [item for item in items if type(item) is int and abs(item) <= LARGEST_NUMBER]
+    if len(numbers) != len(items):
+        raise ValueError("not a number, a list or a sum or product of them")
+    return numbers if isinstance(value, (list, tuple)) else numbers[0]
 
 
 def _copy(value: object, copies: dict[int, Record] | None = None) -> object:
