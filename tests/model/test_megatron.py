@@ -251,6 +251,12 @@ def test_python_list_and_yaml_of_flags():
     assert model_of("MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n  --num-attention-heads: 4").hidden_size == 64
 
 
+def test_gpt_oss_has_rotary_positions():
+    learned, rotary = (model_of(f"{SMALL} --max-position-embeddings 4096 {flag}") for flag in ("", "--enable-gpt-oss"))
+    assert (learned.positions, rotary.positions) == (4096, 0)
+    assert next(rotary.attentions).rotary
+
+
 def test_misspelled_optional_flag():
     source = megatron.read(f"{SMALL} --ffn-hiden-size 512", "args")
     assert facts(source, "setting-misspelled") == {"setting": "--ffn-hiden-size", "suggestion": "--ffn-hidden-size"}

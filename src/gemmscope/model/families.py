@@ -82,8 +82,8 @@ def _letters(name: str) -> str:
 def built_like(config: Mapping[str, Any]) -> str:
     """The known model type that an unknown one probably resembles, by its architecture, its name or its keys; or empty.
 
-    >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "frob")]
-    ['gemma', 'llama']
+    >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "gemmini", "frob")]
+    ['gemma', 'llama', 'llama']
     >>> built_like({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
     'deepseek_v3'
     """
