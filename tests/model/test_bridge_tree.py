@@ -113,7 +113,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def shape(source: ModelSource) -> object:
-    """What the model is, apart from its vocabulary, which is the tokenizer's, unless a setting that may be damaged says otherwise."""
+    """What the model is, apart from its vocabulary: settings of the run that may be damaged decide that."""
     assert source.model is not None
     return source.model.layers, source.model.hidden_size
 
@@ -224,7 +224,8 @@ def test_a_hub_id_is_exactly_that_of_a_preset() -> None:
         ("match FLAG:\n  case 1:\n   cfg.model = Qwen3ModelProvider4B()", "depends on a condition"),
         ("try:\n  check()\n except Exception:\n  cfg.model = Qwen3ModelProvider4B()", "depends on a condition"),
         ("for _ in sizes:\n  cfg.model = Qwen3ModelProvider4B()", "depends on a condition"),
-        ("cfg.model = Own()", "whose code decides its layers"),
+        ("cfg.model = Own()", r"code decides its layers \(Own.provide\)"),
+        ("cfg.model.transformer_layer_spec = own_layers", r"code decides its layers \(transformer_layer_spec\)"),
         ("cfg.model.num_layrs = 8", "model.num_layrs is not read"),
         ("cfg.model.residual_stream_size = 8", "model.residual_stream_size is not read"),
         ("cfg.model.num_layers = pick()", "model.num_layers is not known: pick"),
@@ -251,6 +252,7 @@ def test_calls_that_are_not_read() -> None:
     source = readers.read_text(text.format("shrink(cfg.model)"), "recipe.py")
     assert facts(source, "recipe-calls-not-read") == {"calls": ["shrink()"]}
     assert codes(readers.read_text(text.format("pretrain(cfg)"), "recipe.py")) == []
+    assert codes(readers.read_text(text.format("cfg.peft = LoRA(dim=8)"), "recipe.py")) == ["adapters-not-modelled"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     sections = _add_run(values, document)
     of_elsewhere = known.model if known is not None else None
     findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, of_elsewhere)]
+    if document.get("peft"):
+        findings.append(finding("adapters-not-modelled"))
     if of_elsewhere is not None and type(size := values.get("vocab_size")) is int:
         of_elsewhere = replace(of_elsewhere, vocab_size=size)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping

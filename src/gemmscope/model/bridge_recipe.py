@@ -92,6 +92,9 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
         return holder
     if not (holder is None or isinstance(holder, Import) or (isinstance(holder, Record) and holder.imported)):
         return None
+    if name in RECIPE["hub_classes"] and not arguments:
+        hidden = "the defaults of its class"
+        return Record(RECIPE["hub_classes"][name], {**keywords}, hidden, base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
     if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
         if arguments:
             return Record(f"{name}()", hidden="its sizes have no names")
@@ -180,9 +183,11 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
             "give the file inside its tree, or set PYTHONPATH to the folder that has the package; or name the model itself with "
             f"{option('config', 'PATH')} or {option('preset')}",
         )
-    if model.methods:
+    specs = [(name, value) for name in RECIPE["layer_specs"] if (value := model.values.get(name)) is not None]
+    own = [name for name, value in specs if getattr(_plain(value, 0), "text", "") not in RECIPE["usual_layers"]]
+    if model.methods or own:
         raise UserError(
-            f"the model of {place} is of class {model.name}, whose code decides its layers ({', '.join(model.methods[:3])})",
+            f"the model of {place} is a {model.name}, and code decides its layers ({', '.join([*model.methods, *own][:2])})",
             f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its config.json: {option('config', 'PATH')}",
         )
     settings = _section(model)

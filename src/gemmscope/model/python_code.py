@@ -545,6 +545,8 @@ class Follower:
                 return self._about(name, arguments, node)
             if name in BUILTINS:
                 return self._plain(node, BUILTINS[name], arguments)
+            if name == "cast" and len(arguments) == 2:
+                return arguments[1]
         if any(type(holder) is kind and name in methods for kind, methods in METHODS.items()):
             if self.branches and name in CHANGING:
                 arguments = [[Record(name, hidden=CONDITION)]]
