@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model import readers
+from gemmscope.model import bridge_recipe, readers
 from gemmscope.model.bridge_recipe import hub_presets
 from gemmscope.model.spec import ModelSource
 from support.reading import codes, facts
@@ -158,11 +158,11 @@ def test_what_cannot_be_resolved_is_named(tmp_path: Path, missing: str, says: st
 
 
 def damages(text: str) -> dict[str, None]:
-    """The text without each of its lines, and with each of its words renamed, once and everywhere."""
-    lines, words = text.split("\n"), list(re.finditer(r"[A-Za-z_]\w*", text))
+    """The text without each of its lines, and with each of its names renamed, once and everywhere."""
+    lines, names = text.split("\n"), list(re.finditer(r"[A-Za-z_]\w*", text))
     without = ["\n".join(lines[:at] + lines[at + 1 :]) for at in range(len(lines))]
-    once = [f"{text[: word.end()]}X{text[word.end() :]}" for word in words[::4]]
-    everywhere = [re.sub(rf"\b{name}\b", f"{name}X", text) for name in {word[0] for word in words}]
+    once = [f"{text[: word.end()]}X{text[word.end() :]}" for word in names[::4]]
+    everywhere = [re.sub(rf"\b{name}\b", f"{name}X", text) for name in {word[0] for word in names}]
     undecided = [re.sub(r"^( +)(?=\S)", r"\1if FLAG: ", text, count=1, flags=re.MULTILINE)]
     return dict.fromkeys([*without, *once, *everywhere, *undecided])
 
@@ -226,6 +226,8 @@ def test_a_hub_id_is_exactly_that_of_a_preset() -> None:
         ("for _ in sizes:\n  cfg.model = Qwen3ModelProvider4B()", "depends on a condition"),
         ("cfg.model = Own()", r"code decides its layers \(Own.provide\)"),
         ("cfg.model.transformer_layer_spec = own_layers", r"code decides its layers \(transformer_layer_spec\)"),
+        ("cfg.model = Qwen3ModelProvider8B(**sizes)", "sizes whose names the file does not show"),
+        ("cfg.model = build(**sizes)", "model.num_layers is not known: layers"),
         ("cfg.model.num_layrs = 8", "model.num_layrs is not read"),
         ("cfg.model.residual_stream_size = 8", "model.residual_stream_size is not read"),
         ("cfg.model.num_layers = pick()", "model.num_layers is not known: pick"),
@@ -238,13 +240,15 @@ def test_a_model_that_is_not_certain_is_refused(lines: str, says: str) -> None:
 class Own(Qwen3ModelProvider8B):
     def provide(self):
         return Tower(self)
+def build(layers=8):
+    return Qwen3ModelProvider8B(num_layers=layers)
 def f_config():
  cfg = ConfigContainer(model=Qwen3ModelProvider8B())
  {lines}
  return cfg
 """
     with pytest.raises(UserError, match=says):
-        readers.read_text(text, "recipe.py")
+        bridge_recipe.read(text, "recipe.py", function="f_config")
 
 
 def test_calls_that_are_not_read() -> None:

@@ -21,7 +21,8 @@ from gemmscope.model import bridge, hf, presets
 from gemmscope.model.bridge import provider_classes
 from gemmscope.model.megatron_model import REQUIRED
 from gemmscope.model.megatron_settings import FACTS, Unknown
-from gemmscope.model.python_code import Code, Follower, Function, Import, Module, Record, is_plain
+from gemmscope.model.python_code import Follower
+from gemmscope.model.python_values import Code, Function, Import, Module, Record, is_plain
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.reading import read_text
 
@@ -35,7 +36,7 @@ GPUS = re.compile(r"_([1-9][0-9]{0,4})gpu_")  # in the name of a function, by Me
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BridgeRecipe:
     """What one function leaves: its configuration, and the model in it."""
 
     function: str
@@ -85,7 +86,7 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
         hub_id = arguments[0] if arguments else next(iter(keywords.values()))
         if isinstance(hub_id, str):
             why = "the settings of its config"
-            return Record(hub_id[:200], hidden=why, base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
+            return Record(hub_id[:200], hidden=why, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
         why = hub_id.hidden if isinstance(hub_id, Record) else "it is not text"
         return Record(f"{name}({hub_id.name if isinstance(hub_id, Record) else hub_id})", hidden=why)
     if isinstance(holder, Record) and holder.base == FROM_HUB and name in RECIPE["same_model"]:
@@ -93,17 +94,17 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
     if not (holder is None or isinstance(holder, Import) or (isinstance(holder, Record) and holder.imported)):
         return None
     if name in RECIPE["hub_classes"] and not arguments:
-        hidden = "the defaults of its class"
-        return Record(RECIPE["hub_classes"][name], {**keywords}, hidden, base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
+        name, of_class = RECIPE["hub_classes"][name], "the defaults of its class"
+        return Record(name, dict(keywords), of_class, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
     if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
-        if arguments:
-            return Record(f"{name}()", hidden="its sizes have no names")
+        if arguments or "**" in keywords:
+            return Record(f"{name}()", hidden="it gets sizes whose names the file does not show")
         defaults = {**RECIPE["defaults"], **provider_classes().get(name, {})}
-        return Record(name, dict(keywords), "the defaults of its class", base=name, made=True, defaults=defaults)
+        return Record(name, dict(keywords), "the defaults of its class", base=name, constructed=True, defaults=defaults)
     return None
 
 
-def _named(follower: Follower, module: Module, function: str) -> Recipe:
+def _named(follower: Follower, module: Module, function: str) -> BridgeRecipe:
     """The recipe of the function that is named."""
     code = follower.resolve(module.names.get(function))
     if not isinstance(code, Code) or not isinstance(code.node, Function):
@@ -119,12 +120,12 @@ def _named(follower: Follower, module: Module, function: str) -> Recipe:
     return recipe
 
 
-def _recipes(follower: Follower, module: Module) -> list[Recipe]:
+def _recipes(follower: Follower, module: Module) -> list[BridgeRecipe]:
     """The recipes of a file: its pretraining functions, or all of them, if they have the same model."""
-    found = [_of_values("", None, module.names, follower)]
+    of_values = [_of_values("", None, module.names, follower)]
     codes = {name: value for name, value in module.names.items() if isinstance(value, Code) and isinstance(value.node, Function)}
-    found += [_followed(follower, name, code) for name, code in codes.items()]
-    built = [recipe for recipe in found if recipe is not None]
+    of_values += [_followed(follower, name, code) for name, code in codes.items()]
+    built = [recipe for recipe in of_values if recipe is not None]
     public = [recipe for recipe in built if not recipe.function.startswith("_")] or built
     chosen = [recipe for recipe in public if PRETRAINING in recipe.function] or public
     if not chosen:
@@ -145,7 +146,7 @@ def _recipes(follower: Follower, module: Module) -> list[Recipe]:
     return sorted(complete, key=lambda recipe: not recipe.function)
 
 
-def _followed(follower: Follower, name: str, code: Code) -> Recipe | None:
+def _followed(follower: Follower, name: str, code: Code) -> BridgeRecipe | None:
     """What a function leaves; None where it builds no model."""
     follower.depth = follower.branches = 0
     follower.not_followed.clear()
@@ -153,7 +154,7 @@ def _followed(follower: Follower, name: str, code: Code) -> Recipe | None:
     return _of_values(name, result, variables, follower)
 
 
-def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> Recipe | None:
+def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> BridgeRecipe | None:
     """The recipe among the result and the variables of a function, or of a file."""
     local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.known())]
     for one in [result] if isinstance(result, Record) else reversed(local) if result is None else ():
@@ -168,11 +169,11 @@ def _of_values(name: str, result: object, variables: Mapping[str, object], follo
             continue
         passed = [call for call, record in follower.not_followed if record is one or record is model]
         passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
-        return Recipe(name, sections, model, tuple(dict.fromkeys(passed)))
+        return BridgeRecipe(name, sections, model, tuple(dict.fromkeys(passed)))
     return None
 
 
-def _source(recipe: Recipe, origin: str) -> ModelSource:
+def _source(recipe: BridgeRecipe, origin: str) -> ModelSource:
     """The model and run of a recipe."""
     model, place = recipe.model, f"{recipe.function}()" if recipe.function else "the file"
     if not model.base:

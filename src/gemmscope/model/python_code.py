@@ -5,7 +5,7 @@ of the same tree. `Follower` walks through their syntax trees, in the order in w
 its attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function
 of a package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, not guessed.
 
-Files are found where Python finds them: beside the first file, in the packages around it, and those of `megatron` also on
+Files are found where Python finds them: beside the first file, in the packages around it, and those of the frameworks also on
 Python's path. They are only read.
 """
 
@@ -14,85 +14,30 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.model.python_values import (
+    LARGEST_NUMBER,
+    Code,
+    Frame,
+    Function,
+    Import,
+    Module,
+    Record,
+    copied,
+    is_bounded,
+    is_countable,
+    is_plain,
+    repeats_too_often,
+)
 
 LONGEST_FILE = 200_000  # characters; real ones are far shorter
-LONGEST_VALUE = 20_000  # items or characters
-LARGEST_NUMBER = 10**12
 MOST_STEPS, MOST_FILES, DEEPEST = 50_000, 200, 30
-ON_PATH = ("megatron",)  # packages that are also looked up on Python's path
+ON_PATH = ("megatron", "torchtitan")  # packages that are also looked up on Python's path
 CONDITION = "it depends on a condition that the file does not decide"
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(eq=False)
-class Record:
-    """An object with its attributes, or an unknown value. `hidden`: why the value, or other attributes, are not known."""
-
-    name: str  # of its class or, where it is hidden, as the code writes it
-    values: dict[str, object] = field(default_factory=dict)
-    hidden: str = ""
-    imported: bool = False  # `hidden` says from where
-    base: str = ""  # the known class that it is, or that its class has among its bases
-    methods: tuple[str, ...] = ()  # those that classes in the files add to the base
-    made: bool = False  # it is certainly an object: the code constructs it
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of attributes that the code does not set
-    asked: dict[str, "Record"] = field(default_factory=dict)  # attributes that were read, but not set so far
-
-    def get(self, name: str) -> object:
-        """The value of an attribute, or a hidden record of it, which later assignments fill."""
-        if name in self.values:
-            return self.values[name]
-        if name in self.defaults:
-            return self.defaults[name]
-        why = self.hidden or f"{self.name} has no {name} in the file"
-        return self.asked.setdefault(name, Record(f"{self.name}.{name}", hidden=why))
-
-    def known(self) -> dict[str, object]:
-        """The attributes that the code sets, and those that have such attributes themselves."""
-        filled = {name: record for name, record in self.asked.items() if name not in self.values and record.known()}
-        return {**filled, **self.values}
-
-
-@dataclass(eq=False)
-class Module:
-    """A file, and what its names stand for."""
-
-    path: Path | None
-    names: dict[str, object] = field(default_factory=dict)
-    stars: list["Import"] = field(default_factory=list)  # from ... import *
-
-
-@dataclass(frozen=True)
-class Import:
-    """A module, or a name of one, that is looked up where it is used."""
-
-    importer: Module
-    module: str  # "a.b"; with dots before it, where it is relative
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Code:
-    """A function or a class of a file."""
-
-    node: Function | ast.ClassDef
-    module: Module
-
-
-@dataclass
-class Frame:
-    """The names of one call. `branches`: how many conditions were undecided around the call."""
-
-    module: Module
-    names: dict[str, object]
-    branches: int = 0
-    uncertain: bool = False  # it may have returned earlier
 
 
 class _Return(Exception):  # noqa: N818 - not an error
@@ -144,26 +89,6 @@ COLLECT = ("list", "tuple", "len", "zip", "enumerate", "copy", "get", "keys", "i
 CHANGING = ("append", "extend", "update")
 COPIES = ("deepcopy", "copy", "replace")
 COMPUTED = "the recipe computes it"
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a constant, or a collection of them."""
-    if isinstance(value, (list, tuple, set)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _bounded(value: object) -> bool:
-    """Whether a value is small enough to go on with."""
-    items, count = [value], 0
-    while items and count <= LONGEST_VALUE:  # lists may share parts, so that they have far more items than memory holds
-        one = items.pop()
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, (list, tuple, set)) else ()
-        items += inner if len(inner) <= LONGEST_VALUE else ()
-        count += len(one) if isinstance(one, (str, list, tuple, dict, set, range)) else 1
-    return count <= LONGEST_VALUE + 1 and (not isinstance(value, (int, float)) or abs(value) <= LARGEST_NUMBER)
 
 
 class Follower:
@@ -220,10 +145,10 @@ class Follower:
         for _ in range(DEEPEST):
             if not isinstance(value, Import) or not value.name:
                 return value
-            found = self._module(value.importer, value.module)
-            if found is None:
+            module_of_it = self._module(value.importer, value.module)
+            if module_of_it is None:
                 return Record(value.name, hidden=f"{value.name} of {value.module}, which is not in this folder", imported=True)
-            inner = self._lookup(found, value.name)
+            inner = self._lookup(module_of_it, value.name)
             submodule = Import(
                 value.importer,
                 f"{value.module.rstrip('.')}.{value.name}" if value.module.strip(".") else value.module + value.name,
@@ -237,9 +162,9 @@ class Follower:
         if name in module.names:
             return module.names[name]
         for star in module.stars:
-            found = self._module(star.importer, star.module)
-            if found is not None and found is not module and name in found.names:
-                return found.names[name]
+            module_of_it = self._module(star.importer, star.module)
+            if module_of_it is not None and module_of_it is not module and name in module_of_it.names:
+                return module_of_it.names[name]
         return None
 
     def _module(self, importer: Module, name: str) -> Module | None:
@@ -288,7 +213,7 @@ class Follower:
 
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
         if isinstance(node, (Function, ast.ClassDef)):
-            frame.names[node.name] = Code(node, frame.module)
+            frame.names[node.name] = Code(node, frame.module, {} if frame.names is frame.module.names else frame.names)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node, frame)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -404,7 +329,7 @@ class Follower:
             return self._called(node, frame)
         elif isinstance(node, (ast.List, ast.Tuple, ast.Set)) and not any(isinstance(item, ast.Starred) for item in node.elts):
             items = [self._value(item, frame) for item in node.elts]
-            if _bounded(items):
+            if is_bounded(items):
                 return tuple(items) if isinstance(node, ast.Tuple) else items
         elif isinstance(node, ast.NamedExpr):
             self._assign(node.target, value := self._value(node.value, frame), frame)
@@ -432,7 +357,7 @@ class Follower:
             return self._item(node, frame)
         elif isinstance(node, ast.JoinedStr):
             return self._text(node, frame)
-        elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
+        elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)) and len(node.generators) == 1:
             return self._comprehension(node, frame)
         return Record(_written(node), hidden=COMPUTED)
 
@@ -447,18 +372,18 @@ class Follower:
                 result[name] = item
             else:
                 return Record(_written(node), hidden=COMPUTED)
-        return result if _bounded(result) else Record(_written(node), hidden=COMPUTED)
+        return result if is_bounded(result) else Record(_written(node), hidden=COMPUTED)
 
     def _combined(self, node: ast.AST, kind: ast.AST, left: object, right: object) -> object:
         hidden = Record(_written(node), hidden=COMPUTED)
         function = OPERATORS.get(type(kind))
         if isinstance(kind, (ast.Is, ast.IsNot)) and (left is None or right is None):
-            certain = all(value.made or not value.hidden for value in (left, right) if isinstance(value, Record))
+            certain = all(value.constructed or not value.hidden for value in (left, right) if isinstance(value, Record))
             return (left is right) == isinstance(kind, ast.Is) if certain else hidden
         both = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and isinstance(kind, ast.Add)
         if function is None or not (both or (is_plain(left) and is_plain(right))):
             return hidden
-        if (isinstance(kind, ast.Mult) and _repeats_too_often(left, right)) or (
+        if (isinstance(kind, ast.Mult) and repeats_too_often(left, right)) or (
             isinstance(kind, ast.Mod) and isinstance(left, str)
         ):
             return hidden
@@ -466,7 +391,7 @@ class Follower:
             result = function(left, right)
         except (TypeError, ValueError, ArithmeticError):
             return hidden
-        return result if _bounded(result) else hidden
+        return result if is_bounded(result) else hidden
 
     def _either(self, node: ast.BoolOp, frame: Frame) -> object:
         """The value of `and` or `or`: the first one that decides it."""
@@ -501,9 +426,9 @@ class Follower:
         )
         return "".join(map(str, parts)) if plain else Record(_written(node), hidden=COMPUTED)
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, frame: Frame) -> object:
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp, frame: Frame) -> object:
         part = node.generators[0]
-        items, result = self._value(part.iter, frame), list[object]()
+        items, result = self._value(part.iter, frame), list[list[Any]]()
         inner = Frame(frame.module, dict(frame.names), self.branches)
         if not isinstance(items, (list, tuple, range, dict)):
             return Record(_written(node), hidden=COMPUTED)
@@ -513,12 +438,16 @@ class Follower:
             if None in truths:
                 return Record(_written(node), hidden=COMPUTED)
             if all(truths):
-                result.append(self._value(node.elt, inner))
-        return result
+                pair = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                result.append([self._value(one, inner) for one in pair])
+        if isinstance(node, ast.DictComp):
+            names = all(isinstance(key, (str, int)) for key, _ in result)
+            return dict(result) if names else Record(_written(node), hidden=COMPUTED)
+        return [value for (value,) in result]
 
     def _truth(self, value: object) -> bool | None:
         if isinstance(value, Record):
-            return None if value.hidden and not value.made else True
+            return None if value.hidden and not value.constructed else True
         return bool(value)
 
     # ---- calls
@@ -531,7 +460,7 @@ class Follower:
         keywords: dict[str, object] = {}
         for keyword in node.keywords:
             value = self._value(keyword.value, frame)
-            keywords.update({keyword.arg: value} if keyword.arg else value if isinstance(value, dict) else {})
+            keywords.update({keyword.arg: value} if keyword.arg else value if isinstance(value, dict) else {"**": value})
         method = holder is not None and not isinstance(holder, Import)
         function = None if method else self._value(node.func, frame)
         if (known := self.known(_class_name(function) or name, holder, arguments, keywords)) is not None:
@@ -543,6 +472,8 @@ class Follower:
         if not isinstance(function, Code) and holder is None:
             if name in ("hasattr", "getattr", "isinstance", "setattr"):
                 return self._about(name, arguments, node)
+            if name == "fields" and arguments and isinstance(one := arguments[0], Record):
+                return [Record("Field", {"name": name}, constructed=True) for name in one.known()]
             if name in BUILTINS:
                 return self._plain(node, BUILTINS[name], arguments)
             if name == "cast" and len(arguments) == 2:
@@ -551,21 +482,21 @@ class Follower:
             if self.branches and name in CHANGING:
                 arguments = [[Record(name, hidden=CONDITION)]]
             result = self._plain(node, getattr(holder, name), arguments)
-            if isinstance(holder, (list, dict)) and not _bounded(holder):
+            if isinstance(holder, (list, dict)) and not is_bounded(holder):
                 holder.clear()
             return result
         if name in COPIES and arguments and not method:
-            copied = _copy(arguments[0])
-            if isinstance(copied, Record):
-                copied.values |= keywords
-            return copied
+            copy = copied(arguments[0])
+            if isinstance(copy, Record):
+                copy.values |= keywords
+            return copy
         why = f"{name}(), which is not read"
-        if isinstance(holder, Record) and holder.hidden and not holder.made:
+        if isinstance(holder, Record) and holder.hidden and not holder.constructed:
             why = holder.hidden
         elif isinstance(function, Record):
             why = function.hidden if function.imported else f"{name}(), which the file does not define"
         if name[:1].isupper():
-            return Record(name, dict(keywords), why, made=True)
+            return Record(name, dict(keywords), why, constructed=True)
         self.not_followed += [(f"{name}()", one) for one in (holder, *arguments, *keywords.values()) if isinstance(one, Record)]
         return Record(f"{name}()", hidden=why)
 
@@ -575,7 +506,7 @@ class Follower:
         collects = function.__name__ in COLLECT and not any(isinstance(one, Record) for one in arguments[:1])
         if node.keywords or not (collects or function.__name__ in CHANGING or all(map(is_plain, arguments))):
             return hidden
-        if function is range and not all(map(_countable, arguments)):
+        if function is range and not all(map(is_countable, arguments)):
             return hidden
         try:
             result = function(*arguments)
@@ -583,7 +514,7 @@ class Follower:
                 result = list(result)
         except (TypeError, ValueError, ArithmeticError, LookupError):
             return hidden
-        return result if _bounded(result) else hidden
+        return result if is_bounded(result) else hidden
 
     def _about(self, name: str, arguments: Sequence[object], node: ast.Call) -> object:
         """hasattr, getattr, setattr, isinstance."""
@@ -621,7 +552,8 @@ class Follower:
         defaults = [*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)]  # noqa: B905
         given = {one.arg: self._value(default, module) for one, default in defaults if default is not None}
         passed = dict(zip((one.arg for one in positional), arguments))  # noqa: B905
-        frame.names = {**missing, **given, **passed, **{name: value for name, value in keywords.items() if name in missing}}
+        named = {name: value for name, value in keywords.items() if name in missing}
+        frame.names = {**code.around, **missing, **({} if "**" in keywords else given), **passed, **named}
         if spec.kwarg:
             frame.names[spec.kwarg.arg] = {name: value for name, value in keywords.items() if name not in missing}
         if spec.vararg:
@@ -642,7 +574,7 @@ class Follower:
         """The object that a class makes: the values of its body, over those of its bases, under the arguments."""
         node = code.node
         assert isinstance(node, ast.ClassDef)
-        made, frame = Record(node.name, made=True), Frame(code.module, code.module.names, self.branches)
+        record, frame = Record(node.name, constructed=True), Frame(code.module, code.module.names, self.branches)
         self.depth += 1
         for base in reversed(node.bases):
             of_base = self._value(base, frame)
@@ -651,11 +583,11 @@ class Follower:
                 inner = self._object(of_base, {})
             if inner is None:
                 inner = Record("", hidden=of_base.hidden if isinstance(of_base, Record) else "a base of its class is not read")
-            made.values |= inner.values
-            made.hidden, made.base, made.methods = (
-                made.hidden or inner.hidden,
-                inner.base or made.base,
-                made.methods + inner.methods,
+            record.values |= inner.values
+            record.hidden, record.base, record.methods = (
+                record.hidden or inner.hidden,
+                inner.base or record.base,
+                record.methods + inner.methods,
             )
         self.depth -= 1
         body = Frame(code.module, dict(code.module.names), self.branches)
@@ -664,11 +596,11 @@ class Follower:
         for part in fields:
             target = part.targets[0] if isinstance(part, ast.Assign) else part.target
             if isinstance(target, ast.Name) and part.value is not None:
-                made.values[target.id] = body.names[target.id] = self._field(part.value, body)
-        made.methods += tuple(f"{node.name}.{name}" for name in methods)
+                record.values[target.id] = body.names[target.id] = self._field(part.value, body)
+        record.methods += tuple(f"{node.name}.{name}" for name in methods)
         names = [part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
-        made.values |= {**dict(zip(names, arguments)), **keywords}  # noqa: B905
-        return made
+        record.values |= {**dict(zip(names, arguments)), **keywords}  # noqa: B905
+        return record
 
     def _field(self, node: ast.expr, frame: Frame) -> object:
         """The default of a field of a dataclass."""
@@ -698,29 +630,6 @@ def evaluate(text: str) -> int | list[int]:
     if len(numbers) != len(items):
         raise ValueError("not a number, a list or a sum or product of them")
     return numbers if isinstance(value, (list, tuple)) else numbers[0]
-
-
-def _copy(value: object, copies: dict[int, Record] | None = None) -> object:
-    """A deep copy of a value. Code and imports stay the same."""
-    copies = {} if copies is None else copies
-    if isinstance(value, Record):
-        if id(value) not in copies:
-            copies[id(value)] = copied = replace(value, values={}, asked={})
-            copied.values |= {name: _copy(inner, copies) for name, inner in value.known().items()}
-        return copies[id(value)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item, copies) for item in value)
-    return {key: _copy(inner, copies) for key, inner in value.items()} if isinstance(value, dict) else value
-
-
-def _repeats_too_often(left: object, right: object) -> bool:
-    """Whether a product is a text or list that is too long."""
-    lengths = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
-    return any(length * value > LONGEST_VALUE for length in lengths for value in (left, right) if isinstance(value, int))
-
-
-def _countable(value: object) -> bool:
-    return isinstance(value, int) and abs(value) <= LONGEST_VALUE
 
 
 def _class_name(function: object) -> str:
