@@ -1,45 +1,55 @@
-"""Megatron-Bridge recipes in Python: a function that builds a provider class and changes a few settings.
+"""Megatron-Bridge recipes in Python: a function that builds the configuration of a run.
 
-A recipe is never run. Its syntax tree is searched for a provider class that `bridge` knows
-(`cfg.model = Nemotron3NanoProvider(seq_length=8192)`), for the configuration classes of a run
-(`TrainingConfig(micro_batch_size=1)`) and for assignments (`cfg.train.micro_batch_size = 2`). Names stand for the default of the
-function's parameter or for a constant. The result has the same sections as a YAML file, and `bridge` reads it. A model that
-AutoBridge takes from a Hugging Face config is that of the preset with the same source.
+A recipe is never run. `python_code` follows its function, and those of the same tree that it calls, and `cfg.model` is what they
+leave there: a provider class whose sizes `bridge` knows, with the settings that are changed, or what AutoBridge takes from a
+Hugging Face config. That model is the preset with exactly this source, the provider class with the same sizes, or a local folder.
+A model that comes from anywhere else is an error that says from where: no other model ever takes its place. The result has the
+same sections as a YAML file, and `bridge` reads it.
+
+A file has many recipes. `FILE.py:FUNCTION` names one; else the pretraining functions must agree on the model.
 """
 
-import ast
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
-from gemmscope.errors import UserError, option
-from gemmscope.findings import finding
-from gemmscope.model import bridge, presets
+from gemmscope.errors import UserError, did_you_mean, option
+from gemmscope.findings import Finding, finding
+from gemmscope.model import bridge, hf, presets
 from gemmscope.model.bridge import provider_classes
 from gemmscope.model.megatron_model import REQUIRED
-from gemmscope.model.megatron_settings import FACTS, Unknown, evaluate
-from gemmscope.model.spec import ModelSource
+from gemmscope.model.megatron_settings import FACTS, Unknown
+from gemmscope.model.python_code import Follower
+from gemmscope.model.python_values import Code, Function, Import, Module, Record, is_plain
+from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.reading import read_text
 
 RECIPE = FACTS["bridge_recipe"]
-CONFIGURATIONS: dict[str, str] = RECIPE["classes"]
-SECTIONS = {*CONFIGURATIONS.values(), "model"}
-LONGEST_RECIPE = 200_000  # characters; real ones are far shorter
 FROM_HUB = "from_hf_pretrained"  # of AutoBridge: the model is that of a Hugging Face config
-PRETRAINING = "pretrain"  # in the name of the function that is read, where there are several
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+MODEL = "model"
+PRETRAINING = "pretrain"  # in the names of the functions that are read, where none is named
+PRESET_SOURCE = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/blob/.*")
+LARGEST_CONFIG = 2**20
+GPUS = re.compile(r"_([1-9][0-9]{0,4})gpu_")  # in the name of a function, by Megatron-Bridge's convention
 
 
-@dataclass
+@dataclass(frozen=True)
 class BridgeRecipe:
-    """The settings and models of one function of the file, while they are being collected."""
+    """What one function leaves: its configuration, and the model in it."""
 
-    names: dict[str, object] = field(default_factory=dict)  # parameters with their defaults, and constants
-    classes: dict[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the file: the known class, and changes
-    models: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # classes that are built, with their arguments
-    sections: dict[str, dict[str, object]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)  # variables that hold a section: model_cfg = ...Provider()
-    conditional: dict[str, None] = field(default_factory=dict)
-    hub_id: str = ""
+    function: str
+    sections: Mapping[str, object]
+    model: Record
+    not_followed: tuple[str, ...] = ()  # functions that get the configuration or the model, and are not read
+
+    @property
+    def identity(self) -> str:
+        """What the model is, as far as the recipe names it."""
+        sizes = {name: self.model.values.get(name) for name in (*REQUIRED, "num_moe_experts") if self.model.values.get(name)}
+        changed = ", ".join(f"{name}={value}" for name, value in sizes.items() if is_plain(value))
+        return f"{self.model.name}({changed})" if changed else self.model.name
 
 
 def recognises(text: str) -> bool:
@@ -51,206 +61,206 @@ def recognises(text: str) -> bool:
     return re.search(r"^[ \t]*(?:from|import)[ \t]+megatron\.bridge\b", text, re.MULTILINE) is not None
 
 
-def read(text: str, origin: str) -> ModelSource:
-    """The model and run of a recipe.
+def read(text: str, origin: str, path: Path | None = None, function: str = "") -> ModelSource:
+    """The model and run of a recipe. `path`: where its imports are looked up; `function`: the one that is read.
 
     >>> read("import megatron.bridge\\nmodel = Qwen3ModelProvider8B()", "recipe.py").model.hidden_size
     4096
     """
-    recipes = _recipes(text)
-    recipe = _one_model(recipes)
-    provider, arguments = recipe.models[-1]
-    sections = {name: dict(values) for name, values in recipe.sections.items()}
-    model = {**arguments, **sections.pop("model", {})}
-    known = _hub_model(recipe.hub_id, model) if provider == FROM_HUB else None
-    named = {"name": recipe.hub_id} if known else {"_target_": provider}
-    source = bridge.read_document({"model": {**named, **model}, **sections}, origin, known)
-    if not recipe.conditional:
-        return source
-    return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))
+    follower = Follower(path, _known)
+    module = follower.read(text)
+    recipes = [_named(follower, module, function)] if function else _recipes(follower, module)
+    recipe, *others = recipes
+    source = _source(recipe, origin)
+    findings = [finding("recipe-calls-not-read", calls=[*recipe.not_followed])] if recipe.not_followed else list[Finding]()
+    if GPUS.search(recipe.function):
+        findings.append(finding("recipe-gpus", function=recipe.function))
+    if others:
+        findings.append(finding("recipe-of-several", function=recipe.function, count=len(recipes), origin=origin))
+    return replace(source, findings=(*source.findings, *findings))
 
 
-def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
-    """The recipe with a model; that of the pretraining function, where several differ."""
-    with_model = [(name, recipe) for name, recipe in recipes if recipe.models]
-    candidates = [(name, recipe) for name, recipe in with_model if PRETRAINING in name] or with_model
-    if not candidates:
+def _known(name: str, holder: object, arguments: Sequence[object], keywords: Mapping[str, object]) -> Record | None:
+    """The models that a call makes: a provider class, or AutoBridge with the ID of a Hugging Face config."""
+    if name == FROM_HUB and (arguments or keywords):
+        hub_id = arguments[0] if arguments else next(iter(keywords.values()))
+        if isinstance(hub_id, str):
+            why = "the settings of its config"
+            return Record(hub_id[:200], hidden=why, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
+        why = hub_id.hidden if isinstance(hub_id, Record) else "it is not text"
+        return Record(f"{name}({hub_id.name if isinstance(hub_id, Record) else hub_id})", hidden=why)
+    if isinstance(holder, Record) and holder.base == FROM_HUB and name in RECIPE["same_model"]:
+        return holder
+    if not (holder is None or isinstance(holder, Import) or (isinstance(holder, Record) and holder.imported)):
+        return None
+    if name in RECIPE["hub_classes"] and not arguments:
+        name, of_class = RECIPE["hub_classes"][name], "the defaults of its class"
+        return Record(name, dict(keywords), of_class, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
+    if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
+        if arguments or "**" in keywords:
+            return Record(f"{name}()", hidden="it gets sizes whose names the file does not show")
+        defaults = {**RECIPE["defaults"], **provider_classes().get(name, {})}
+        return Record(name, dict(keywords), "the defaults of its class", base=name, constructed=True, defaults=defaults)
+    return None
+
+
+def _named(follower: Follower, module: Module, function: str) -> BridgeRecipe:
+    """The recipe of the function that is named."""
+    code = follower.resolve(module.names.get(function))
+    if not isinstance(code, Code) or not isinstance(code.node, Function):
+        known = [name for name, value in module.names.items() if isinstance(value, Code) and isinstance(value.node, Function)]
+        known = known or [name for name, value in module.names.items() if isinstance(value, Import)]
         raise UserError(
-            "the recipe builds no model whose sizes are known here, such as Llama3ModelProvider8B()",
-            f"name the model itself with {option('config')} or {option('preset')}, or use the run_config.yaml that "
-            "Megatron-Bridge writes beside a checkpoint",
+            f"there is no function {function[:100]} in the file",
+            did_you_mean(function, known) or f"functions: {', '.join(known[:6]) or 'none'}",
         )
-    classes = {recipe.hub_id or recipe.models[-1][0]: None for _, recipe in candidates}
-    if len(classes) > 1:
+    recipe = _followed(follower, code.node.name, code)
+    if recipe is None:
+        raise UserError(f"{function}() builds no model", "name the function that returns the configuration")
+    return recipe
+
+
+def _recipes(follower: Follower, module: Module) -> list[BridgeRecipe]:
+    """The recipes of a file: its pretraining functions, or all of them, if they have the same model."""
+    of_values = [_of_values("", None, module.names, follower)]
+    codes = {name: value for name, value in module.names.items() if isinstance(value, Code) and isinstance(value.node, Function)}
+    of_values += [_followed(follower, name, code) for name, code in codes.items()]
+    built = [recipe for recipe in of_values if recipe is not None]
+    public = [recipe for recipe in built if not recipe.function.startswith("_")] or built
+    chosen = [recipe for recipe in public if PRETRAINING in recipe.function] or public
+    if not chosen:
+        imported = [name for name, value in module.names.items() if isinstance(value, Import) and name.endswith("_config")]
         raise UserError(
-            f"the recipe builds several models: {', '.join(list(classes)[:6])}", "give a file that builds one of them"
+            "the file has no function that builds a model",
+            f"name one that it imports: {option('config', f'FILE.py:{imported[0]}')}"
+            if imported
+            else "give a recipe, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint",
         )
-    return candidates[0][1]
+    models = {recipe.identity: recipe.function for recipe in chosen}
+    if len(models) > 1:
+        raise UserError(
+            f"the file has recipes of several models: {', '.join(list(models)[:6])}",
+            f"name one function: {option('config', 'FILE.py:' + (next(filter(None, models.values()), '') or 'FUNCTION'))}",
+        )
+    complete = [recipe for recipe in chosen if MODEL in recipe.sections] or chosen
+    return sorted(complete, key=lambda recipe: not recipe.function)
 
 
-def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
-    """The model of a hub ID: the preset with that source. Nothing is downloaded that the user did not name."""
-    changed = [name for name in (*REQUIRED, *bridge.SHAPES) if name in settings]
-    preset = next((name for name in presets.names() if f"/{hub_id}/" in presets.describe(name).source), None)
-    if changed or preset is None:
+def _followed(follower: Follower, name: str, code: Code) -> BridgeRecipe | None:
+    """What a function leaves; None where it builds no model."""
+    follower.depth = follower.branches = 0
+    follower.not_followed.clear()
+    result, variables = follower.variables(code)
+    return _of_values(name, result, variables, follower)
+
+
+def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> BridgeRecipe | None:
+    """The recipe among the result and the variables of a function, or of a file."""
+    local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.known())]
+    for one in [result] if isinstance(result, Record) else reversed(local) if result is None else ():
+        if one.base:
+            sections: dict[str, object] = {}
+            model: object = one
+        elif MODEL in one.known() or name.endswith("_config") or PRETRAINING in name:
+            sections, model = one.known(), one.get(MODEL)
+        else:
+            continue
+        if not isinstance(model, Record):
+            continue
+        passed = [call for call, record in follower.not_followed if record is one or record is model]
+        passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
+        return BridgeRecipe(name, sections, model, tuple(dict.fromkeys(passed)))
+    return None
+
+
+def _source(recipe: BridgeRecipe, origin: str) -> ModelSource:
+    """The model and run of a recipe."""
+    model, place = recipe.model, f"{recipe.function}()" if recipe.function else "the file"
+    if not model.base:
+        raise UserError(
+            f"the model of {place} comes from {model.name}: {model.hidden or 'it is not known here'}"
+            if model.name not in model.hidden
+            else f"the model of {place} comes from {model.hidden}",
+            "give the file inside its tree, or set PYTHONPATH to the folder that has the package; or name the model itself with "
+            f"{option('config', 'PATH')} or {option('preset')}",
+        )
+    specs = [(name, value) for name in RECIPE["layer_specs"] if (value := model.values.get(name)) is not None]
+    own = [name for name, value in specs if getattr(_plain(value, 0), "text", "") not in RECIPE["usual_layers"]]
+    if model.methods or own:
+        raise UserError(
+            f"the model of {place} is a {model.name}, and code decides its layers ({', '.join([*model.methods, *own][:2])})",
+            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its config.json: {option('config', 'PATH')}",
+        )
+    settings = _section(model)
+    sections = {name: _section(value) for name, value in recipe.sections.items() if isinstance(value, Record) and name != MODEL}
+    known = _hub_model(model.name, settings) if model.base == FROM_HUB else None
+    if isinstance(known, str):
+        named, known = {"_target_": known}, None
+    else:
+        named = {"name": model.name} if known else {"_target_": model.base}
+    if gpus := GPUS.search(recipe.function):
+        settings["world_size"] = int(gpus[1])
+    return bridge.read_document({MODEL: {**named, **settings}, **sections}, origin, known)
+
+
+def _section(record: Record, deepest: int = 4) -> dict[str, object]:
+    return {name: _plain(value, deepest - 1) for name, value in record.known().items()}
+
+
+def _plain(value: object, deepest: int) -> object:
+    """A value as a YAML file would have it; `Unknown` where the code does not show it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, deepest - 1) if deepest else None for item in value]
+    if isinstance(value, Record):
+        known = deepest > 0 and value.known()
+        return _section(value, deepest) if known else Unknown(value.name[:60], value.hidden or "it is an object")
+    if isinstance(value, (Code, Import)):
+        return Unknown(value.node.name if isinstance(value, Code) else value.name, "it is code")
+    return value
+
+
+def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str:
+    """The model of a hub ID: the preset with exactly this source, or the class with its sizes. Nothing is downloaded."""
+    folder = Path(hub_id) / "config.json"
+    source: ModelSource | None = None
+    if folder.is_file():
+        source = hf.read(read_text(folder, LARGEST_CONFIG), hub_id)
+    elif (preset := hub_presets().get(hub_id)) is not None:
+        source = presets.load(preset)
+    elif hub_id in RECIPE["hub"]:
+        return str(RECIPE["hub"][hub_id])
+    changed = [
+        name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)
+    ]
+    if changed or source is None or source.model is None:
         change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
         raise UserError(
             f"the recipe takes its model from {hub_id}{change}" + ("" if changed else ", which is not a preset"),
             f"name the model yourself: {option('config', 'PATH' if changed else hub_id)}",
         )
-    source = presets.load(preset)
-    assert source.model is not None
-    depths = settings.get("mtp_num_layers")
+    depths = settings.get("mtp_num_layers", 0)
     if type(depths) is not int or depths < 1:
         return source
     findings = tuple(item for item in source.findings if item.code != "prediction-layers-not-included")
     return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
 
 
-def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
-    """The settings of each function by name, and of the module itself under an empty name."""
-    if len(text) > LONGEST_RECIPE:
-        raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_RECIPE} characters")
-    try:
-        tree = ast.parse(text)
-        module = BridgeRecipe()
-        _collect(tree.body, module, in_branch=False)
-        functions = {node.name: node for node in tree.body if isinstance(node, Function)}
-        return [("", module), *((name, _of_function(node, functions, module, {})) for name, node in functions.items())]
-    except SyntaxError as error:
-        raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
-    except (ValueError, MemoryError, RecursionError):
-        raise UserError(
-            "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
-        ) from None
+@cache
+def hub_presets() -> dict[str, str]:
+    """The preset of each hub ID that is the source of one."""
+    sources = {name: PRESET_SOURCE.fullmatch(presets.describe(name).source) for name in presets.names()}
+    return {match[1]: name for name, match in sources.items() if match}
 
 
-def _of_function(
-    node: Function, functions: dict[str, Function], module: BridgeRecipe, given: Mapping[str, object], depth: int = 0
-) -> BridgeRecipe:
-    """The settings of a function, on top of those of the functions that it calls in the same file. `given`: its arguments."""
-    recipe = BridgeRecipe(names=dict(module.names), classes=module.classes)
-    recipe.names |= {**_defaults(node, recipe), **given}
-    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
-        called = functions.get(_name_of(call.func))
-        if called is not None and called is not node and depth < 3:
-            inner = _of_function(called, functions, module, _arguments(call, recipe), depth + 1)
-            recipe.models += inner.models
-            recipe.sections |= {name: {**inner.sections[name], **recipe.sections.get(name, {})} for name in inner.sections}
-    _collect(node.body, recipe, in_branch=False)
-    return recipe
-
-
-def _arguments(call: ast.Call, recipe: BridgeRecipe) -> dict[str, object]:
-    """The keyword arguments of a call."""
-    return {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}
-
-
-def _defaults(node: Function, recipe: BridgeRecipe) -> dict[str, object]:
-    """The parameters that have a default."""
-    arguments = node.args
-    positional = reversed([*arguments.posonlyargs, *arguments.args])
-    pairs = [*zip(positional, reversed(arguments.defaults)), *zip(arguments.kwonlyargs, arguments.kw_defaults)]  # noqa: B905
-    return {argument.arg: _value(default, recipe) for argument, default in pairs if default is not None}
-
-
-def _known_class(name: str, recipe: BridgeRecipe) -> tuple[str, dict[str, object]] | None:
-    """The known class that a name stands for, and what a class of the file's own changes in it."""
-    known = name in provider_classes() or name in FACTS["bridge"]["plain_classes"]
-    return (name, {}) if known else recipe.classes.get(name)
-
-
-def _remember_class(node: ast.ClassDef, recipe: BridgeRecipe) -> None:
-    """Remember a provider class of the file's own: a known class with other sizes (`class Tiny(Llama3ModelProvider8B)`)."""
-    known = _known_class(_name_of(node.bases[0]), recipe) if node.bases else None
-    if known is None:
-        return
-    changes = dict(known[1])
-    for line in node.body:
-        target = line.targets[0] if isinstance(line, ast.Assign) else line.target if isinstance(line, ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value is not None:
-            changes[target.id] = _value(line.value, recipe)
-    recipe.classes[node.name] = (known[0], changes)
-
-
-def _collect(body: list[ast.stmt], recipe: BridgeRecipe, *, in_branch: bool) -> None:
-    """Walk through the statements in their order."""
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            _remember_class(node, recipe)
-        if isinstance(node, (Function, ast.ClassDef)):
-            continue
-        for inner in ("body", "orelse", "finalbody"):
-            conditional = in_branch or isinstance(node, (ast.If, ast.For, ast.While))
-            _collect(getattr(node, inner, []), recipe, in_branch=conditional)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                _assign(target, node.value, recipe, in_branch=in_branch)
-        elif isinstance(node, (ast.Return, ast.Expr)) and node.value is not None:
-            _built(node.value, recipe)
-
-
-def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branch: bool) -> None:
-    section = _built(value, recipe)
-    path = _path(target)
-    if section and len(path) == 1:
-        recipe.aliases[path[0]] = section
-    elif len(path) == 1:
-        recipe.names[path[0]] = _value(value, recipe)
-    elif len(path) >= 2 and not section:
-        holder = recipe.aliases.get(path[-2], path[-2]) if len(path) == 2 else path[-2]
-        if holder in SECTIONS and path[-1] not in SECTIONS:
-            recipe.sections.setdefault(holder, {})[path[-1]] = _value(value, recipe)
-            if in_branch and path[-1] in RECIPE["noted"]:
-                recipe.conditional[f"{holder}.{path[-1]}"] = None
-
-
-def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
-    """Remember the models and configurations that an expression builds. Returns its own section, or an empty string."""
-    section = ""
-    for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
-        name, arguments = _name_of(call.func), _arguments(call, recipe)
-        known, from_hub = _known_class(name, recipe), name == FROM_HUB
-        if known is not None:
-            recipe.models.append((known[0], {**known[1], **arguments}))
-        elif name in CONFIGURATIONS:
-            recipe.sections.setdefault(CONFIGURATIONS[name], {}).update(arguments)
-        elif from_hub and call.args:
-            hub_id = _value(call.args[0], recipe)
-            recipe.hub_id = hub_id[:200] if isinstance(hub_id, str) else "?"
-            recipe.models.append((FROM_HUB, {}))
-        if from_hub or (call is value and known is not None):
-            section = "model"
-        elif call is value:
-            section = CONFIGURATIONS.get(name, "")
-    return section
-
-
-def _name_of(function: ast.expr) -> str:
-    """`Llama3ModelProvider8B`, also of `models.Llama3ModelProvider8B`."""
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-
-
-def _path(target: ast.expr) -> list[str]:
-    """`["cfg", "train", "micro_batch_size"]`; empty for what is not a name or an attribute."""
-    text = ast.unparse(target)
-    return text.split(".") if re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*", text) else []
-
-
-def _value(node: ast.expr, recipe: BridgeRecipe) -> object:
-    """The value of an expression, as far as the file shows it."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_value(item, recipe) for item in node.elts]
-    if isinstance(node, ast.Name) and node.id in recipe.names:
-        return recipe.names[node.id]
-    text = ast.unparse(node)
-    unknown = Unknown(text[:60], "the recipe computes it")
-    if isinstance(node, ast.Attribute):
-        return ".".join(_path(node)) or unknown
-    try:
-        return evaluate(re.sub(r"[A-Za-z_]\w*", lambda name: str(recipe.names.get(name[0], name[0])), text))
-    except ValueError:
-        return unknown
+def _changes(model: ModelSpec | None, name: str, settings: Mapping[str, object]) -> bool:
+    """Whether a setting changes the model that is known. Its vocabulary may change."""
+    assert model is not None
+    value, attentions = settings[name], list(model.attentions)
+    same: dict[str, set[object]] = {
+        "num_layers": {len(model.layers)},
+        "hidden_size": {model.hidden_size},
+        "num_attention_heads": {attention.heads for attention in attentions},
+        "num_query_groups": {attention.kv_heads for attention in attentions},
+        "kv_channels": {attention.head_dim if attention.latent is None else value for attention in attentions},
+    }
+    return name != "vocab_size" and same.get(name) != {value}

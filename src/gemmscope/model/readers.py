@@ -14,9 +14,11 @@ from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 READERS = (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
 """The first one that recognizes a text reads it."""
+OF_PYTHON = (bridge_recipe,)
+"""Those that read Python files: FILE.py, or FILE.py:NAME."""
 FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
-    "a Megatron-Bridge YAML or recipe"
+    "a Megatron-Bridge YAML or recipe (FILE.py:FUNCTION)"
 )
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller
@@ -27,13 +29,16 @@ def read_config(reference: str) -> ModelSource:
     """The model of a file, a folder with a config.json, standard input (-), or a hub ID."""
     if not reference:
         raise UserError(f"{option('config')} is empty", FORMATS)
-    if names_file(reference):
-        return read_text(_text(reference), called(reference))
+    path, _, name = reference.rpartition(":")
+    if not path.endswith(".py") or Path(reference).exists():
+        path, name = reference, ""
+    if names_file(path):
+        return read_text(_text(path), called(path), Path(path) if path.endswith(".py") else None, name)
     if Path(reference).is_dir():
-        path = Path(reference) / "config.json"
-        if not names_file(str(path)):
+        config = Path(reference) / "config.json"
+        if not names_file(str(config)):
             raise UserError(f"the folder {_quoted(reference)} has no config.json", f"give a file: {option('config', 'PATH')}")
-        return read_text(_text(str(path)), called(path))
+        return read_text(_text(str(config)), called(config))
     if hub.looks_like_hub_id(reference):
         return read_text(hub.resolve(reference), reference)
     raise UserError(f"there is no file or folder {_quoted(reference)}", f"{FORMATS}, or a hub ID")
@@ -53,16 +58,23 @@ def _quoted(reference: str) -> str:
     return repr(reference) if len(reference) <= LONGEST_NAME else shown(reference)
 
 
-def read_text(text: str, origin: str) -> ModelSource:
-    """The model that a file's text describes, in any of the formats."""
+def read_text(text: str, origin: str, path: Path | None = None, name: str = "") -> ModelSource:
+    """The model that a file's text describes, in any of the formats. Python has a `path`, whose folders have what it imports, and
+    the `name` of the function that is read; empty: the file has only one model."""
     if len(text) > LARGEST_TEXT and not hf.recognises(text) and not megatron.prints_arguments(text):
         raise _too_large(origin)
     for reader in READERS:
         if reader.recognises(text):
             try:
+                if reader in OF_PYTHON:
+                    return bridge_recipe.read(text, origin, path, name)
                 source: ModelSource = reader.read(text, origin)
             except UserError as error:
                 raise UserError(f"{origin}: {error.message}", error.hint) from error
+            if name:
+                raise UserError(
+                    f"{origin} has no functions, but {shown(name)} names one", f"give only the file: {option('config', origin)}"
+                )
             return source
     raise UserError(f"{origin} {'is empty' if not text.strip() else 'has an unknown format'}", FORMATS)
 
