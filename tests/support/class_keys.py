@@ -57,6 +57,7 @@ def text() -> str:
     multimodal = sorted(name for name in transformers.CONFIG_MAPPING if "text_config" in _sub_configs(transformers, name))
     lines += [f'multimodal = "{" ".join(multimodal)}"', "", f'common = "{" ".join(sorted(COMMON))}"', "", "[keys]"]
     live = {name: family(name).get("built_as", name) for name in known_model_types()}
+    live = {name: built for name, built in live.items() if built in transformers.CONFIG_MAPPING}
     return "\n".join([*lines, *(f'{name} = "{listed(class_keys(built))}"' for name, built in live.items()), ""])
 
 

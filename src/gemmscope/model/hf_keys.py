@@ -97,7 +97,7 @@ def findings(family: FamilyConfig) -> Iterator[Finding]:
     if files:
         yield finding("code-of-its-own", files=files, model_type=model_type)
     activation = family.config.get(facts["activation"])
-    if isinstance(activation, str) and activation not in _classes()["activations"].split():
+    if isinstance(activation, str) and activation not in (*_classes()["activations"].split(), *facts.get("activations", ())):
         yield finding("activation-unknown", setting=facts["activation"], value=activation, model_type=model_type)
     names = [next(iter(_own_names(family, name)), "") for name in sorted(family.assumed)]
     if left_out := [name for name in dict.fromkeys(names) if name]:
