@@ -257,6 +257,7 @@ class MoeSpec(Checked):
     top_k: Annotated[int, Size("num_experts_per_tok", "experts")]
     expert: MlpSpec
     shared: MlpSpec | None = None
+    zero_experts: int = 0  # that the router can choose beside the others, and that compute nothing (LongCat-Flash)
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
     # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
@@ -267,8 +268,12 @@ class MoeSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k > self.experts:
+        if self.top_k > self.experts + self.zero_experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
+
+    def computed(self, copies: int) -> int:
+        """How many of the `copies` that the router sends reach an expert that computes something."""
+        return copies * self.experts // (self.experts + self.zero_experts)
 
 
 @dataclass(frozen=True)

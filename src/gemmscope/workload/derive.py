@@ -339,9 +339,9 @@ def _feed_forward(
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    yield on_sequence_shard(linear("moe-router", run, hidden, spec.experts, bias=spec.router_bias), run)
+    yield on_sequence_shard(linear("moe-router", run, hidden, spec.experts + spec.zero_experts, bias=spec.router_bias), run)
     rows = sharding.expert_rows(spec, run)
-    sent = run.tokens * spec.top_k * run.expert_tp // run.tp
+    sent = spec.computed(run.tokens * spec.top_k * run.expert_tp // run.tp)
     width = spec.latent or hidden
     move = Elementwise(role="token-dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
     if spec.latent is not None:

@@ -25,6 +25,7 @@ HYBRIDS: dict[str, Callable[[FamilyConfig, int, int], list[LayerSpec]]] = {
     "deepseek_v4": sparse_attention.deepseek_v4,
     "mimo_v2": by_layer.mimo_v2,
     "step3": by_layer.step3,
+    "longcat": by_layer.longcat,
     "minimax_m3": by_layer.minimax_m3,
     "nemotron_nas": by_layer.nemotron_nas,
 }

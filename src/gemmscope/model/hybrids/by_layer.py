@@ -54,6 +54,13 @@ def step3(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     return _layers(family, hidden, kinds, attentions)
 
 
+def longcat(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
+    """LongCat-Flash: two layers form one, whose experts run beside the first MLP; some experts compute nothing."""
+    attention, mlp = blocks.attention(family, hidden), blocks.mlp(family, hidden)
+    moe = replace(blocks.moe(family), shared=mlp, zero_experts=family.optional_size("zero_expert_num") or 0)
+    return [LayerSpec(attention, feed_forward) for feed_forward in (moe, mlp)] * count
+
+
 BLOCK_SPARSE = "minimax_m3_sparse"
 
 
@@ -85,6 +92,7 @@ def _layers(family: FamilyConfig, hidden: int, kinds: list[Any], attentions: Map
 def nemotron_nas(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     """Nemotron-NAS: `block_configs` says of each layer what its attention and its MLP are, or that it has none."""
     listed = blocks.listed(family, "block_configs", "of layers", 'for example [{"attention": {…}, "ffn": {…}}, …]') or []
+    check_size("the number of layers", len(listed), "layers")
     return [_nas_layer(family, hidden, block) for block in listed]
 
 
@@ -99,7 +107,7 @@ def _nas_layer(family: FamilyConfig, hidden: int, block: Any) -> LayerSpec:
     own, ffn = (FamilyConfig(family.model_type, part) for part in parts)
     attention = mlp = None
     extra = [LinearSpec("block-linear", hidden, hidden) for part in parts if part.get("replace_with_linear")]
-    if not (own.flag("no_op") or own.flag("replace_with_linear")):
+    if not (parts[0].get("no_op") or parts[0].get("replace_with_linear")):
         heads, group = (
             family.size("num_attention_heads", "heads"),
             check_size("n_heads_in_group", own.size("n_heads_in_group"), "heads"),
@@ -107,7 +115,7 @@ def _nas_layer(family: FamilyConfig, hidden: int, block: Any) -> LayerSpec:
         if heads % group:
             raise UserError(f"num_attention_heads = {heads} is not a multiple of n_heads_in_group = {group}", "correct it")
         attention = blocks.attention(replace(family, config={**family.config, "num_key_value_heads": heads // group}), hidden)
-    if not (ffn.flag("no_op") or ffn.flag("replace_with_linear")):
+    if not (parts[1].get("no_op") or parts[1].get("replace_with_linear")):
         width = ffn.optional_size("intermediate_size")
         if width is None:
             times = ffn.value("ffn_mult")
@@ -115,5 +123,5 @@ def _nas_layer(family: FamilyConfig, hidden: int, block: Any) -> LayerSpec:
                 raise UserError(f"ffn_mult must be a number above 0, not {shown(times)}", "correct it in block_configs")
             width = -(-int(2 * times * hidden / 3) // 256) * 256
         mlp = blocks.mlp(replace(family, config={**family.config, "intermediate_size": width}), hidden)
-    norms = sum(not part.flag("no_op") for part in (own, ffn))
+    norms = sum(not part.get("no_op") for part in parts)
     return LayerSpec(attention, mlp, norms, extra=tuple(extra))
