@@ -60,7 +60,8 @@ def language_part(model_type: str, config: Mapping[str, Any]) -> Any:
     if isinstance(part, Mapping):
         part = {**part, **_language_settings(facts, part)}
     if "language" in facts and (part is None or isinstance(part, Mapping)):
-        return {"model_type": facts["language"], **(part or {})}
+        own = (part or {}).get("model_type")
+        return {**(part or {}), "model_type": own if own in known_model_types() else facts["language"]}
     flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
     sizes = flat if part is None and facts.get("language_flat") else part
     # A language part with a class of its own, which has other defaults, so the config must have the keys that matter.

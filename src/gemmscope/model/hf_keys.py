@@ -106,7 +106,8 @@ def findings(family: FamilyConfig) -> Iterator[Finding]:
 
 def _own_names(family: FamilyConfig, name: str) -> list[str]:
     """The names by which the class of a family knows a size, that of its default first."""
-    names = [key for key in ALIASES.get(name, (name,)) if key in known_keys(family.model_type)]
+    older = [key for key, behind in family.facts.get("other_names", {}).items() if behind == name]
+    names = [key for key in (*ALIASES.get(name, (name,)), *older) if key in known_keys(family.model_type)]
     return sorted(names, key=lambda key: family.default(key) is None)
 
 

@@ -22,7 +22,9 @@ def mimo_v2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     sliding = replace(full, kv_heads=2 * full.kv_heads, window=window, sinks=True)
     _check_published(family, "hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
     _check_published(family, "swa_num_key_value_heads", sliding.kv_heads)
-    return _layers(family, hidden, kinds, {FULL: full, SLIDING: sliding})
+    layers = _layers(family, hidden, kinds, {FULL: full, SLIDING: sliding})
+    _check_published(family, "moe_layer_freq", [int(layer.is_moe) for layer in layers])
+    return layers
 
 
 def _check_published(family: FamilyConfig, key: str, value: object) -> None:
@@ -39,12 +41,15 @@ def step3(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     kinds = blocks.per_layer(family, "layer_types", count) or [FULL] * count
     other, heads = family.value("attention_other_setting"), family.optional_size("num_sliding_attention_heads")
     if heads is None and isinstance(other, Mapping):
-        heads = FamilyConfig(family.model_type, other).optional_size("num_attention_heads")
+        own = FamilyConfig(family.model_type, other)
+        heads = own.optional_size("num_attention_heads")
+        _check_published(own, "num_attention_groups", family.size("num_key_value_heads"))
+        _check_published(own, "head_dim", family.size("head_dim"))
     narrow = {"num_attention_heads": heads} if heads is not None else {}
     attentions = {FULL: blocks.attention(family, hidden)}
     if SLIDING in kinds:
-        own = blocks.attention(replace(family, config={**family.config, **narrow}), hidden)
-        attentions[SLIDING] = replace(own, window=family.size("sliding_window", "sequence_length"))
+        sliding = blocks.attention(replace(family, config={**family.config, **narrow}), hidden)
+        attentions[SLIDING] = replace(sliding, window=family.size("sliding_window", "sequence_length"))
     listed = family.value("moe_layers_enum")
     if listed is not None and family.value("mlp_layer_types") is None:
         numbers = listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list) else []
