@@ -47,13 +47,15 @@ def shape(source: ModelSource) -> tuple[Any, ...]:
 @cache
 def configs() -> dict[str, dict[str, Any]]:
     """Of every preset, and the default of every known class, as JSON has them."""
-    found = {name: dict(presets.load(name).config or {}) for name in presets.names() if presets.load(name).config is not None}
+    configs_by_name = {
+        name: dict(presets.load(name).config or {}) for name in presets.names() if presets.load(name).config is not None
+    }
     transformers = pytest.importorskip("transformers", reason="the defaults of classes need transformers")
     transformers.logging.set_verbosity_error()
     for name in known_model_types():
         if name in transformers.CONFIG_MAPPING:
-            found[f"class {name}"] = json.loads(json.dumps(transformers.CONFIG_MAPPING[name]().to_dict()))
-    return found
+            configs_by_name[f"class {name}"] = json.loads(json.dumps(transformers.CONFIG_MAPPING[name]().to_dict()))
+    return configs_by_name
 
 
 INCOMPLETE = {f"class {name}" for name in ("deepseek_v2", "dots1", "esm", "lfm2_moe")}

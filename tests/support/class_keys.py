@@ -34,8 +34,8 @@ def class_keys(model_type: str) -> set[str]:
     config = kind().to_dict()
     inner = {f"{key}.{name}" for key, value in config.items() if isinstance(value, dict) for name in value}
     modeling = Path(inspect.getfile(kind).replace("configuration_", "modeling_"))
-    found = [*_OLDER.findall(inspect.getsource(kind)), *_LOOKED_UP.findall(modeling.read_text(encoding="utf-8"))]
-    named = {name for match in found for name in match if name}
+    matches = [*_OLDER.findall(inspect.getsource(kind)), *_LOOKED_UP.findall(modeling.read_text(encoding="utf-8"))]
+    named = {name for match in matches for name in match if name}
     keys = (
         set(config) | set(kind.attribute_map) | named | {key for key in inner if not hf_keys.is_harmless(key.partition(".")[0])}
     )

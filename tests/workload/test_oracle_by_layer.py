@@ -71,8 +71,8 @@ def test_longcat_flash(monkeypatch: pytest.MonkeyPatch, zero_experts: int) -> No
     sizes |= {"head_dim": 4, "v_head_dim": 8, "moe_topk": 3, "n_routed_experts": 8, "expert_ffn_hidden_size": 40}
     sizes |= {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "zero_expert_num": zero_experts}
     config = {"model_type": "longcat_flash", **sizes, "attention_bias": bool(zero_experts)}
-    found = differences(model_of(config), RUN, live(config, RUN))
-    assert {difference.what: difference.traced - difference.derived for difference in found} == (
+    unequal = differences(model_of(config), RUN, live(config, RUN))
+    assert {difference.what: difference.traced - difference.derived for difference in unequal} == (
         {"parameters": 2 * zero_experts * 2 * 40 * 64} if zero_experts else {}
     )
 

@@ -64,14 +64,14 @@ def is_size(key: str, value: object) -> bool:
 
 def unread(family: FamilyConfig) -> dict[str, bool]:
     """Keys that nothing reads and that are not known to be harmless; whether each is named like a size."""
-    known, found = known_keys(family.model_type), dict[str, bool]()
+    known, unknown = known_keys(family.model_type), dict[str, bool]()
     for key, value in family.config.items():
         inside = isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in known)
         parts = {f"{key}.{name}": own for name, own in value.items()} if inside else {key: value}
-        found |= {
+        unknown |= {
             name: is_size(name, own) for name, own in parts.items() if name not in known and not _is_idle(family, name, own)
         }
-    return found
+    return unknown
 
 
 def _is_idle(family: FamilyConfig, key: str, value: object) -> bool:
@@ -135,6 +135,6 @@ def accepted(source: ModelSource, ignored: Collection[str] = ()) -> ModelSource:
             f"trace a model with code of its own: {option('module', 'FILE.py:FUNCTION')}; ignore a key that changes no size: "
             f"{option('ignore_key', sizes[0])}",
         )
-    made = [finding("keys-not-read", settings=left)] if left else []
-    made += [finding("keys-ignored", settings=[*ignored])] if ignored else []
-    return replace(source, findings=(*made, *source.findings))
+    about = [finding("keys-not-read", settings=left)] if left else []
+    about += [finding("keys-ignored", settings=[*ignored])] if ignored else []
+    return replace(source, findings=(*about, *source.findings))
