@@ -1,4 +1,4 @@
-"""Random settings of families with layers of several shapes (Llama 4, Gemma 3n and 4, DeepSeek-V4): all that their code reads."""
+"""Random settings of families with layers of several shapes (Llama 4, Gemma 3n and 4, DeepSeek-V4, MiMo-V2, MiniMax-M3)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,33 @@ def _deepseek_v4(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return config
 
 
+def _mimo_v2(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    layers, heads = int(config["num_hidden_layers"]), 2 * int(config["num_key_value_heads"])
+    config |= {"num_attention_heads": heads * rng.choice([1, 2, 3]), "head_dim": 24, "v_head_dim": rng.choice([8, 16, 40])}
+    kinds = [rng.choice([SLIDING, FULL]) for _ in range(layers)]
+    config |= {"layer_types": rng.choice([None, kinds]), "sliding_window": rng.choice([5, 9])}
+    if rng.random() < 0.5:  # as the checkpoint has it
+        config |= {"sliding_window_size": 4, "swa_num_key_value_heads": heads}
+    return config
+
+
+def _minimax_m3(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    layers, groups = int(config["num_hidden_layers"]), int(config["num_key_value_heads"])
+    sizes = {"sparse_num_index_heads": groups, "sparse_index_dim": 24, "sparse_block_size": 4, "sparse_topk_blocks": 2}
+    config |= {"head_dim": 16, "rotary_dim": 8, "dense_intermediate_size": 56, "shared_intermediate_size": 24}
+    config |= {"layer_types": None, "mlp_layer_types": None}
+    if rng.random() < 0.5:  # as the checkpoint has it
+        config["moe_layer_freq"] = [rng.randint(0, 1) for _ in range(layers)]
+        config["sparse_attention_config"] = {**sizes, "sparse_attention_freq": [rng.randint(0, 1) for _ in range(layers)]}
+    else:
+        config["layer_types"] = [rng.choice(["minimax_m3_sparse", FULL]) for _ in range(layers)]
+        config |= {"index_n_heads": groups, "index_head_dim": 16, "index_block_size": 5, "index_topk_blocks": 1}
+    return config
+
+
 _FAMILIES = {
+    "mimo_v2_flash": _mimo_v2,
+    "minimax_m3_vl_text": _minimax_m3,
     "llama4_text": _llama4,
     "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,

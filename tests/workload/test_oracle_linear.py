@@ -45,7 +45,7 @@ def test_a_bare_config(model_type: str) -> None:
 )
 def test_the_language_part(wrapper: str, inner: str) -> None:
     source = hf.from_config({"model_type": wrapper}, "config.json")
-    assert [finding.code for finding in source.findings] == ["language-part-only"]
+    assert [finding.code for finding in source.findings] == ["language-part-only", "defaults-of-class"]
     assert source.model == model_of({"model_type": inner})
 
 

@@ -37,7 +37,7 @@ def test_a_bare_config(model_type: str) -> None:
 @pytest.mark.parametrize("wrapper", ["llama4", "gemma3n", "gemma4", "gemma4_unified"])
 def test_the_language_part(wrapper: str) -> None:
     source = hf.from_config({"model_type": wrapper}, "config.json")
-    assert [finding.code for finding in source.findings] == ["language-part-only"]
+    assert [finding.code for finding in source.findings] == ["language-part-only", "defaults-of-class"]
     assert source.model == model_of({"model_type": f"{wrapper}_text"})
 
 

@@ -14,6 +14,7 @@ from gemmscope.api.jobs import Job
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.job.load import load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
+from gemmscope.model.hf_keys import accepted
 from gemmscope.model.readers import read_text
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.options.declare import from_python
@@ -45,6 +46,7 @@ def load(
     vocab_size: int | str | None = None,
     gated_mlp: bool = False,
     mtp_layers: int | str | None = None,
+    ignore_key: Names | None = None,
 ) -> Model:
     """A model: the name of a preset, a config (file, folder, hub ID or dictionary), `file.py:function`, or sizes by name.
 
@@ -71,6 +73,8 @@ def load(
         gated_mlp: With hidden_size: use a gated MLP (SwiGLU) instead of a plain one.
         mtp_layers: Number of multi-token prediction (MTP) layers after the last layer, each with its own loss (DeepSeek-V3: 1).
             [default: from the model file; 0 for Hugging Face]
+        ignore_key: A key of the config.json that nothing reads and that changes no size, whatever its name says. Repeat the
+            option for several.
     """
     given = locals()
     options = from_python(ModelOptions, given).given()
@@ -79,12 +83,12 @@ def load(
             text = json.dumps(model)
         except (TypeError, ValueError, RecursionError) as error:  # an object, a cycle, thousands of levels
             raise UserError(f"the dictionary cannot be written as a config.json: {in_a_line(error)}") from error
-        source = read_text(text, "the dictionary")
+        source = accepted(read_text(text, "the dictionary"), options.get("ignore_key", ()))
         layers = options.get("mtp_layers")
         source = source if layers is None else with_prediction_layers(source, layers)
         call = as_text("gemmscope.load", {**given, "model": ...}, positional=["model"])
         return Model(source, {}, call.replace("Ellipsis", "{...}"))
-    named = sorted(options.keys() - {"mtp_layers"})
+    named = sorted(options.keys() - {"mtp_layers", "ignore_key"})
     if model is not None and named:
         raise UserError(f"the model is named twice: {model} and {', '.join(named)}", "use only one of them")
     if model is not None:

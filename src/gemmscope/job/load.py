@@ -4,13 +4,14 @@ How it is run: what was typed first, then what its file says, and what follows f
 batch stay, if the layout that is typed divides them; what belongs to another layout is dropped, with a finding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
+from gemmscope.model.hf_keys import accepted
 from gemmscope.model.limits import check_size
 from gemmscope.model.readers import names_file, read_config
 from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
@@ -200,11 +201,13 @@ def load_model(
     module: str | None = None,
     gated_mlp: bool = False,
     mtp_layers: int | None = None,
+    ignore_key: Collection[str] = (),
     **sizes: int | None,
 ) -> ModelSource:
     """The model that was named, in one of four ways: a preset, a config file, a module of the user's, plain sizes.
 
-    `mtp_layers`: with so many layers of multi-token prediction, whatever its file says.
+    `mtp_layers`: with so many layers of multi-token prediction, whatever its file says. `ignore_key`: keys of a config.json that
+    nothing reads and that change no size.
     """
     if unknown := [name for name in sizes if name not in SIZES]:
         raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
@@ -227,7 +230,7 @@ def load_model(
         source = presets.load(preset)
     else:
         source = _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
-    source = _completed(source, own)
+    source = _completed(accepted(source, ignore_key), own)
     return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
 
 

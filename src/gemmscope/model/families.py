@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -37,10 +37,17 @@ def known_keys() -> frozenset[str]:
 
 
 @cache
+def multimodal_types() -> tuple[str, ...]:
+    """Every `model_type` of which the language part is known."""
+    return tuple(
+        name for name, facts in _facts().items() if not {"language", "language_like", "language_settings"}.isdisjoint(facts)
+    )
+
+
+@cache
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that has a closed form."""
-    parts = {"language", "language_like", "language_settings"}
-    return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and parts.isdisjoint(facts)))
+    return tuple(sorted(_facts().keys() - _NOT_FAMILIES - set(multimodal_types())))
 
 
 def language_part(model_type: str, config: Mapping[str, Any]) -> Any:
@@ -53,7 +60,8 @@ def language_part(model_type: str, config: Mapping[str, Any]) -> Any:
     if isinstance(part, Mapping):
         part = {**part, **_language_settings(facts, part)}
     if "language" in facts and (part is None or isinstance(part, Mapping)):
-        return {"model_type": facts["language"], **(part or {})}
+        own = (part or {}).get("model_type")
+        return {**(part or {}), "model_type": own if own in known_model_types() else facts["language"]}
     flat = {key: value for key, value in config.items() if not isinstance(value, Mapping)}  # as in Qwen2.5-VL
     sizes = flat if part is None and facts.get("language_flat") else part
     # A language part with a class of its own, which has other defaults, so the config must have the keys that matter.
@@ -105,10 +113,11 @@ def family(model_type: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """A config together with the facts of its family."""
+    """A config together with the facts of its family. `assumed`: keys that were looked up and that the config does not have."""
 
     model_type: str
     config: Mapping[str, Any]
+    assumed: set[str] = field(default_factory=set, compare=False)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -118,6 +127,11 @@ class FamilyConfig:
         """The config's value, else the default of the configuration class, else None. An explicit null stays None."""
         if key in self.config:
             return self.config[key]
+        self.assumed.add(key)
+        return self.default(key)
+
+    def default(self, key: str) -> Any:
+        """What the configuration class assumes where the config does not say."""
         return {**_class_sizes().get(self.model_type, {}), **self.facts.get("defaults", {})}.get(key)
 
     def flag(self, fact: str, default: bool = False) -> bool:
@@ -142,8 +156,9 @@ class FamilyConfig:
         """A whole number under any of its names; None where the config does not have it, or has null."""
         names = ALIASES.get(name, (name,))
         given = {key: self.config[key] for key in names if self.config.get(key) is not None}
-        if not any(key in self.config for key in names):
-            given = {key: value for key in names if (value := self.value(key)) is not None}
+        if self.config.keys().isdisjoint(names):
+            self.assumed.add(name)
+            given = {key: value for key in names if (value := self.default(key)) is not None}
         if len(set(map(shown, given.values()))) > 1:
             pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
             raise UserError(f"contradictory sizes in the config: {pairs}", "these are two names of the same size: keep one")

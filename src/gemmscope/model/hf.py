@@ -12,6 +12,7 @@ from typing import Any
 from gemmscope.errors import LONGEST_SHOWN, UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
+from gemmscope.model import hf_keys
 from gemmscope.model.families import FamilyConfig, built_like, known_model_types, language_part
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import ENDS, HYBRIDS
@@ -63,16 +64,22 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     known, language = model_type in known_model_types(), language_part(model_type, config)
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(_with_outer_ties(config, language), origin)
-        return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
-    config = _with_layer_types(model_type, config) if known else config
+        outside = (finding("language-part-only", model_type=model_type), *hf_keys.outside_findings(model_type))
+        return replace(source, findings=(*outside, *source.findings))
     label = f"{origin} (Hugging Face, {model_type})"
-    if not known or _needs_tracing(model_type, config):
+    if not known:
         return ModelSource(origin=label, model=None, config=config)
+    unread = hf_keys.unread(FamilyConfig(model_type, config))
+    config = _with_layer_types(model_type, config)
+    if _needs_tracing(model_type, config):
+        return ModelSource(origin=label, model=None, config=config, unread=unread)
     names = family_facts(model_type).get("other_names", {})
     renamed = {name: config[key] for key, name in names.items() if key in config}
-    model = _model(FamilyConfig(model_type, {**config, **renamed}), origin)
+    family = FamilyConfig(model_type, {**config, **renamed})
+    model = _model(family, origin)
     config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
-    return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
+    findings = (*hf_keys.findings(family), *_findings(config, model))
+    return ModelSource(origin=label, model=model, config=config, findings=findings, unread=unread)
 
 
 def _with_layer_types(model_type: str, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -71,6 +71,7 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
             common,
             head_dim=key_dim,
             value_dim=value_dim,
+            gate_width=heads * value_dim if family.flag("gate_proj") else 0,
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
@@ -95,6 +96,8 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         gated=family.flag("attention_gate"),
+        gate_width=heads if family.flag("gate_proj") else 0,
+        value_dim=family.size(facts["value_dim"]) if "value_dim" in (facts := family.facts) else None,
     )
 
 
@@ -160,6 +163,8 @@ def moe(family: FamilyConfig) -> MoeSpec:
         expert=expert(width, family.flag("expert_bias"), fused=True),
         shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
         shared_gate=family.flag("shared_gate"),
+        latent=family.number("latent_size"),
+        latent_norm=family.flag("latent_norm"),
         router_bias=family.flag("router_bias"),
         stored_dense=family.flag("experts_dense"),
     )

@@ -31,6 +31,8 @@ class IndexerSpec(Checked):
 
     heads: Annotated[int, Size("index_n_heads", "heads")]
     dim: Annotated[int, Size("index_head_dim", "head_dim")]
+    # Each head chooses whole blocks of so many positions for a group of query heads, and no weights add the heads (MiniMax-M3).
+    block: Annotated[int, Size("index_block_size", "sequence_length", or_none=True)] = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class AttentionSpec(Checked):
     rotary: bool = True  # positions enter by rotating queries and keys
     rotary_dim: int | None = None  # the part of a head that is rotated; None: all of it
     gated: bool = False  # the output is multiplied by a gate, which makes the query projection twice as wide
+    gate_width: int = 0  # the gate is a linear of its own, with one output for each head, or for each of its channels
     stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
     latent: LatentSpec | None = None
     # sparse: how many of the visible positions a query attends to
@@ -192,6 +195,7 @@ class MixerSpec(Checked):
     chunk: Annotated[int, Size("the mixer's chunk size", "sequence_length")] = 64  # positions that the recurrence takes at once
     rank: int = 0
     gated: bool = True  # the output is multiplied by a gate, which the input projection makes too
+    full_rank_gate: bool = False  # KDA's, which is not low-rank then
     norm: Literal["", "full", "group", "head"] = "full"  # before the output projection: one weight over all heads, or one for all
     stored: tuple[str, ...] = ()
     state_norm: Literal["", "plain", "weighted"] = ""  # of Mamba's time step, B and C: without or with weights
@@ -253,17 +257,23 @@ class MoeSpec(Checked):
     top_k: Annotated[int, Size("num_experts_per_tok", "experts")]
     expert: MlpSpec
     shared: MlpSpec | None = None
+    zero_experts: int = 0  # that the router can choose beside the others, and that compute nothing (LongCat-Flash)
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
     # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
     latent: Annotated[int | None, Size("moe_latent_size", "hidden_size")] = None
     latent_bias: bool = False
+    latent_norm: bool = False  # of what the experts return, before the linear after them
     stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k > self.experts:
+        if self.top_k > self.experts + self.zero_experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
+
+    def computed(self, copies: int) -> int:
+        """How many of the `copies` that the router sends reach an expert that computes something."""
+        return copies * self.experts // (self.experts + self.zero_experts)
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,8 @@ class LayerSpec:
     shared_block: int | None = None
     streams: StreamsSpec | None = None
     input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
+    # Instead of the residual stream alone, each block reads a mean of it and so many earlier states (Kimi-K3); None: it does not.
+    earlier_states: int | None = None
 
     @property
     def is_moe(self) -> bool:

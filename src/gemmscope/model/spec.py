@@ -317,4 +317,5 @@ class ModelSource:
     config: Mapping[str, Any] | None = None  # the Hugging Face config, for tracing the same model
     module: str | None = None  # file.py:factory
     global_batch: int | None = None  # sequences per step on all GPUs, where the file says
+    unread: Mapping[str, bool] = field(default_factory=dict)  # keys of the config that nothing reads; whether named like a size
     framework: str = ""  # whose file it is, where that decides which recipes can be used

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from gemmscope.choices import Recompute, StatePrecision
 from gemmscope.options.declare import Option, Options
-from gemmscope.options.values import stage_layers
+from gemmscope.options.values import names, stage_layers
 
 
 class ModelOptions(Options):
@@ -68,6 +68,18 @@ class ModelOptions(Options):
             default="from the model file; 0 for Hugging Face",
         ),
     ] = None
+
+    ignore_key: Annotated[
+        tuple[str, ...],
+        Option(
+            "A key of the config.json that nothing reads and that changes no size, whatever its name says. Repeat the option for "
+            "several.",
+            metavar="NAME",
+            parse=names,
+            repeated=True,
+            accepts="Names | None",
+        ),
+    ] = ()
 
     def files(self) -> list[str]:
         """The files that describe the model: never to be overwritten."""

@@ -26,7 +26,7 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
-from gemmscope.workload.rank_ops import bottleneck, linear, norm, on_sequence_shard, residual, visible_pairs
+from gemmscope.workload.rank_ops import bottleneck, linear, norm, on_sequence_shard, residual, shard_rows, visible_pairs
 from gemmscope.workload.residual_streams import layer_input_ops, stream_ops
 from gemmscope.workload.sparse import compressed_attention, indexer_ops, sparse
 
@@ -197,6 +197,8 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     mlp = layer.mlp
     if layer.streams is not None:
         yield from stream_ops(model, layer.streams, run)
+    if layer.earlier_states is not None:
+        yield replace(earlier_states(run, model.hidden_size, layer.earlier_states + 1), count=2)
     if layer.attention is not None:
         yield from _attention(model, layer.attention, run)
     if layer.mixer is not None:
@@ -211,6 +213,15 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
         if not mixed:
             yield residual(model, run)
     yield from layer_input_ops(model, layer, run)
+
+
+def earlier_states(run: RunSpec, hidden: int, states: int) -> Elementwise:
+    """A mean of several states, weighted by their scores: the product of each one's norm with a vector."""
+    rows, copies = shard_rows(run)
+    return Elementwise(
+        role="earlier-states", rows=rows, width=hidden, copies=copies, parameters=2 * hidden, forward_tensors=states + 1,
+        backward_tensors=2 * states + 1, forward_flops=6 * states, backward_flops=12 * states, kept_tensors=0,
+    )  # fmt: skip
 
 
 def _beside(one: LinearSpec, run: RunSpec) -> Linear:
@@ -260,7 +271,9 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
             yield from indexer_ops(model, spec, run, attention.pairs, chosen)
         attention = sparse(attention, spec, chosen)
     yield attention
-    if spec.gated:
+    if spec.gate_width:
+        yield linear("attention-gate-proj", run, model.hidden_size, spec.gate_width // run.tp)
+    if spec.gated or spec.gate_width:
         yield Elementwise(
             role="attention-gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
             forward_flops=5, backward_flops=8, kept_tensors=1,  # the context is kept by attention
@@ -326,9 +339,9 @@ def _feed_forward(
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    yield on_sequence_shard(linear("moe-router", run, hidden, spec.experts, bias=spec.router_bias), run)
+    yield on_sequence_shard(linear("moe-router", run, hidden, spec.experts + spec.zero_experts, bias=spec.router_bias), run)
     rows = sharding.expert_rows(spec, run)
-    sent = run.tokens * spec.top_k * run.expert_tp // run.tp
+    sent = spec.computed(run.tokens * spec.top_k * run.expert_tp // run.tp)
     width = spec.latent or hidden
     move = Elementwise(role="token-dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
     if spec.latent is not None:
@@ -336,6 +349,8 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     yield move
     yield from _feed_forward(model, spec.expert, run, "expert", run.expert_tp, rows, width)
     yield replace(move, role="token-combine")
+    if spec.latent_norm:
+        yield norm(model, run, "latent-norm", width)
     if spec.latent is not None:
         yield on_sequence_shard(linear("latent-up", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:

@@ -61,7 +61,7 @@ def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
         role = "mixer-in" if len(pieces) == 1 else f"mixer-in-{piece}"
         yield linear(role, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
     if part.kind == "kda":  # the gates of decay and output go through a bottleneck
-        for gate in ("decay", "output"):
+        for gate in ("decay", "output")[: 1 if part.full_rank_gate else 2]:
             yield linear(f"mixer-{gate}-gate-down", run, model.hidden_size, part.rank, copies=run.tp)
             yield linear(
                 f"mixer-{gate}-gate-up", run, part.rank, part.heads * (part.key_dim if gate == "decay" else part.value_dim)
@@ -80,7 +80,8 @@ def input_widths(part: MixerSpec) -> dict[str, int]:
     """Columns of the input projection by letter. A short convolution gates its values before and after, by q and k."""
     keys = part.inner if part.kind == "short convolution" else part.keys
     widths = {"q": keys, "k": keys, "v": part.inner, "z": part.inner, "b": part.heads, "a": part.heads}
-    return {letter: widths[letter] for letter in COLUMNS[part.kind] if letter != "z" or part.gated}
+    columns = COLUMNS[part.kind] + ("z" if part.full_rank_gate else "")
+    return {letter: widths[letter] for letter in columns if letter != "z" or part.gated}
 
 
 def _scan_parameters(part: MixerSpec) -> int:

@@ -236,7 +236,7 @@ def expert_rows(moe: MoeSpec, run: RunSpec, ep_rank: int = 0) -> tuple[int, ...]
     Balanced: every rank receives as many tokens as it sent, spread evenly. With `imbalance` F, the loads fall geometrically from
     the busiest expert, which has F times the average. Rank 0 has the busiest experts, and all ranks wait for it.
     """
-    per_rank = run.tokens * moe.top_k * run.expert_tp // run.tp
+    per_rank = moe.computed(run.tokens * moe.top_k * run.expert_tp // run.tp)
     local = moe.experts // run.ep
     if run.imbalance == 1.0:
         return tuple(spread(per_rank, local))

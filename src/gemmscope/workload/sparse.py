@@ -81,6 +81,7 @@ class IndexScores(Op):
     probabilities: float
     trained: bool = True
     weighted: bool = True  # the unfused indexer weights its heads by a GEMM
+    block: int = 0  # each head chooses blocks of so many positions by itself
 
     def forward(self) -> Work:
         """Reads queries, keys and weights, writes one score for each visible pair."""
@@ -105,7 +106,10 @@ class IndexScores(Op):
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) of the batched GEMMs of the unfused indexer, which has no backward pass."""
         rows = self.batch * self.queries
-        yield "forward", self.heads, self.dim, self.keys, rows
+        if self.block:
+            yield "forward", self.queries, self.dim, self.keys, self.batch * self.heads
+        else:
+            yield "forward", self.heads, self.dim, self.keys, rows
         if self.weighted:
             yield "forward", 1, self.heads, self.keys, rows
 
@@ -131,23 +135,24 @@ def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: floa
     assert spec.indexer is not None
     indexer, hidden, keys, heads = spec.indexer, model.hidden_size, run.sequence_length, 2 * spec.heads // run.tp
     latent = spec.compressed or spec.latent
-    assert latent is not None
-    queries = linear("indexer-q", run, latent.q_rank or hidden, indexer.heads * indexer.dim, copies=run.tp)
+    inputs = latent.q_rank if latent is not None and latent.q_rank is not None else hidden
+    queries = linear("indexer-q", run, inputs, indexer.heads * indexer.dim, copies=run.tp)
     weights = linear("indexer-weights", run, hidden, indexer.heads, copies=run.tp)
     if spec.compressed is not None:
         ops: list[Op] = [*_compressor(model, run, "indexer", spec.compressed, indexer.dim), queries, weights]
         keys, probabilities = spec.compressed.entries(keys), heads * chosen * spec.head_dim
     else:
         own = Norm(role="indexer-norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
-        ops = [queries, linear("indexer-k", run, hidden, indexer.dim, copies=run.tp), weights, own]
-        assert spec.latent is not None
-        probabilities = heads * min(chosen * (spec.latent.kv_rank + spec.latent.rope_dim), pairs * spec.head_dim)
+        ops = [queries, linear("indexer-k", run, hidden, indexer.dim, copies=run.tp), *([] if indexer.block else [weights]), own]
+        latent_key = spec.latent.kv_rank + spec.latent.rope_dim if spec.latent is not None else spec.head_dim
+        probabilities = heads * min(chosen * latent_key, pairs * spec.head_dim)
     trained = not run.separate_projections  # transformers' code runs it without gradients
     for op in ops:
         yield replace(op, passes=("fprop", "wgrad") if trained else PASSES[:1]) if isinstance(op, Linear) else op
     yield IndexScores(
         role="index-scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, pairs=pairs, chosen=chosen,
-        queries=run.sequence_length // run.cp, keys=keys, trained=trained, copies=run.tp, weighted=spec.compressed is None,
+        queries=run.sequence_length // run.cp, keys=keys, trained=trained, copies=run.tp, block=indexer.block,
+        weighted=not (spec.compressed or indexer.block),
         probabilities=probabilities,
     )  # fmt: skip
     yield TopK(role="index-top-k", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hf_blocks import FULL, LINEAR
 from gemmscope.model.layer_spec import LayerSpec, MixerSpec
+from gemmscope.model.limits import check_size
 
 CONVOLUTION = "conv"
 
@@ -79,9 +81,21 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         conv_kernel=family.size("linear_conv_kernel_dim", "sequence_length"),
         rank=head_dim,
         norm="head",
-        stored=tuple(family.facts["mixer_stored"]),
+        full_rank_gate=inner.get("use_full_rank_gate") is True,
+        stored=(*family.facts["mixer_stored"], *("z" if inner.get("use_full_rank_gate") is True else "")),
     )
-    return _hybrid(family, hidden, blocks.per_layer(family, "layer_types", count) or _kimi_kinds(inner, count), mixer)
+    layers = _hybrid(family, hidden, blocks.per_layer(family, "layer_types", count) or _kimi_kinds(inner, count), mixer)
+    if "state_every" not in family.facts:
+        return layers
+    every = check_size(
+        family.facts["state_every"], family.number("state_every"), "layers"
+    )  # a state is kept before every so many
+    return [replace(layer, earlier_states=index // every + 1) for index, layer in enumerate(layers)]
+
+
+def earlier_states_ends(_family: FamilyConfig, hidden: int, _count: int) -> dict[str, Any]:
+    """After the last layer, the states are averaged once more: a norm and a vector of the hidden size."""
+    return {"unused_parameters": 2 * hidden}
 
 
 def _kimi_kinds(inner: Mapping[str, object], count: int) -> list[str]:

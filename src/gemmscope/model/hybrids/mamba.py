@@ -94,7 +94,7 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     """Nemotron-H and Nemotron-3: each layer is one block: the mixer, attention, an MLP or experts."""
     kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
-        pattern = family.config.get("hybrid_override_pattern", "ME*-")
+        pattern = family.value("hybrid_override_pattern")
         if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(_PATTERN):
             raise UserError(
                 f"hybrid_override_pattern must be letters for layers, not {shown(pattern)}",
@@ -197,7 +197,7 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
 
 def _listed(family: FamilyConfig, *keys: str) -> list[str] | None:
     """The kinds of layers under the first of these keys that the config has, by their current names."""
-    key = next((key for key in keys if family.config.get(key) is not None), None)
+    key = next((key for key in keys if family.value(key) is not None), None)
     return blocks.current_kinds(blocks.listed(family, key) or []) if key is not None else None
 
 

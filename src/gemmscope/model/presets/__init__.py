@@ -47,7 +47,8 @@ def load(name: str) -> ModelSource:
     nulls = dict.fromkeys(data.get("null", []))  # TOML has no null, but null has a meaning in a config.json
     source = hf.from_config({**data["config"], **nulls}, origin)
     assert source.model is not None, f"{name} needs a closed form"
-    return replace(source, origin=origin, model=replace(source.model, name=name, source=data["source"]))
+    findings = tuple(entry for entry in source.findings if entry.code != "defaults-of-class")  # they were checked
+    return replace(source, origin=origin, model=replace(source.model, name=name, source=data["source"]), findings=findings)
 
 
 def _load(name: str) -> dict[str, Any]:
