@@ -33,7 +33,9 @@ def numeric(declared: Declared) -> bool:
     return float in declared.types and not declared.is_flag
 
 
-CASES = [(command, name) for command in COMMANDS for name, each in shell_options(function_of(command)).items() if numeric(each)]
+CASES = [
+    (command, name) for command in COMMANDS for name, declared in shell_options(function_of(command)).items() if numeric(declared)
+]
 
 
 def test_the_options_are_known() -> None:
