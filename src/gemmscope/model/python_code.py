@@ -5,7 +5,7 @@ the same tree. `Follower` walks through their syntax trees, in the order in whic
 attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function of a
 package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, instead of guessed.
 
-Files are found where Python finds them: beside the first file, in the packages around it, and those of `megatron` also on Python's
+Files are found where Python finds them: beside the first file, in the packages around it, and those of the frameworks also on Python's
 path. They are only read.
 """
 
@@ -23,7 +23,7 @@ LONGEST_FILE = 200_000  # characters; real ones are far shorter
 LONGEST_VALUE = 20_000  # items or characters
 LARGEST_NUMBER = 10**12
 MOST_STEPS, MOST_FILES, DEEPEST = 300_000, 200, 30
-ON_PATH = ("megatron",)  # packages that are also looked up on Python's path
+ON_PATH = ("megatron", "torchtitan")  # packages that are also looked up on Python's path
 CONDITION = "it depends on a condition that the file does not decide"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -77,10 +77,11 @@ class Import:
 
 @dataclass(frozen=True)
 class Code:
-    """A function or a class of a file."""
+    """A function or a class of a file. `around`: the variables of the function that it is inside of."""
 
     node: Function | ast.ClassDef
     module: Module
+    around: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass
@@ -257,7 +258,7 @@ class Follower:
 
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
         if isinstance(node, (Function, ast.ClassDef)):
-            frame.names[node.name] = Code(node, frame.module)
+            frame.names[node.name] = Code(node, frame.module, {} if frame.names is frame.module.names else frame.names)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node, frame)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -390,7 +391,7 @@ class Follower:
             return self._item(node, frame)
         elif isinstance(node, ast.JoinedStr):
             return self._text(node, frame)
-        elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
+        elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)) and len(node.generators) == 1:
             return self._comprehension(node, frame)
         return Record(_written(node), hidden=COMPUTED)
 
@@ -457,9 +458,9 @@ class Follower:
         )
         return "".join(map(str, parts)) if plain else Record(_written(node), hidden=COMPUTED)
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, frame: Frame) -> object:
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp, frame: Frame) -> object:
         part = node.generators[0]
-        items, result = self._value(part.iter, frame), list[object]()
+        items, result = self._value(part.iter, frame), list[list[Any]]()
         inner = Frame(frame.module, dict(frame.names), self.branches)
         if not isinstance(items, (list, tuple, range, dict)):
             return Record(_written(node), hidden=COMPUTED)
@@ -469,8 +470,12 @@ class Follower:
             if None in truths:
                 return Record(_written(node), hidden=COMPUTED)
             if all(truths):
-                result.append(self._value(node.elt, inner))
-        return result
+                pair = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                result.append([self._value(one, inner) for one in pair])
+        if isinstance(node, ast.DictComp):
+            names = all(isinstance(key, (str, int)) for key, _ in result)
+            return dict(result) if names else Record(_written(node), hidden=COMPUTED)
+        return [value for value, in result]
 
     def _truth(self, value: object) -> bool | None:
         if isinstance(value, Record):
@@ -487,7 +492,7 @@ class Follower:
         keywords: dict[str, object] = {}
         for keyword in node.keywords:
             value = self._value(keyword.value, frame)
-            keywords.update({keyword.arg: value} if keyword.arg else value if isinstance(value, dict) else {})
+            keywords.update({keyword.arg: value} if keyword.arg else value if isinstance(value, dict) else {"**": value})
         method = holder is not None and not isinstance(holder, Import)
         function = None if method else self._value(node.func, frame)
         if (known := self.known(_class_name(function) or name, holder, arguments, keywords)) is not None:
@@ -499,6 +504,8 @@ class Follower:
         if not isinstance(function, Code) and holder is None:
             if name in ("hasattr", "getattr", "isinstance", "setattr"):
                 return self._about(name, arguments, node)
+            if name == "fields" and arguments and isinstance(one := arguments[0], Record):
+                return [Record("Field", {"name": each}, made=True) for each in one.known()]
             if name in BUILTINS:
                 return self._plain(node, BUILTINS[name], arguments)
         if any(type(holder) is kind and name in methods for kind, methods in METHODS.items()):
@@ -569,7 +576,7 @@ class Follower:
         defaults = [*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)]  # noqa: B905
         given = {one.arg: self._value(default, module) for one, default in defaults if default is not None}
         passed = dict(zip((one.arg for one in positional), arguments))  # noqa: B905
-        frame.names = {**missing, **given, **passed, **{name: value for name, value in keywords.items() if name in missing}}
+        frame.names = {**code.around, **missing, **given, **passed, **{name: value for name, value in keywords.items() if name in missing}}
         if spec.kwarg:
             frame.names[spec.kwarg.arg] = {name: value for name, value in keywords.items() if name not in missing}
         if spec.vararg:
