@@ -1,7 +1,7 @@
 """Reads every job of torchtitan's Python registries, and prints what became of it.
 
-    python benchmarks/framework_torchtitan.py FOLDER            # a copy of github.com/pytorch/torchtitan
-    python benchmarks/framework_torchtitan.py FOLDER --write    # also writes the jobs that commands name: model/torchtitan_jobs.toml
+    python benchmarks/framework_torchtitan.py FOLDER          # a copy of github.com/pytorch/torchtitan
+    python benchmarks/framework_torchtitan.py FOLDER --write  # also writes the jobs that commands name: model/torchtitan_jobs.toml
 
 A job is wrong whose size differs from the one below, which was read by hand from torchtitan's code, or for which the table that
 ships with gemmscope gives another model or other settings than the files.
