@@ -45,7 +45,8 @@ def test_script():
 def test_a_job_of_torchtitan_with_flags_of_today():
     source = readers.read_text(
         "torchrun --nproc_per_node=8 --nnodes 4 -m torchtitan.train --module llama3 --config llama3_70b"
-        " --training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 16384 --training.num_tokens_per_train_step 131072"
+        " --training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 16384"
+        " --training.num_tokens_per_train_step 131072"
         " activation-checkpoint:selective",
         "x.sh",
     )
