@@ -1,7 +1,7 @@
 """Reads every job of torchtitan's Python registries, and prints what became of it.
 
-    python benchmarks/framework_torchtitan.py FOLDER          # a copy of github.com/pytorch/torchtitan
-    python benchmarks/framework_torchtitan.py FOLDER --write  # also writes the jobs that commands name: model/torchtitan_jobs.toml
+    python benchmarks/framework_torchtitan.py FOLDER  # a copy of github.com/pytorch/torchtitan
+    python benchmarks/framework_torchtitan.py FOLDER --write  # also writes model/torchtitan_jobs.toml
 
 A job is wrong whose size differs from the one below, which was read by hand from torchtitan's code, or for which the table that
 ships with gemmscope gives another model or other settings than the files.
@@ -83,9 +83,9 @@ def entries(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _outcome(source: ModelSource, path: Path, name: str) -> str:
     assert source.model is not None
-    found = (len(source.model.layers), source.model.hidden_size, count_parameters(source.model)[0])
-    if found != BY_HAND.get(name, found):
-        return f"wrong: {found} instead of {BY_HAND[name]}"
+    sizes = (len(source.model.layers), source.model.hidden_size, count_parameters(source.model)[0])
+    if sizes != BY_HAND.get(name, sizes):
+        return f"wrong: {sizes} instead of {BY_HAND[name]}"
     family = family_names().get(path.parent.name)
     if family is None or path.parents[1].name != "models":
         return "answered"

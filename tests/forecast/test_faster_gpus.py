@@ -20,7 +20,7 @@ def no_faster(one: str, other: str) -> bool:
 def test_a_faster_gpu_is_not_slower(preset: str) -> None:
     names = ["a100", "h100", "h200", "b200", "gb200", "b300", "gb300", "l40s", "rtx-pro-6000"]
     result = gemmscope.load(preset=preset).on(micro_batch_size=1, sequence_length=4096).forecast(names)
-    steps = {each.gpu: {one.recipe: one.step_ms.value for one in each.step.recipes} for each in result.gpus if each.step}
+    steps = {place.gpu: {one.recipe: one.step_ms.value for one in place.step.recipes} for place in result.gpus if place.step}
     measured = {(series.gpu, series.fmt) for series in model().coefficients.series}
     pairs = [(one, other) for one in names for other in names if one != other and no_faster(one, other)]
     assert ("gb200", "gb300") in pairs

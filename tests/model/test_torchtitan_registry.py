@@ -112,9 +112,9 @@ def test_projections_run_as_torchtitan_runs_them(tree: Path):
     for name, roles in (("small", {"qkv-proj"}), ("apart", {"q-proj", "k-proj", "v-proj"})):
         source = read(tree, name)
         run = RunSpec(**{**source.run_settings, "tp": 1, "sequence_parallel": False})
-        found = {op.role for op in derive(source.model, run).ops}
-        assert {role for role in found if role.endswith(("qkv-proj", "q-proj", "k-proj", "v-proj"))} == roles
-        assert {"mlp-gate", "mlp-up"} <= found
+        roles_of_run = {op.role for op in derive(source.model, run).ops}
+        assert {role for role in roles_of_run if role.endswith(("qkv-proj", "q-proj", "k-proj", "v-proj"))} == roles
+        assert {"mlp-gate", "mlp-up"} <= roles_of_run
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,14 @@ def read_tables(
     configured in Python, with tokens instead of sequences.
     """
     pp = _size(tables, "pipeline_parallel_degree") or 1
-    tables, found = _in_sequences(tables, pp) if registries else tables, list(findings)
+    tables, notes = _in_sequences(tables, pp) if registries else tables, list(findings)
     if spec is None:
         model = _table(tables, "model")
         family, name = model_and_flavor(model)
         flavor = load_flavor(family, name, registries=registries)
         depth = model.get("num_mtp_layers")
         spec = model_spec(family, name, flavor, prediction_layers=depth if type(depth) is int else 0)
-        found += model_findings(model, flavor)
+        notes += model_findings(model, flavor)
     layers, graphs = len(spec.layers), registries and pp == 1 and not _flag(tables, "disable_cuda_graphs", default=False)
     parts = [
         _batch(tables, pp),
@@ -102,7 +102,7 @@ def read_tables(
         ({"separate_projections": True, "sequence_parallel_linears": False}, []),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    findings = (*found, *(item for _, of_part in parts for item in of_part))
+    findings = (*notes, *(item for _, of_part in parts for item in of_part))
     return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
 
 

@@ -68,8 +68,8 @@ def _job(text: str, origin: str, path: Path | None, function: str) -> Record:
         raise UserError(wrong, f"name the job: {option('config', f'{origin}:NAME')}; {known}")
     job = follower.call(code)
     if not isinstance(job, Record) or not ("training" in job.values or job.name == "Trainer"):
-        made = f"a {job.name}" if isinstance(job, Record) else "nothing"
-        raise UserError(f"{code.node.name}() makes {made}, not a training job", "name a function that returns a Trainer.Config")
+        kind = f"a {job.name}" if isinstance(job, Record) else "nothing"
+        raise UserError(f"{code.node.name}() makes {kind}, not a training job", "name a function that returns a Trainer.Config")
     return job
 
 
@@ -111,9 +111,9 @@ def checkpointing(name: str) -> dict[str, Any]:
     return table
 
 
-def _model(made: object) -> tuple[ModelSpec, list[Finding]]:
+def _model(value: object) -> tuple[ModelSpec, list[Finding]]:
     """The model of a ModelSpec of torchtitan, and what is not included of it."""
-    spec = made if isinstance(made, Record) else Record("no model")
+    spec = value if isinstance(value, Record) else Record("no model")
     model = spec.values.get("model")
     layers = model.values.get("layers") if isinstance(model, Record) else None
     if not isinstance(model, Record) or not isinstance(layers, list) or not layers:
@@ -135,13 +135,13 @@ def _layer(layer: object, sizes: Mapping[str, Any]) -> Flavor:
     for what, part in _parts("a layer", layer):
         if part.name not in facts()["known"]["classes"]:
             raise _not_known(what, part)
-    found = {name: value for name, places in facts()["layer"].items() if (value := _at(layer, places)) is not None}
-    found["norms"] = sum(name.endswith("_norm") for name in layer.values) if isinstance(layer, Record) else 0
-    if "kv_lora_rank" not in found and found.get("q_width") == 2 * found.get("n_heads", 0) * found.get("head_dim", 0):
-        found["gated_attention"] = True
-    if "key_width" in found:
-        found |= {"full_attention_interval": 2, "n_key_heads": found["key_width"] // found["key_head_dim"]}
-    return {**sizes, **found}
+    result = {name: value for name, places in facts()["layer"].items() if (value := _at(layer, places)) is not None}
+    result["norms"] = sum(name.endswith("_norm") for name in layer.values) if isinstance(layer, Record) else 0
+    if "kv_lora_rank" not in result and result.get("q_width") == 2 * result.get("n_heads", 0) * result.get("head_dim", 0):
+        result["gated_attention"] = True
+    if "key_width" in result:
+        result |= {"full_attention_interval": 2, "n_key_heads": result["key_width"] // result["key_head_dim"]}
+    return {**sizes, **result}
 
 
 def _parts(what: str, part: object) -> Iterator[tuple[str, Record]]:
@@ -170,10 +170,10 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _not_known(what: str, made: Record) -> UserError:
-    why = made.hidden or f"{made.name}, whose structure is not known"
+def _not_known(what: str, record: Record) -> UserError:
+    why = record.hidden or f"{record.name}, whose structure is not known"
     return UserError(
-        f"{what} comes from {why if made.name in why else f'{made.name}: {why}'}",
+        f"{what} comes from {why if record.name in why else f'{record.name}: {why}'}",
         "give the file inside of torchtitan's folder, or set PYTHONPATH to it; or trace the model: "
         f"{option('module', 'FILE.py:FUNCTION')}",
     )
