@@ -79,9 +79,9 @@ def test_settings_that_are_assigned():
 def test_settings_that_a_function_passes_on():
     source = readers.read_text(PASSED_ON, "recipe.py")
     assert source.model.vocab_size == 32000
-    expected = {"tp": 4, "cp": 2, "micro_batch_size": 1, "sequence_length": 8192, "dp_overlap": True, "vocab_multiple": 128}
+    expected = {"tp": 4, "cp": 2, "micro_batch_size": 1, "dp_overlap": True, "vocab_multiple": 128}
     assert {name: source.run_settings[name] for name in expected} == expected
-    assert facts(source, "settings-in-condition") == {"settings": ["dataset.sequence_length"]}
+    assert facts(source, "setting-without-value")["setting"] == "model.seq_length"
 
 
 FROM_HUB = """
@@ -110,7 +110,7 @@ def test_a_variable_that_holds_the_model():
     text = "import megatron.bridge\nmodel = Qwen3ModelProvider8B()\nmodel.num_layers = 2\nmodel.seq_length = length()"
     source = bridge_recipe.read(text, "x.py")
     assert len(source.model.layers) == 2
-    assert facts(source, "setting-without-value")["reason"] == "the recipe computes it"
+    assert facts(source, "setting-without-value")["reason"] == "length(), which the file does not define"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_variable_that_holds_the_model():
             "m = AutoBridge.from_hf_pretrained('Qwen/Qwen3-8B')\nm.num_layers = 2",
             "from Qwen/Qwen3-8B and changes model.num_layers",
         ),
-        ("cfg = llama3_8b_pretrain_config()", "builds no model whose sizes are known here"),
+        ("cfg = llama3_8b_pretrain_config()", "no function that builds a model"),
         ("a = Qwen3ModelProvider8B()\ndef f():\n  return Qwen3ModelProvider4B()", "several models: Qwen3ModelProvider8B, Qwen3"),
         ("def f(:", "the Python is not valid, line 2"),
         ("x = " + "(" * 5000, "the Python is not valid"),

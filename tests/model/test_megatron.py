@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.model import megatron
 from gemmscope.model.layer_spec import MoeSpec
-from gemmscope.model.megatron_settings import evaluate
+from gemmscope.model.python_code import evaluate
 from gemmscope.model.spec import ModelSpec
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import codes, facts
@@ -249,6 +249,12 @@ def test_last_value_wins():
 def test_python_list_and_yaml_of_flags():
     assert model_of('ARGS = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]').hidden_size == 64
     assert model_of("MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n  --num-attention-heads: 4").hidden_size == 64
+
+
+def test_gpt_oss_has_rotary_positions():
+    learned, rotary = (model_of(f"{SMALL} --max-position-embeddings 4096 {flag}") for flag in ("", "--enable-gpt-oss"))
+    assert (learned.positions, rotary.positions) == (4096, 0)
+    assert next(rotary.attentions).rotary
 
 
 def test_misspelled_optional_flag():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, option
 from gemmscope.model import megatron
-from gemmscope.model.megatron_settings import evaluate
+from gemmscope.model.python_code import evaluate
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import checked, in_little_memory
 
@@ -21,6 +21,11 @@ from support.reading import checked, in_little_memory
         (f"SCRIPT=$ROOT/pretrain_ict.py\npython $SCRIPT {SMALL}", "pretrain_ict.py trains a pair of BERT encoders"),
         (f"python pretrain_vision_classify.py {SMALL}", "pretrain_vision_classify.py trains a vision model"),
         (f"python pretrain_vlm.py {SMALL}", "pretrain_vlm.py trains a vision-language model"),
+        (
+            f"{SMALL} --decoder-seq-length $L --language-model-type mistral_7b",
+            "--language-model-type is a setting of a vision-language",
+        ),
+        (f"torchrun train.py {SMALL} --dataset-provider mock", "--dataset-provider is a setting of a multimodal model"),
         (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers is a setting of T5"),
         (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length is a setting of T5"),
         (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length is a setting of T5"),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError, did_you_mean, shown
+from gemmscope.errors import UserError, closest, did_you_mean, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
@@ -28,6 +28,7 @@ SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla"
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
 MOST_VALUES, LONGEST_NUMBER = 50_000, 400  # real files have a few thousand
+SIZE_LIKE = re.compile(r"num_\w+|\w+_(?:size|dim|rank|layers|types|pattern|heads|groups|experts)")
 DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
 
@@ -73,6 +74,7 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     for start, what in BRIDGE["other_classes"].items():
         if provider.startswith(start):
             raise other_model("model._target_ is the class of", what)
+    _reject_unread_sizes(given)
     own = provider_classes().get(provider)
     values = {**(own or {}), **given}
     if any(given.get(name) for name in PATTERNS):  # instead of the class's pattern, which may have the other name
@@ -81,10 +83,12 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
         _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
-    model = known.model if known is not None else None
-    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, model)]
-    if model is not None and type(size := values.get("vocab_size")) is int:
-        model = replace(model, vocab_size=size)
+    of_elsewhere = known.model if known is not None else None
+    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, of_elsewhere)]
+    if document.get("peft"):
+        findings.append(finding("adapters-not-modelled"))
+    if of_elsewhere is not None and type(size := values.get("vocab_size")) is int:
+        of_elsewhere = replace(of_elsewhere, vocab_size=size)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -101,13 +105,39 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     )  # fmt: skip
     if known is None:
         return model_source(settings, origin, findings, unknown_names)
-    return model_source(settings, origin, [*known.findings, *findings], unknown_names, model)
+    return model_source(settings, origin, [*known.findings, *findings], unknown_names, of_elsewhere)
 
 
 def _last_name(target: object) -> str:
     """`silu` from `torch.nn.functional.silu`; empty where it is not text."""
     target = target.text if isinstance(target, Unknown) else target
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
+
+
+def _reject_unread_sizes(given: Mapping[str, object]) -> None:
+    """Reject a setting that is not read, if it is called like a size or almost like a setting that is: it may change shapes."""
+    for name, value in given.items():
+        if name in _read_names() or value in (None, False):
+            continue
+        of_its_length = (read for read in _read_names() if read[0] == name[:1] and abs(len(read) - len(name)) < 3)
+        similar = closest(name, sorted(of_its_length), 1, cutoff=0.9)
+        if similar or SIZE_LIKE.fullmatch(name):
+            raise UserError(
+                f"model.{name[:60]} is not read, and its name suggests that it changes shapes",
+                f"did you mean model.{similar[0]}? If it changes none, remove it"
+                if similar
+                else f"remove it if it changes none; else trace the model: {option('module', 'FILE.py:FUNCTION')}",
+            )
+
+
+@cache
+def _read_names() -> frozenset[str]:
+    """The settings of a model that are read, and those that change no shape."""
+    of_classes = {name for settings in provider_classes().values() for name in settings}
+    lists = ("same_name", "only_here", "switches", "run_settings")
+    return frozenset({*TELLTALE, *of_classes, *BRIDGE["no_shapes"], *SECTIONS, *FACTS["other_name"].values()}).union(
+        *(FACTS[name] for name in lists)
+    )
 
 
 def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Mapping[str, object] | None) -> None:
@@ -169,9 +199,10 @@ def _sequence_length(values: dict[str, object], given: Mapping[str, object], doc
 
 
 def _vocabulary(values: dict[str, object], document: Mapping[str, object], known: ModelSpec | None) -> list[Finding]:
-    """Where the model has no vocabulary, or the file says so, it gets that of the tokenizer, padded: given, or that of the class."""
+    """Where the model has no vocabulary, or the file says so, it gets the tokenizer's, padded: given, or that of the class."""
     size, tokenizer = values.pop(VOCABULARY, None), _section(document, document, "tokenizer")
     own, given = values.get("vocab_size", known.vocab_size if known else None), tokenizer.get("vocab_size")
+    given = None if isinstance(given, Unknown) else given
     if tokenizer.get("use_tokenizer_vocab_size") is True and isinstance(given, int):
         values |= {"vocab_size": given, "should_pad_vocab": True}
         model_size = own if own is not None else size

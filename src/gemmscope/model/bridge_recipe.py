@@ -1,10 +1,10 @@
 """Megatron-Bridge recipes in Python: a function that builds the configuration of a run.
 
 A recipe is never run. `python_code` follows its function, and those of the same tree that it calls, and `cfg.model` is what they
-leave there: a provider class whose sizes `bridge` knows, with the settings that are changed, or what AutoBridge takes from a Hugging
-Face config. That model is the preset with exactly this source, the provider class with the same sizes, or a local folder. A model
-that comes from anywhere else is an error that says from where: no other model ever takes its place. The result has the same sections
-as a YAML file, and `bridge` reads it.
+leave there: a provider class whose sizes `bridge` knows, with the settings that are changed, or what AutoBridge takes from a
+Hugging Face config. That model is the preset with exactly this source, the provider class with the same sizes, or a local folder.
+A model that comes from anywhere else is an error that says from where: no other model ever takes its place. The result has the
+same sections as a YAML file, and `bridge` reads it.
 
 A file has many recipes. `FILE.py:FUNCTION` names one; else the pretraining functions must agree on the model.
 """
@@ -12,6 +12,7 @@ A file has many recipes. `FILE.py:FUNCTION` names one; else the pretraining func
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from gemmscope.errors import UserError, did_you_mean, option
@@ -20,7 +21,8 @@ from gemmscope.model import bridge, hf, presets
 from gemmscope.model.bridge import provider_classes
 from gemmscope.model.megatron_model import REQUIRED
 from gemmscope.model.megatron_settings import FACTS, Unknown
-from gemmscope.model.python_code import Code, Follower, Function, Import, Module, Record, is_plain
+from gemmscope.model.python_code import Follower
+from gemmscope.model.python_values import Code, Function, Import, Module, Record, is_plain
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.reading import read_text
 
@@ -30,10 +32,11 @@ MODEL = "model"
 PRETRAINING = "pretrain"  # in the names of the functions that are read, where none is named
 PRESET_SOURCE = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/blob/.*")
 LARGEST_CONFIG = 2**20
+GPUS = re.compile(r"_([1-9][0-9]{0,4})gpu_")  # in the name of a function, by Megatron-Bridge's convention
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BridgeRecipe:
     """What one function leaves: its configuration, and the model in it."""
 
     function: str
@@ -46,7 +49,7 @@ class Recipe:
         """What the model is, as far as the recipe names it."""
         sizes = {name: self.model.values.get(name) for name in (*REQUIRED, "num_moe_experts") if self.model.values.get(name)}
         changed = ", ".join(f"{name}={value}" for name, value in sizes.items() if is_plain(value))
-        return f"{self.model.name}({changed})" if self.model.base and self.model.base != FROM_HUB else self.model.name
+        return f"{self.model.name}({changed})" if changed else self.model.name
 
 
 def recognises(text: str) -> bool:
@@ -70,6 +73,8 @@ def read(text: str, origin: str, path: Path | None = None, function: str = "") -
     recipe, *others = recipes
     source = _source(recipe, origin)
     findings = [finding("recipe-calls-not-read", calls=[*recipe.not_followed])] if recipe.not_followed else list[Finding]()
+    if GPUS.search(recipe.function):
+        findings.append(finding("recipe-gpus", function=recipe.function))
     if others:
         findings.append(finding("recipe-of-several", function=recipe.function, count=len(recipes), origin=origin))
     return replace(source, findings=(*source.findings, *findings))
@@ -80,24 +85,26 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
     if name == FROM_HUB and (arguments or keywords):
         hub_id = arguments[0] if arguments else next(iter(keywords.values()))
         if isinstance(hub_id, str):
-            return Record(hub_id[:200], base="AutoBridge", made=True)
+            why = "the settings of its config"
+            return Record(hub_id[:200], hidden=why, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
         why = hub_id.hidden if isinstance(hub_id, Record) else "it is not text"
         return Record(f"{name}({hub_id.name if isinstance(hub_id, Record) else hub_id})", hidden=why)
-    if isinstance(holder, Record) and holder.base == "AutoBridge" and name in RECIPE["of_hub"]:
-        return Record(holder.name, hidden="the settings of its config", base=FROM_HUB, made=True, defaults=RECIPE["defaults"])
     if isinstance(holder, Record) and holder.base == FROM_HUB and name in RECIPE["same_model"]:
         return holder
-    if holder is not None and not isinstance(holder, Import):
+    if not (holder is None or isinstance(holder, Import) or (isinstance(holder, Record) and holder.imported)):
         return None
+    if name in RECIPE["hub_classes"] and not arguments:
+        name, of_class = RECIPE["hub_classes"][name], "the defaults of its class"
+        return Record(name, dict(keywords), of_class, base=FROM_HUB, constructed=True, defaults=RECIPE["defaults"])
     if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
-        if arguments:
-            return Record(f"{name}()", hidden="its sizes have no names")
+        if arguments or "**" in keywords:
+            return Record(f"{name}()", hidden="it gets sizes whose names the file does not show")
         defaults = {**RECIPE["defaults"], **provider_classes().get(name, {})}
-        return Record(name, dict(keywords), "the defaults of its class", base=name, made=True, defaults=defaults)
+        return Record(name, dict(keywords), "the defaults of its class", base=name, constructed=True, defaults=defaults)
     return None
 
 
-def _named(follower: Follower, module: Module, function: str) -> Recipe:
+def _named(follower: Follower, module: Module, function: str) -> BridgeRecipe:
     """The recipe of the function that is named."""
     code = follower.resolve(module.names.get(function))
     if not isinstance(code, Code) or not isinstance(code.node, Function):
@@ -107,18 +114,18 @@ def _named(follower: Follower, module: Module, function: str) -> Recipe:
             f"there is no function {function[:100]} in the file",
             did_you_mean(function, known) or f"functions: {', '.join(known[:6]) or 'none'}",
         )
-    recipe = _followed(follower, function, code)
+    recipe = _followed(follower, code.node.name, code)
     if recipe is None:
         raise UserError(f"{function}() builds no model", "name the function that returns the configuration")
     return recipe
 
 
-def _recipes(follower: Follower, module: Module) -> list[Recipe]:
+def _recipes(follower: Follower, module: Module) -> list[BridgeRecipe]:
     """The recipes of a file: its pretraining functions, or all of them, if they have the same model."""
-    found = [_of_values("", None, module.names, follower)]
+    of_values = [_of_values("", None, module.names, follower)]
     codes = {name: value for name, value in module.names.items() if isinstance(value, Code) and isinstance(value.node, Function)}
-    found += [_followed(follower, name, code) for name, code in codes.items()]
-    built = [recipe for recipe in found if recipe is not None]
+    of_values += [_followed(follower, name, code) for name, code in codes.items()]
+    built = [recipe for recipe in of_values if recipe is not None]
     public = [recipe for recipe in built if not recipe.function.startswith("_")] or built
     chosen = [recipe for recipe in public if PRETRAINING in recipe.function] or public
     if not chosen:
@@ -133,13 +140,13 @@ def _recipes(follower: Follower, module: Module) -> list[Recipe]:
     if len(models) > 1:
         raise UserError(
             f"the file has recipes of several models: {', '.join(list(models)[:6])}",
-            f"name one function: {option('config', f'FILE.py:{[*models.values()][0]}')}",
+            f"name one function: {option('config', 'FILE.py:' + (next(filter(None, models.values()), '') or 'FUNCTION'))}",
         )
     complete = [recipe for recipe in chosen if MODEL in recipe.sections] or chosen
     return sorted(complete, key=lambda recipe: not recipe.function)
 
 
-def _followed(follower: Follower, name: str, code: Code) -> Recipe | None:
+def _followed(follower: Follower, name: str, code: Code) -> BridgeRecipe | None:
     """What a function leaves; None where it builds no model."""
     follower.depth = follower.branches = 0
     follower.not_followed.clear()
@@ -147,29 +154,29 @@ def _followed(follower: Follower, name: str, code: Code) -> Recipe | None:
     return _of_values(name, result, variables, follower)
 
 
-def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> Recipe | None:
+def _of_values(name: str, result: object, variables: Mapping[str, object], follower: Follower) -> BridgeRecipe | None:
     """The recipe among the result and the variables of a function, or of a file."""
-    local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.values)]
-    for one in ([result] if isinstance(result, Record) else reversed(local) if result is None else ()):
+    local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.known())]
+    for one in [result] if isinstance(result, Record) else reversed(local) if result is None else ():
         if one.base:
             sections: dict[str, object] = {}
             model: object = one
-        elif one.known() or one.hidden:
-            sections = one.known()
-            model = one.get(MODEL)
+        elif MODEL in one.known() or name.endswith("_config") or PRETRAINING in name:
+            sections, model = one.known(), one.get(MODEL)
         else:
             continue
-        if not isinstance(model, Record) or (not model.base and not one.known() and not name):
+        if not isinstance(model, Record):
             continue
-        passed = [call for call, record in follower.not_followed if record in (one, model) and (record is one or record is model)]
-        return Recipe(name, sections, model, tuple(dict.fromkeys(passed)))
+        passed = [call for call, record in follower.not_followed if record is one or record is model]
+        passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
+        return BridgeRecipe(name, sections, model, tuple(dict.fromkeys(passed)))
     return None
 
 
-def _source(recipe: Recipe, origin: str) -> ModelSource:
+def _source(recipe: BridgeRecipe, origin: str) -> ModelSource:
     """The model and run of a recipe."""
     model, place = recipe.model, f"{recipe.function}()" if recipe.function else "the file"
-    if not model.base or model.base == "AutoBridge":
+    if not model.base:
         raise UserError(
             f"the model of {place} comes from {model.name}: {model.hidden or 'it is not known here'}"
             if model.name not in model.hidden
@@ -177,10 +184,12 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
             "give the file inside its tree, or set PYTHONPATH to the folder that has the package; or name the model itself with "
             f"{option('config', 'PATH')} or {option('preset')}",
         )
-    if model.methods:
+    specs = [(name, value) for name in RECIPE["layer_specs"] if (value := model.values.get(name)) is not None]
+    own = [name for name, value in specs if getattr(_plain(value, 0), "text", "") not in RECIPE["usual_layers"]]
+    if model.methods or own:
         raise UserError(
-            f"the model of {place} is of class {model.name}, whose code decides its layers ({', '.join(model.methods[:3])})",
-            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its Hugging Face config.json: {option('config', 'PATH')}",
+            f"the model of {place} is a {model.name}, and code decides its layers ({', '.join([*model.methods, *own][:2])})",
+            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its config.json: {option('config', 'PATH')}",
         )
     settings = _section(model)
     sections = {name: _section(value) for name, value in recipe.sections.items() if isinstance(value, Record) and name != MODEL}
@@ -189,19 +198,22 @@ def _source(recipe: Recipe, origin: str) -> ModelSource:
         named, known = {"_target_": known}, None
     else:
         named = {"name": model.name} if known else {"_target_": model.base}
+    if gpus := GPUS.search(recipe.function):
+        settings["world_size"] = int(gpus[1])
     return bridge.read_document({MODEL: {**named, **settings}, **sections}, origin, known)
 
 
-def _section(record: Record) -> dict[str, object]:
-    return {name: _plain(value) for name, value in record.known().items()}
+def _section(record: Record, deepest: int = 4) -> dict[str, object]:
+    return {name: _plain(value, deepest - 1) for name, value in record.known().items()}
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, deepest: int) -> object:
     """A value as a YAML file would have it; `Unknown` where the code does not show it."""
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, deepest - 1) if deepest else None for item in value]
     if isinstance(value, Record):
-        return _section(value) if value.known() else Unknown(value.name[:60], value.hidden or "it is an object")
+        known = deepest > 0 and value.known()
+        return _section(value, deepest) if known else Unknown(value.name[:60], value.hidden or "it is an object")
     if isinstance(value, (Code, Import)):
         return Unknown(value.node.name if isinstance(value, Code) else value.name, "it is code")
     return value
@@ -217,7 +229,9 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str
         source = presets.load(preset)
     elif hub_id in RECIPE["hub"]:
         return str(RECIPE["hub"][hub_id])
-    changed = [name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)]
+    changed = [
+        name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)
+    ]
     if changed or source is None or source.model is None:
         change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
         raise UserError(
@@ -231,6 +245,7 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str
     return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
 
 
+@cache
 def hub_presets() -> dict[str, str]:
     """The preset of each hub ID that is the source of one."""
     sources = {name: PRESET_SOURCE.fullmatch(presets.describe(name).source) for name in presets.names()}

@@ -74,11 +74,16 @@ def _language_settings(facts: Mapping[str, Any], language: Mapping[str, Any]) ->
     return settings
 
 
+def _letters(name: str) -> str:
+    """What a family is called: `gemma` of gemma9, but not of gemmini."""
+    return re.split("[^a-z]", name)[0]
+
+
 def built_like(config: Mapping[str, Any]) -> str:
     """The known model type that an unknown one probably resembles, by its architecture, its name or its keys; or empty.
 
-    >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "frob")]
-    ['gemma', 'llama']
+    >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "gemmini", "frob")]
+    ['gemma', 'llama', 'llama']
     >>> built_like({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
     'deepseek_v3'
     """
@@ -86,7 +91,8 @@ def built_like(config: Mapping[str, Any]) -> str:
     architecture = str(listed[0]).partition("For")[0].lower() if isinstance(listed, list) and listed else ""
     by_architecture = [name for name in known_model_types() if re.sub(r"[_-]", "", name) == architecture]
     given = str(config.get("model_type")).lower()
-    by_name = [name for name in closest(given, known_model_types()) if name[:3] == given[:3]]
+    relatives = [name for name in known_model_types() if _letters(name) == _letters(given)]
+    by_name = closest(given, relatives, cutoff=0.75)
     by_keys = [name for key, name in _KEYS["resembles"].items() if key in config]
     return next(iter([*by_architecture, *by_name, *by_keys]), "")
 

@@ -116,6 +116,9 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
 
 def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
     """Reject other models than GPT and hybrids, which have the same flags. A finding, if the file can train those as well."""
+    for name, what in FACTS["other_flags"].items():
+        if name in arguments.unknown:
+            raise other_model(f"{spell(name)} is a setting of", what)
     for name in FACTS["t5_only"]:
         if arguments.values.get(name) is not None:
             raise other_model(f"{spell(name)} is a setting of", FACTS["other_scripts"]["t5"])

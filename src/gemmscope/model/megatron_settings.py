@@ -6,13 +6,13 @@ does, but from their syntax tree and within bounds: no text of a file is ever ex
 that the script does not set) is an `Unknown`: it is an error only where it is needed.
 """
 
-import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.limits import LARGEST, check_size
+from gemmscope.model.python_code import evaluate
 from gemmscope.toml import load_data
 
 FACTS = load_data("gemmscope.model", "megatron.toml")
@@ -158,54 +158,3 @@ def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
     raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-
-
-def evaluate(text: str) -> int | list[int]:
-    """The value of an expression of numbers, lists, + - * / and parentheses, without executing it; else ValueError.
-
-    >>> evaluate("([0]*2+[1])*2")
-    [0, 0, 1, 0, 0, 1]
-    """
-    # The depth of the syntax tree is bounded before Python's parser sees the text, because the parser recurses.
-    if not re.fullmatch(r"[0-9\[\]()+*/,\s-]{1,100000}", text) or sum(map(text.count, "+-*/([")) > 200:
-        raise ValueError("not such an expression")
-    try:
-        return _value_of(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError, TypeError) as error:
-        raise ValueError("not such an expression") from error
-
-
-def _value_of(node: ast.expr) -> int | list[int]:
-    if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**12:
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_whole(_value_of(element)) for element in node.elts]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_whole(_value_of(node.operand))
-    if isinstance(node, ast.BinOp):
-        return _combine(node.op, _value_of(node.left), _value_of(node.right))
-    raise ValueError("not a number, a list or a sum or product of them")
-
-
-def _combine(op: ast.operator, left: int | list[int], right: int | list[int]) -> int | list[int]:
-    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return left + right
-    if isinstance(op, ast.Mult) and isinstance(right, list) and isinstance(left, int):
-        left, right = right, left
-    if isinstance(op, ast.Mult) and isinstance(left, list):
-        if len(left) * _whole(right) > LARGEST["layers"]:
-            raise ValueError("a list longer than any model has layers")
-        return left * _whole(right)
-    a, b = _whole(left), _whole(right)
-    if isinstance(op, ast.Div | ast.FloorDiv) and b:
-        return a // b
-    results = {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b}
-    if type(op) not in results or abs(results[type(op)]) > 10**12:
-        raise ValueError("not a sum or product of whole numbers")
-    return results[type(op)]
-
-
-def _whole(value: int | list[int]) -> int:
-    if isinstance(value, list):
-        raise ValueError("a list where a number is needed")  # noqa: TRY004 - one exception for every wrong text
-    return value

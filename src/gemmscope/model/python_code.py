@@ -1,97 +1,43 @@
 """Follows Python code without running it: what a function, and the functions that it calls, set.
 
-Recipes of training frameworks are Python: functions that build objects and assign their attributes, with helpers in other files of
-the same tree. `Follower` walks through their syntax trees, in the order in which Python would run them. An object is a `Record`: its
-attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function of a
-package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, instead of guessed.
+Recipes of training frameworks are Python: functions that build objects and assign their attributes, with helpers in other files
+of the same tree. `Follower` walks through their syntax trees, in the order in which Python runs them. An object is a `Record`:
+its attributes, and, where others cannot be known, why (`hidden`). So is the result of everything that is not followed: a function
+of a package that is not here, a method, a lambda. What is set under a condition that is not known is hidden too, not guessed.
 
-Files are found where Python finds them: beside the first file, in the packages around it, and those of the frameworks also on Python's
-path. They are only read.
+Files are found where Python finds them: beside the first file, in the packages around it, and those of the frameworks also on
+Python's path. They are only read.
 """
 
 import ast
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.model.python_values import (
+    LARGEST_NUMBER,
+    Code,
+    Frame,
+    Function,
+    Import,
+    Module,
+    Record,
+    copied,
+    is_bounded,
+    is_countable,
+    is_plain,
+    repeats_too_often,
+)
 
 LONGEST_FILE = 200_000  # characters; real ones are far shorter
-LONGEST_VALUE = 20_000  # items or characters
-LARGEST_NUMBER = 10**12
-MOST_STEPS, MOST_FILES, DEEPEST = 300_000, 200, 30
+MOST_STEPS, MOST_FILES, DEEPEST = 50_000, 200, 30
 ON_PATH = ("megatron", "torchtitan")  # packages that are also looked up on Python's path
 CONDITION = "it depends on a condition that the file does not decide"
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass
-class Record:
-    """An object with its attributes, or a value that is not known. `hidden`: why other attributes, or the value, are not known."""
-
-    name: str  # of its class or, where it is hidden, as the code writes it
-    values: dict[str, object] = field(default_factory=dict)
-    hidden: str = ""
-    imported: bool = False  # `hidden` says from where
-    base: str = ""  # the known class that it is, or that its class has among its bases
-    methods: tuple[str, ...] = ()  # those that classes in the files add to the base
-    made: bool = False  # it is certainly an object: the code constructs it
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of attributes that the code does not set
-    asked: dict[str, "Record"] = field(default_factory=dict)  # attributes that were read, but not set so far
-
-    def get(self, name: str) -> object:
-        """The value of an attribute, or a hidden record of it, which later assignments fill."""
-        if name in self.values:
-            return self.values[name]
-        if name in self.defaults:
-            return self.defaults[name]
-        why = self.hidden or f"{self.name} has no {name} in the file"
-        return self.asked.setdefault(name, Record(f"{self.name}.{name}", hidden=why))
-
-    def known(self) -> dict[str, object]:
-        """The attributes that the code sets, and those that have such attributes themselves."""
-        filled = {name: record for name, record in self.asked.items() if name not in self.values and record.known()}
-        return {**filled, **self.values}
-
-
-@dataclass(eq=False)
-class Module:
-    """A file, and what its names stand for."""
-
-    path: Path | None
-    names: dict[str, object] = field(default_factory=dict)
-    stars: list["Import"] = field(default_factory=list)  # from ... import *
-
-
-@dataclass(frozen=True)
-class Import:
-    """A module, or a name of one, that is looked up where it is used."""
-
-    importer: Module
-    module: str  # "a.b"; with dots before it, where it is relative
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Code:
-    """A function or a class of a file. `around`: the variables of the function that it is inside of."""
-
-    node: Function | ast.ClassDef
-    module: Module
-    around: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
-
-
-@dataclass
-class Frame:
-    """The names of one call. `branches`: how many conditions were undecided around the call."""
-
-    module: Module
-    names: dict[str, object]
-    branches: int = 0
-    uncertain: bool = False  # it may have returned earlier
 
 
 class _Return(Exception):  # noqa: N818 - not an error
@@ -113,7 +59,26 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 BUILTINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (len, max, min, int, str, float, bool, list, tuple, dict, set, abs, divmod, sum, enumerate, zip, sorted, range)
+    for function in (
+        len,
+        max,
+        min,
+        int,
+        str,
+        float,
+        bool,
+        list,
+        tuple,
+        dict,
+        set,
+        abs,
+        divmod,
+        sum,
+        enumerate,
+        zip,
+        sorted,
+        range,
+    )
 }
 METHODS = {
     str: ("lower", "upper", "strip", "split", "join", "startswith", "endswith"),
@@ -124,22 +89,6 @@ COLLECT = ("list", "tuple", "len", "zip", "enumerate", "copy", "get", "keys", "i
 CHANGING = ("append", "extend", "update")
 COPIES = ("deepcopy", "copy", "replace")
 COMPUTED = "the recipe computes it"
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a constant, or a collection of them."""
-    if isinstance(value, (list, tuple, set)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _bounded(value: object) -> bool:
-    """Whether a value is small enough to go on with."""
-    if isinstance(value, (str, list, tuple, dict, set, range)):
-        return len(value) <= LONGEST_VALUE
-    return not isinstance(value, (int, float)) or abs(value) <= LARGEST_NUMBER
 
 
 class Follower:
@@ -157,26 +106,28 @@ class Follower:
         if len(text) > LONGEST_FILE:
             raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_FILE} characters")
         module = Module(path or self.path)
+        name, branches, self.branches = f"the Python{f' of {path.name}' if path else ''} is not valid", self.branches, 0
         if path is not None:
             self.files[path] = module
         try:
-            self._run(ast.parse(text).body, Frame(module, module.names, self.branches))
+            self._run(ast.parse(text).body, Frame(module, module.names))
         except _Return:
             pass
         except SyntaxError as error:
-            raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
+            raise UserError(f"{name}, line {error.lineno}: {error.msg}", "correct that line") from None
         except (ValueError, MemoryError, RecursionError):
-            raise UserError(
-                "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
-            ) from None
+            raise UserError(f"{name}: nested too deeply, or with a character that is not text", "simplify it") from None
+        self.branches = branches
         return module
 
     def call(self, code: Code, arguments: Sequence[object] = (), keywords: Mapping[str, object] | None = None) -> object:
         """What a function returns, or the object that a class makes."""
         try:
-            return self._object(code, keywords or {}) if isinstance(code.node, ast.ClassDef) else self._call(
-                code, arguments, keywords or {}
-            )[0]
+            return (
+                self._object(code, keywords or {})
+                if isinstance(code.node, ast.ClassDef)
+                else self._call(code, arguments, keywords or {})[0]
+            )
         except RecursionError:
             raise UserError("the recipe is nested too deeply", "simplify it") from None
 
@@ -194,11 +145,14 @@ class Follower:
         for _ in range(DEEPEST):
             if not isinstance(value, Import) or not value.name:
                 return value
-            found = self._module(value.importer, value.module)
-            if found is None:
+            module_of_it = self._module(value.importer, value.module)
+            if module_of_it is None:
                 return Record(value.name, hidden=f"{value.name} of {value.module}, which is not in this folder", imported=True)
-            inner = self._lookup(found, value.name)
-            submodule = Import(value.importer, f"{value.module.rstrip('.')}.{value.name}" if value.module.strip(".") else value.module + value.name)
+            inner = self._lookup(module_of_it, value.name)
+            submodule = Import(
+                value.importer,
+                f"{value.module.rstrip('.')}.{value.name}" if value.module.strip(".") else value.module + value.name,
+            )
             if inner is None and self._module(submodule.importer, submodule.module) is None:
                 return Record(value.name, hidden=f"{value.name} of {value.module}, which does not define it", imported=True)
             value = submodule if inner is None else inner
@@ -208,9 +162,9 @@ class Follower:
         if name in module.names:
             return module.names[name]
         for star in module.stars:
-            found = self._module(star.importer, star.module)
-            if found is not None and found is not module and name in found.names:
-                return found.names[name]
+            module_of_it = self._module(star.importer, star.module)
+            if module_of_it is not None and module_of_it is not module and name in module_of_it.names:
+                return module_of_it.names[name]
         return None
 
     def _module(self, importer: Module, name: str) -> Module | None:
@@ -222,7 +176,8 @@ class Follower:
             if len(self.files) >= MOST_FILES:
                 raise UserError(f"the recipe imports more than {MOST_FILES} files", "give a file that imports fewer")
             try:
-                text = place.read_text(encoding="utf-8") if place.suffix == ".py" else ""
+                with place.open(encoding="utf-8") if place.suffix == ".py" else StringIO() as file:
+                    text = file.read(LONGEST_FILE + 1)
             except (OSError, UnicodeDecodeError):
                 return None
             self.read(text, place)
@@ -236,7 +191,7 @@ class Follower:
         level = len(name) - len(name.lstrip("."))
         parts = importer.path.parts
         if level:
-            roots = [Path(*parts[: -level])]
+            roots = [Path(*parts[:-level])]
         else:
             around = [Path(*parts[:index]) for index in range(len(parts) - 1, 0, -1) if parts[index] == steps[0]]
             roots = [self.path.parent, *around, *(map(Path, sys.path) if steps[0] in ON_PATH else ())]
@@ -283,22 +238,29 @@ class Follower:
             if truth is None:
                 self._in_branch(node.body, frame)
                 self._in_branch(node.orelse, frame)
-                self.branches += frame.uncertain and self.branches == frame.branches
             else:
                 self._run(node.body if truth else node.orelse, frame)
         elif isinstance(node, ast.For):
             self._loop(node, frame)
-        elif isinstance(node, ast.While):
-            self._in_branch(node.body, frame)
-        elif isinstance(node, (ast.With, ast.AsyncWith, ast.Try)):
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
             self._run(node.body, frame)
-            self._run([*getattr(node, "orelse", ()), *getattr(node, "finalbody", ())], frame)
+        elif isinstance(node, ast.Try):
+            self._run([*node.body, *node.orelse], frame)
+            for handler in node.handlers:
+                self._in_branch(handler.body, frame)
+            self._run(node.finalbody, frame)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            for name in node.names:
+                frame.module.names[name] = Record(name, hidden="a function sets it")
+        else:  # while, match
+            for part in getattr(node, "cases", [node]):
+                self._in_branch([*getattr(part, "body", ()), *getattr(part, "orelse", ())], frame)
 
     def _in_branch(self, body: Sequence[ast.stmt], frame: Frame) -> None:
         """Follow statements that may not run."""
         self.branches += 1
         self._run(body, frame)
-        self.branches -= 1
+        self.branches -= not (frame.uncertain and self.branches == frame.branches + 1)  # what follows may not run either
 
     def _loop(self, node: ast.For, frame: Frame) -> None:
         items = self._value(node.iter, frame)
@@ -343,7 +305,7 @@ class Follower:
             elif isinstance(holder, list):
                 holder[:] = [Record(_written(target), hidden="the code sets an item of the list")]
 
-    def _put(self, names: dict[Any, object], name: object, value: object, uncertain: bool) -> None:  # noqa: FBT001
+    def _put(self, names: dict[Any, object], name: object, value: object, uncertain: bool) -> None:
         same = name in names and is_plain(value) and is_plain(names[name]) and names[name] == value
         names[name] = Record(str(name), hidden=CONDITION) if uncertain and not same else value
 
@@ -367,7 +329,11 @@ class Follower:
             return self._called(node, frame)
         elif isinstance(node, (ast.List, ast.Tuple, ast.Set)) and not any(isinstance(item, ast.Starred) for item in node.elts):
             items = [self._value(item, frame) for item in node.elts]
-            return tuple(items) if isinstance(node, ast.Tuple) else items
+            if is_bounded(items):
+                return tuple(items) if isinstance(node, ast.Tuple) else items
+        elif isinstance(node, ast.NamedExpr):
+            self._assign(node.target, value := self._value(node.value, frame), frame)
+            return value
         elif isinstance(node, ast.Dict):
             return self._dictionary(node, frame)
         elif isinstance(node, ast.BinOp):
@@ -406,24 +372,26 @@ class Follower:
                 result[name] = item
             else:
                 return Record(_written(node), hidden=COMPUTED)
-        return result
+        return result if is_bounded(result) else Record(_written(node), hidden=COMPUTED)
 
     def _combined(self, node: ast.AST, kind: ast.AST, left: object, right: object) -> object:
         hidden = Record(_written(node), hidden=COMPUTED)
         function = OPERATORS.get(type(kind))
         if isinstance(kind, (ast.Is, ast.IsNot)) and (left is None or right is None):
-            certain = all(value.made or not value.hidden for value in (left, right) if isinstance(value, Record))
+            certain = all(value.constructed or not value.hidden for value in (left, right) if isinstance(value, Record))
             return (left is right) == isinstance(kind, ast.Is) if certain else hidden
         both = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and isinstance(kind, ast.Add)
         if function is None or not (both or (is_plain(left) and is_plain(right))):
             return hidden
-        if isinstance(kind, ast.Mult) and _repeats_too_often(left, right):
+        if (isinstance(kind, ast.Mult) and repeats_too_often(left, right)) or (
+            isinstance(kind, ast.Mod) and isinstance(left, str)
+        ):
             return hidden
         try:
             result = function(left, right)
         except (TypeError, ValueError, ArithmeticError):
             return hidden
-        return result if _bounded(result) else hidden
+        return result if is_bounded(result) else hidden
 
     def _either(self, node: ast.BoolOp, frame: Frame) -> object:
         """The value of `and` or `or`: the first one that decides it."""
@@ -475,11 +443,11 @@ class Follower:
         if isinstance(node, ast.DictComp):
             names = all(isinstance(key, (str, int)) for key, _ in result)
             return dict(result) if names else Record(_written(node), hidden=COMPUTED)
-        return [value for value, in result]
+        return [value for (value,) in result]
 
     def _truth(self, value: object) -> bool | None:
         if isinstance(value, Record):
-            return None if value.hidden and not value.made else True
+            return None if value.hidden and not value.constructed else True
         return bool(value)
 
     # ---- calls
@@ -505,23 +473,30 @@ class Follower:
             if name in ("hasattr", "getattr", "isinstance", "setattr"):
                 return self._about(name, arguments, node)
             if name == "fields" and arguments and isinstance(one := arguments[0], Record):
-                return [Record("Field", {"name": each}, made=True) for each in one.known()]
+                return [Record("Field", {"name": name}, constructed=True) for name in one.known()]
             if name in BUILTINS:
                 return self._plain(node, BUILTINS[name], arguments)
+            if name == "cast" and len(arguments) == 2:
+                return arguments[1]
         if any(type(holder) is kind and name in methods for kind, methods in METHODS.items()):
             if self.branches and name in CHANGING:
                 arguments = [[Record(name, hidden=CONDITION)]]
-            return self._plain(node, getattr(holder, name), arguments)
+            result = self._plain(node, getattr(holder, name), arguments)
+            if isinstance(holder, (list, dict)) and not is_bounded(holder):
+                holder.clear()
+            return result
         if name in COPIES and arguments and not method:
-            copied = _copy(arguments[0])
-            if isinstance(copied, Record):
-                copied.values |= keywords
-            return copied
+            copy = copied(arguments[0])
+            if isinstance(copy, Record):
+                copy.values |= keywords
+            return copy
         why = f"{name}(), which is not read"
-        if isinstance(function, Record):
+        if isinstance(holder, Record) and holder.hidden and not holder.constructed:
+            why = holder.hidden
+        elif isinstance(function, Record):
             why = function.hidden if function.imported else f"{name}(), which the file does not define"
         if name[:1].isupper():
-            return Record(name, dict(keywords), why, made=True)
+            return Record(name, dict(keywords), why, constructed=True)
         self.not_followed += [(f"{name}()", one) for one in (holder, *arguments, *keywords.values()) if isinstance(one, Record)]
         return Record(f"{name}()", hidden=why)
 
@@ -531,7 +506,7 @@ class Follower:
         collects = function.__name__ in COLLECT and not any(isinstance(one, Record) for one in arguments[:1])
         if node.keywords or not (collects or function.__name__ in CHANGING or all(map(is_plain, arguments))):
             return hidden
-        if function is range and not all(map(_countable, arguments)):
+        if function is range and not all(map(is_countable, arguments)):
             return hidden
         try:
             result = function(*arguments)
@@ -539,13 +514,14 @@ class Follower:
                 result = list(result)
         except (TypeError, ValueError, ArithmeticError, LookupError):
             return hidden
-        return result if _bounded(result) else hidden
+        return result if is_bounded(result) else hidden
 
     def _about(self, name: str, arguments: Sequence[object], node: ast.Call) -> object:
         """hasattr, getattr, setattr, isinstance."""
         hidden = Record(_written(node), hidden=COMPUTED)
         one = arguments[0] if arguments else None
         if len(arguments) < 2 or not (isinstance(arguments[1], str) or name == "isinstance"):
+            self.not_followed += [(f"{name}()", one)] if name == "setattr" and isinstance(one, Record) else []
             return hidden
         if name == "isinstance":
             wanted = {_last(item) for item in (node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]])}
@@ -576,7 +552,8 @@ class Follower:
         defaults = [*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)]  # noqa: B905
         given = {one.arg: self._value(default, module) for one, default in defaults if default is not None}
         passed = dict(zip((one.arg for one in positional), arguments))  # noqa: B905
-        frame.names = {**code.around, **missing, **given, **passed, **{name: value for name, value in keywords.items() if name in missing}}
+        named = {name: value for name, value in keywords.items() if name in missing}
+        frame.names = {**code.around, **missing, **({} if "**" in keywords else given), **passed, **named}
         if spec.kwarg:
             frame.names[spec.kwarg.arg] = {name: value for name, value in keywords.items() if name not in missing}
         if spec.vararg:
@@ -597,7 +574,7 @@ class Follower:
         """The object that a class makes: the values of its body, over those of its bases, under the arguments."""
         node = code.node
         assert isinstance(node, ast.ClassDef)
-        made, frame = Record(node.name, made=True), Frame(code.module, code.module.names, self.branches)
+        record, frame = Record(node.name, constructed=True), Frame(code.module, code.module.names, self.branches)
         self.depth += 1
         for base in reversed(node.bases):
             of_base = self._value(base, frame)
@@ -606,8 +583,12 @@ class Follower:
                 inner = self._object(of_base, {})
             if inner is None:
                 inner = Record("", hidden=of_base.hidden if isinstance(of_base, Record) else "a base of its class is not read")
-            made.values |= inner.values
-            made.hidden, made.base, made.methods = made.hidden or inner.hidden, inner.base or made.base, made.methods + inner.methods
+            record.values |= inner.values
+            record.hidden, record.base, record.methods = (
+                record.hidden or inner.hidden,
+                inner.base or record.base,
+                record.methods + inner.methods,
+            )
         self.depth -= 1
         body = Frame(code.module, dict(code.module.names), self.branches)
         methods = [part.name for part in node.body if isinstance(part, Function)]
@@ -615,11 +596,11 @@ class Follower:
         for part in fields:
             target = part.targets[0] if isinstance(part, ast.Assign) else part.target
             if isinstance(target, ast.Name) and part.value is not None:
-                made.values[target.id] = body.names[target.id] = self._field(part.value, body)
-        made.methods += tuple(f"{node.name}.{name}" for name in methods)
+                record.values[target.id] = body.names[target.id] = self._field(part.value, body)
+        record.methods += tuple(f"{node.name}.{name}" for name in methods)
         names = [part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
-        made.values |= {**dict(zip(names, arguments)), **keywords}  # noqa: B905
-        return made
+        record.values |= {**dict(zip(names, arguments)), **keywords}  # noqa: B905
+        return record
 
     def _field(self, node: ast.expr, frame: Frame) -> object:
         """The default of a field of a dataclass."""
@@ -629,24 +610,26 @@ class Follower:
         return self._value(node, frame)
 
 
-def _copy(value: object) -> object:
-    """A deep copy of a value. Code and imports stay the same."""
-    if isinstance(value, Record):
-        values = {name: _copy(inner) for name, inner in value.known().items()}
-        return replace(value, values=values, asked={})
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copy, value))
-    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+def evaluate(text: str) -> int | list[int]:
+    """The value of an expression of whole numbers, lists, + - * / and parentheses, without executing it; else ValueError.
 
-
-def _repeats_too_often(left: object, right: object) -> bool:
-    """Whether a product is a text or list that is too long."""
-    lengths = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
-    return any(length * value > LONGEST_VALUE for length in lengths for value in (left, right) if isinstance(value, int))
-
-
-def _countable(value: object) -> bool:
-    return isinstance(value, int) and abs(value) <= LONGEST_VALUE
+    >>> evaluate("([0]*2+[1])*2")
+    [0, 0, 1, 0, 0, 1]
+    """
+    # The depth of the syntax tree is bounded before Python's parser sees the text, because the parser recurses.
+    if not re.fullmatch(r"[0-9\[\]()+*/,\s-]{1,100000}", text) or sum(map(text.count, "+-*/([")) > 200:
+        raise ValueError("not such an expression")
+    nothing = Module(None)
+    try:
+        tree = ast.parse(re.sub("/+", "//", text.strip()), mode="eval")
+        value = Follower(None, lambda *_: None)._value(tree.body, Frame(nothing, {}))
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("not such an expression") from error
+    items = [*value] if isinstance(value, (list, tuple)) else [value]
+    numbers = [item for item in items if type(item) is int and abs(item) <= LARGEST_NUMBER]
+    if len(numbers) != len(items):
+        raise ValueError("not a number, a list or a sum or product of them")
+    return numbers if isinstance(value, (list, tuple)) else numbers[0]
 
 
 def _class_name(function: object) -> str:

@@ -18,7 +18,7 @@ OF_PYTHON = (torchtitan_registry, bridge_recipe)
 """Those that read Python files: FILE.py, or FILE.py:NAME."""
 FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
-    "a Megatron-Bridge YAML or recipe, a torchtitan registry with a job (config_registry.py:NAME)"
+    "a Megatron-Bridge YAML or recipe (FILE.py:FUNCTION), a torchtitan registry with a job (config_registry.py:NAME)"
 )
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller

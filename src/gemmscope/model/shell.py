@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from gemmscope.model.megatron_settings import Unknown, evaluate
+from gemmscope.model.megatron_settings import Unknown
+from gemmscope.model.python_code import evaluate
 
 PART = re.compile(
     r"""(?P<gap>\\[ \t]*\r?\n|[^\S\n]+)        # a continued line is a space

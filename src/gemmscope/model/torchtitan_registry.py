@@ -14,7 +14,8 @@ from typing import Any
 from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
-from gemmscope.model.python_code import Code, Follower, Function, Record
+from gemmscope.model.python_code import Follower
+from gemmscope.model.python_values import Code, Function, Record
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.model.torchtitan_model import Flavor, families, family_names, model_spec
 from gemmscope.toml import FactTable, load_data
@@ -77,16 +78,16 @@ def _known(name: str, holder: object, arguments: Sequence[object], keywords: Map
     """What a call of torchtitan makes: configurations keep their arguments, and converters change only precisions."""
     owner = holder.node.name if isinstance(holder, Code) else holder.name if isinstance(holder, Record) else ""
     if CLASS.fullmatch(name):
-        return Record(owner if name == "Config" else name, dict(keywords), made=True)
+        return Record(owner if name == "Config" else name, dict(keywords), constructed=True)
     if name == "partial":
-        return Record(name, made=True)
+        return Record(name, constructed=True)
     same = {"build": [holder], "convert": arguments, "cast": arguments[1:], "to_graph_trainer_config": arguments}.get(name, ())
     kept = next(iter(same), None)
     if name == "convert" and isinstance(kept, Record):
         kept.values["converters"] = [*_list(kept.values.get("converters")), owner]
         return Record(owner, hidden="adapters are not modelled") if "LoRA" in owner else kept
     if name == "to_graph_trainer_config" and isinstance(kept, Record) and kept.values.get("activation_checkpoint") is not None:
-        kept.values["activation_checkpoint"] = Record("SelectiveAC", made=True)
+        kept.values["activation_checkpoint"] = Record("SelectiveAC", constructed=True)
     return kept if isinstance(kept, Record) else None
 
 
@@ -159,7 +160,7 @@ def _at(part: object, places: Sequence[str]) -> Any:
         value = part
         for name in place.split("."):
             value = value.values.get(name) if isinstance(value, Record) else value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, Record) and not value.made:
+        if isinstance(value, Record) and not value.constructed:
             raise _not_known(place, value)
         if value is not None:
             return True if isinstance(value, Record) else value
