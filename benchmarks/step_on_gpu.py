@@ -114,7 +114,9 @@ def markdown(kept: dict[str, Any]) -> str:
         f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
         f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
         "",
-        "Each row is the speedup of a training step over BF16. *Predicted* comes from a stack that holds the weights of at most "
+        "Each row is the speedup of a training step over BF16, not its time; an error of both times does not show. The real "
+        "model of the same run shares machine, layers and libraries with the prediction, so it checks the prediction from a few "
+        "layers, and nothing else. *Predicted* comes from a stack that holds the weights of at most "
         "four layers. *Real* is the model at its full depth, run right after the prediction (`--verify`). *Other machine* is the "
         "same model measured earlier on another machine by an independent script with the same layers and optimizer; these "
         "numbers were not used for the prediction. gpt1b_l16 is partly host-bound, so the CPU of the other machine affects its "

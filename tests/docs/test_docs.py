@@ -237,6 +237,11 @@ def test_errors_in_the_readme_are_those_of_the_accuracy_page() -> None:
     assert f"{same[1]} off on average, {same[2]} at worst, compared with the real model" in text
     assert f"{other[1]} and {other[2]} compared with [another machine]" in text
     assert f"{forecast[1]} off on average, {forecast[2]} at worst" in text
+    published = dict(re.findall(r"^\| ([\w ]+ \| [\w ,]+) \| \d+ \| ([\d.]+%) \| [\d of]+ \|$", page, flags=re.MULTILINE))
+    new, left_out = "other runs, which were not fitted", "its model left out of the fit"
+    dense, experts = ({kind: published[f"{models} | {kind}"] for kind in (new, left_out)} for models in ("dense", "with experts"))
+    assert f"dense models are {dense[new]} off (median), models with experts {experts[new]}." in text
+    assert f"its runs are {dense[left_out]} off (dense) and {experts[left_out]} (with experts)" in text
     medians = re.findall(r"\| \d+ \| ([\d.]+)% \| [\d.]+% \| \d+% \| (\d+)% \|", page)
     ours = [float(row[0]) for row in medians]
     assert f"not fitted: {min(ours):.0f} to {max(ours):.0f}% off (median)" in text

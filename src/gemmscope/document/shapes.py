@@ -16,7 +16,8 @@ WORK = {"Forward FLOPs": "FLOP", "Forward bytes": "B", "Backward FLOPs": "FLOP",
 def shapes_document(result: ShapesResult, name: str = "") -> Document:
     """Build the Document of the result."""
     count, flops = sum(gemm.count for gemm in result.gemms), units.si(result.totals.gemm_flops_per_step, "FLOP")
-    about = model_facts(result.model, result.run, result.stage)
+    about, totals = model_facts(result.model, result.run, result.stage), result.totals
+    beside = (totals.convolution_flops + totals.batched_gemm_flops) * totals.micro_batches_per_step
     tables = [_gemms(result), _totals(result), _others(result)]
     if result.check is not None and result.check.differences:
         tables.append(_differences(result.check))
@@ -25,7 +26,8 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         title=f"{result.name}: {result.model.description}" if result.model and result.model.description else result.name,
         subject=subject(result.model, result.run),
         where="one rank",
-        answer=phrase("shapes-answer", count=count, flops=flops),
+        answer=phrase("shapes-answer", count=count, flops=flops)
+        + (phrase("shapes-beside", flops=units.si(beside, "FLOP")) if beside else ""),
         summary=_summary(result),
         because=(_parameters(result), *(message.text for message in result.findings if message.code in CHECKED)),
         context=tuple(batch_lines(result.run, result.stage)),
@@ -102,6 +104,7 @@ def _totals(result: ShapesResult) -> Table:
         "Attention": totals.attention_flops,
         "Linear attention": totals.scan_flops,
         "Batched GEMMs outside attention": totals.batched_gemm_flops,
+        "Convolutions": totals.convolution_flops,
     }
     sums = {"GEMMs": (totals.gemm_flops, totals.gemm_flops_per_step)}
     sums |= {name: (flops, flops * steps) for name, flops in others.items() if flops}

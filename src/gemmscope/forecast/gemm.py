@@ -2,7 +2,8 @@
 
 A GPU, format and state that were measured use their own series. Otherwise a related series is used: that of the same chip in its
 other state, or of a chip of the same architecture. The physics is always that of the requested chip; only the correction is
-borrowed, and the error bar is wider (`transfer.toml`).
+borrowed, and the error bar is wider (`transfer.toml`). In training, a GPU that was not measured in a format takes no longer than
+one that was, of this or a related architecture, and that is no faster in anything: what is borrowed may be of a slower library.
 
 The error bar is also wider for a library or a version of it that was not measured, and for sizes beyond those of the series.
 """
@@ -83,6 +84,11 @@ class Times:
         """Widen the error bar so that it covers the error bar of `other`."""
         low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
         return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
+
+    def at_most(self, other: Times) -> Times:
+        """The same, but no GEMM takes longer than in `other`; the error bar still covers what it was."""
+        least = {name: np.minimum(getattr(self, name), getattr(other, name)) for name in ("gemm_ms", "quantize_ms", "burst_ms")}
+        return replace(self, **least).reaching(self)
 
     def at_least(self, gemm_ms: Array, total_ms: Array | None = None) -> Times:
         """Raise GEMM times to at least `gemm_ms`, taken from quantization: the sum was measured, its parts were not."""
@@ -237,7 +243,22 @@ class GemmModel:
                 times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
                 times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
             pieces.append((index, times))
-        return Times.merged(pieces)
+        times = Times.merged(pieces)
+        for other in self._limits(chip, fmt) if in_training else ():
+            times = times.at_most(self.time(other, fmt, shapes, state, library, layouts, in_training=True))
+        return times
+
+    def _limits(self, chip: GpuSpec, fmt: str) -> list[GpuSpec]:
+        """Of a GPU that was not measured in a format: the measured ones of this or a related architecture that are no faster."""
+        same = (fmt, *_transfer()["stands_for"].get(fmt, ()))
+        measured = {series.gpu: gpu(series.gpu) for series in self.coefficients.series if series.fmt in same}
+        related, rate = {chip.architecture, *_transfer()["relatives"].get(chip.architecture, ())}, precisions()[fmt].rate
+        return [
+            other
+            for other in measured.values()
+            if chip.name not in measured and other.architecture in related and other.sms <= chip.sms
+            if other.tflops[rate] <= chip.tflops[rate] and other.bandwidth_tbps <= chip.bandwidth_tbps
+        ]
 
     def _as_any_library(
         self, basis: Basis, library: str | None, shapes: Shapes, layouts: Any, work: Array, known: Corrections

@@ -8,17 +8,17 @@ import codecs
 from pathlib import Path
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan, torchtitan_command
+from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan, torchtitan_command, torchtitan_registry
 from gemmscope.model.spec import ModelSource
 from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
-READERS = (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
+READERS = (hf, torchtitan, torchtitan_registry, bridge_recipe, bridge, torchtitan_command, megatron)
 """The first one that recognizes a text reads it."""
-OF_PYTHON = (bridge_recipe,)
+OF_PYTHON = (torchtitan_registry, bridge_recipe)
 """Those that read Python files: FILE.py, or FILE.py:NAME."""
 FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
-    "a Megatron-Bridge YAML or recipe (FILE.py:FUNCTION)"
+    "a Megatron-Bridge YAML or recipe (FILE.py:FUNCTION), a torchtitan registry with a job (config_registry.py:NAME)"
 )
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller
@@ -66,12 +66,10 @@ def read_text(text: str, origin: str, path: Path | None = None, name: str = "") 
     for reader in READERS:
         if reader.recognises(text):
             try:
-                if reader in OF_PYTHON:
-                    return bridge_recipe.read(text, origin, path, name)
-                source: ModelSource = reader.read(text, origin)
+                source: ModelSource = reader.read(text, origin, *((path, name) if reader in OF_PYTHON else ()))
             except UserError as error:
                 raise UserError(f"{origin}: {error.message}", error.hint) from error
-            if name:
+            if name and reader not in OF_PYTHON:
                 raise UserError(
                     f"{origin} has no functions, but {shown(name)} names one", f"give only the file: {option('config', origin)}"
                 )

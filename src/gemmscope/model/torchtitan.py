@@ -5,7 +5,8 @@ run: sequence and batch in `[training]`, the parallel sizes in `[parallelism]`, 
 
 How torchtitan decides shapes:
 
-- Q, K and V are three linears, gate (w1) and up (w3) are two: nothing is fused, except gpt_oss's experts.
+- Q, K and V are three linears, gate (w1) and up (w3) are two: nothing is fused, except gpt_oss's experts. Since jobs are
+  configured in Python (`torchtitan_registry`), Q, K and V of most families are one (`registries` in torchtitan_flavors.toml).
 - Tensor parallelism always splits the norms along the sequence too, but not the router and the latent down projections:
   the tokens are gathered first, and every rank runs all of them.
 - Expert parallelism takes the experts out of tensor parallelism, unless `expert_tensor_parallel_degree` keeps them in: by
@@ -24,17 +25,18 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.spec import ModelSource
-from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_findings, model_spec
-from gemmscope.toml import parse_toml
+from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.torchtitan_model import load_flavor, model_and_flavor, model_findings, model_spec
+from gemmscope.toml import load_data, parse_toml
 
 Tables = Mapping[str, Any]
 RunPart = tuple[dict[str, Any], list[Finding]]
 """A part of the run: `RunSpec` fields, and findings about them."""
 
 TABLES = ("job", "model", "training", "parallelism", "activation_checkpoint")
-RUN_TABLES = ("parallelism", "training", "experimental")  # releases of 2024 kept the degrees in the last two
+RUN_TABLES = ("parallelism", "training", "compile", "experimental")  # releases of 2024 kept the degrees in training or the last
 MOST_DOTS = 1000  # in one line, or fewer in several: the parser's memory grows with the square of a dotted key's parts
+TOKENS = ("max_context_length", "num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step")
 SPLITS_BY_NAME = ("module_fqns_per_model_part", "pipeline_parallel_split_points")
 
 # How a schedule places stages on the pipeline's ranks: one each, several in rounds, or two in a V (down and back up).
@@ -73,23 +75,34 @@ def read(text: str, origin: str) -> ModelSource:
     return read_tables(_parse(text), origin)
 
 
-def read_tables(tables: Tables, origin: str, findings: Sequence[Finding] = ()) -> ModelSource:
-    """The model and the run settings of the tables of a job config. `findings`: those of the reader."""
-    model = _table(tables, "model")
-    family, name = model_and_flavor(model)
-    flavor = load_flavor(family, name)
+def read_tables(
+    tables: Tables, origin: str, findings: Sequence[Finding] = (), spec: ModelSpec | None = None, *, registries: bool = False
+) -> ModelSource:
+    """The model and the run settings of the tables of a job config.
+
+    `findings`: those of the reader; `spec`: the model, where the tables do not name it; `registries`: as since jobs are
+    configured in Python, with tokens instead of sequences.
+    """
     pp = _size(tables, "pipeline_parallel_degree") or 1
-    spec = model_spec(family, name, flavor)
+    tables, notes = _in_sequences(tables, pp) if registries else tables, list(findings)
+    if spec is None:
+        model = _table(tables, "model")
+        family, name = model_and_flavor(model)
+        flavor = load_flavor(family, name, registries=registries)
+        depth = model.get("num_mtp_layers")
+        spec = model_spec(family, name, flavor, prediction_layers=depth if type(depth) is int else 0)
+        notes += model_findings(model, flavor)
+    layers, graphs = len(spec.layers), registries and pp == 1 and not _flag(tables, "disable_cuda_graphs", default=False)
     parts = [
         _batch(tables, pp),
-        _parallel(tables, flavor, pp),
-        (_data_parallel(tables, pp), []),
-        _pipeline(tables, flavor["n_layers"], pp, mixed=len(dict(spec.layer_groups())) > 1),
-        _recompute(tables, flavor["n_layers"]),
-        ({"separate_projections": True, "sequence_parallel_linears": False}, [*model_findings(model, flavor)]),
+        _parallel(tables, spec, pp),
+        (_data_parallel(tables, pp) | {"cuda_graphs": graphs}, []),
+        _pipeline(tables, layers, pp, mixed=len(dict(spec.layer_groups())) > 1),
+        _recompute(tables, layers),
+        ({"separate_projections": True, "sequence_parallel_linears": False}, []),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    findings = (*findings, *(item for _, of_part in parts for item in of_part))
+    findings = (*notes, *(item for _, of_part in parts for item in of_part))
     return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
 
 
@@ -130,6 +143,23 @@ def _size(tables: Tables, key: str, limit: str = "parallel", *, example: int = 1
 def _flag(tables: Tables, key: str, *, default: bool) -> bool:
     what, value = _find(tables, key)
     return default if value is None else check_flag(what, value, f"for example: {key} = {str(default).lower()}")
+
+
+def _in_sequences(tables: Tables, pp: int) -> Tables:
+    """The tables of a Python job: its batch counts tokens, here it counts sequences of the longest context."""
+    if any(_find(tables, key)[1] is not None for key in ("seq_len", "local_batch_size")):  # a release before that
+        return tables
+    default = load_data("gemmscope.model", "torchtitan_registry.toml")["defaults"]
+    length, tokens = (_size(tables, key, "sequence_length") or default[key] for key in TOKENS[:2])
+    length = min(length, tokens)
+    if tokens % length:
+        raise UserError(
+            f"{TOKENS[1]} = {tokens} is not a multiple of {TOKENS[0]} = {length}", "choose sizes that divide each other"
+        )
+    total, pieces = _size(tables, TOKENS[2], "sequence_length", also=(-1,)), _size(tables, "num_pp_microbatches") or 1
+    sizes = {"seq_len": length, "local_batch_size": tokens // length * (pieces if pp > 1 else 1)}
+    sizes |= {"pipeline_parallel_microbatch_size": tokens // length, "global_batch_size": total // length if total else -1}
+    return {**tables, "training": {**_table(tables, "training"), **sizes}}
 
 
 def _batch(tables: Tables, pp: int) -> RunPart:
@@ -184,7 +214,7 @@ def _data_parallel(tables: Tables, pp: int) -> dict[str, Any]:
     """What data-parallel ranks share. FSDP gathers weights in BF16 from FP32 ones; it prefetches, so the exchange overlaps."""
     (shard, replicate), cp = _replicas(tables), _size(tables, "context_parallel_degree") or 1
     bf16 = _find(tables, "dtype")[1] == "bfloat16"
-    settings: dict[str, Any] = {"optimizer_state": "bf16" if bf16 else "fp32", "dp_overlap": True, "cuda_graphs": False}
+    settings: dict[str, Any] = {"optimizer_state": "bf16" if bf16 else "fp32", "dp_overlap": True}
     if shard is not None:
         settings["dp"] = check_size("the number of data-parallel ranks", shard * replicate, "parallel")
     if shard is not None and shard * cp == 1:
@@ -197,7 +227,7 @@ def _data_parallel(tables: Tables, pp: int) -> dict[str, Any]:
     return settings
 
 
-def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
+def _parallel(tables: Tables, spec: ModelSpec, pp: int) -> RunPart:
     degrees = {
         "tp": _size(tables, "tensor_parallel_degree"),
         "cp": _size(tables, "context_parallel_degree"),
@@ -212,7 +242,7 @@ def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
         settings["sequence_parallel"] = _flag(tables, "enable_sequence_parallel", default=True)
     overlap = _flag(tables, "enable_async_tensor_parallel", default=False)
     settings |= {"tp_overlap": overlap and settings.get("sequence_parallel", False), "ep_overlap": False}
-    if ep > 1 and not flavor["num_experts"]:
+    if ep > 1 and not any(layer.is_moe for layer in spec.layers):
         del settings["ep"]
         findings.append(finding("expert-parallel-ignored", size=ep))
     elif ep > 1 and tp % expert_tp:

@@ -2,11 +2,12 @@
 
 Flags are settings of the job config: `--parallelism.tensor_parallel_degree 8` is `tensor_parallel_degree = 8` below
 `[parallelism]`. The model is named by `--model.name` and `--model.flavor`, or, in releases that keep their job configs in Python,
-by a module and one of its configs (`--module`, `--config`, or the variables MODULE and CONFIG of run_train.sh). What such a
-config says itself is in torchtitan's code: only the command's own settings are known. A script is never run.
+by a module and one of its configs (`--module`, `--config`, or the variables MODULE and CONFIG of run_train.sh). What torchtitan's
+own configs say is in `torchtitan_jobs.toml`; of any other, only the command's own settings are known. A script is never run.
 """
 
 import re
+from math import prod
 
 from gemmscope.errors import UserError, did_you_mean
 from gemmscope.findings import Finding, finding
@@ -15,10 +16,15 @@ from gemmscope.model.megatron_settings import Unknown
 from gemmscope.model.shell import Shell, flags
 from gemmscope.model.spec import ModelSource
 from gemmscope.model.torchtitan_model import families, family_names
+from gemmscope.model.torchtitan_registry import checkpointing
+from gemmscope.toml import load_data
 
-SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")
-SETTING = re.compile(rf"({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config)")
-VARIABLES = {"MODULE": "module", "CONFIG": "config"}  # of torchtitan's run_train.sh
+SECTIONS = ("model", "training", "parallelism", "compile", "activation_checkpoint")
+LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun
+SETTING = re.compile(rf"({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config|nproc[_-]per[_-]node|nnodes)")
+VARIABLES = {"MODULE": "module", "CONFIG": "config", "NGPU": "nproc_per_node"}  # of torchtitan's run_train.sh
+CHECKPOINTING = re.compile(r"\bactivation[-_]checkpoint:([a-z-]+)")
+SPLITS = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "data_parallel_replicate_degree")
 PROGRAM = re.compile(r"run_train\.sh|torchtitan\.train|\btrain\.py")
 CONSTANTS = {"true": True, "false": False}
 
@@ -42,11 +48,31 @@ def read(text: str, origin: str) -> ModelSource:
     """
     tables, findings = _collect(text)
     named = tables.pop("", {})
-    model = dict(tables.get("model", {}))
-    if "flavor" not in model and named:
-        model |= _model_of(named)
-        findings.append(finding("config-not-read", config=str(named.get("config"))[:100]))
-    return torchtitan.read_tables({**tables, "model": model}, origin, findings)
+    gpus = [named.pop(name, 1) for name in LAUNCHER] if LAUNCHER[0] in named else []
+    registries = bool(named) and "flavor" not in tables.get("model", {})
+    if registries:
+        job = _job_of(named)
+        if len(job) == 1:
+            findings.append(finding("config-not-read", config=str(named.get("config"))[:100]))
+        tables = {name: {**job.get(name, {}), **tables.get(name, {})} for name in {**job, **tables}}
+    if policy := CHECKPOINTING.search(text):
+        tables["activation_checkpoint"] = checkpointing(policy[1])
+    numbers = [number for number in gpus if type(number) is int and number > 0]
+    if len(numbers) == len(LAUNCHER):
+        tables["parallelism"] = _share(prod(numbers), tables.get("parallelism", {}))
+    return torchtitan.read_tables(tables, origin, findings, registries=registries)
+
+
+def _share(gpus: int, parallelism: dict[str, object]) -> dict[str, object]:
+    """The parallel sizes of a job that starts on so many GPUs: FSDP has those that are left."""
+    degrees = {name: parallelism[name] for name in SPLITS if name in parallelism}
+    split = prod(degree for degree in degrees.values() if type(degree) is int and degree > 0)
+    if parallelism.get("data_parallel_shard_degree", -1) != -1:
+        return parallelism
+    if gpus % split:
+        sizes = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        raise UserError(f"{gpus} GPUs cannot be split by {sizes}", "correct --nproc_per_node and --nnodes, or the degrees")
+    return {**parallelism, "data_parallel_shard_degree": gpus // split}
 
 
 def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
@@ -55,7 +81,9 @@ def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
     conditional: dict[str, None] = {}  # an ordered set
 
     def put(section: str, name: str, value: str | Unknown | bool) -> None:
-        if isinstance(value, Unknown):
+        if isinstance(value, Unknown) and name in LAUNCHER:
+            tables.setdefault(section, {})[name] = None
+        elif isinstance(value, Unknown):
             findings.append(
                 finding("setting-without-value", setting=f"{section}.{name}", value=value.text[:60], reason=value.why)
             )
@@ -80,15 +108,18 @@ def _value(text: str) -> object:
     return CONSTANTS.get(text.lower(), text)
 
 
-def _model_of(named: dict[str, object]) -> dict[str, object]:
-    """The family and flavor that a module and one of its configs stand for: llama3 and llama3_8b."""
+def _job_of(named: dict[str, object]) -> dict[str, dict[str, object]]:
+    """The tables of one of torchtitan's own configs; of one that is not known, the family and flavor that its name stands for."""
     module, config = str(named.get("module", ""))[:100], str(named.get("config", ""))[:100]
-    family = family_names().get(module.rsplit(".", 1)[-1])
+    family = family_names().get(module.removesuffix(".config_registry").rsplit(".", 1)[-1])
     if family is None:
         raise UserError(
             f"--module {module} is not a known torchtitan model",
             f"{did_you_mean(module, family_names())}known: {', '.join(family_names())}",
         )
+    job: dict[str, dict[str, object]] = load_data("gemmscope.model", "torchtitan_jobs.toml").get(family, {}).get(config)
+    if job is not None:
+        return job
     flavors: dict[str, object] = families()[family]["flavors"]
     rest = _letters(config).removeprefix(_letters(family))
     fitting = [flavor for flavor in flavors if rest.startswith(_letters(flavor))]
@@ -97,7 +128,7 @@ def _model_of(named: dict[str, object]) -> dict[str, object]:
             f"--config {config} names no known flavor of {family}",
             f"known: {', '.join(flavors)}; or name one with --model.name {family} --model.flavor {next(iter(flavors))}",
         )
-    return {"name": family, "flavor": max(fitting, key=len)}
+    return {"model": {"name": family, "flavor": max(fitting, key=len)}}
 
 
 def _letters(name: str) -> str:

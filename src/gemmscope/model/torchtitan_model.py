@@ -5,7 +5,7 @@
 layers by the rules of torchtitan's code: how wide an MLP is, which layers have experts, which see only a window.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from math import ceil
 from typing import Any
@@ -34,14 +34,15 @@ def family_names() -> dict[str, str]:
     return {alias: family for family, facts in families().items() for alias in (family, *facts.get("aliases", ()))}
 
 
-def load_flavor(family: str, name: str) -> Flavor:
-    """The sizes of a known flavor.
+def load_flavor(family: str, name: str, *, registries: bool = False) -> Flavor:
+    """The sizes of a known flavor; `registries`: as since jobs are configured in Python.
 
-    >>> load_flavor("qwen3", "0.6B")["dim"]
-    1024
+    >>> load_flavor("qwen3", "0.6B")["dim"], load_flavor("qwen3", "0.6B", registries=True)["fused_qkv"]
+    (1024, True)
     """
     facts = families()[family]
-    sizes = {**facts["defaults"], **inherited(facts["flavors"], name)}
+    changes = {"attn_mask_type": "block_causal", **facts.get("registries", {})} if registries else {}
+    sizes = {**facts["defaults"], **inherited(facts["flavors"], name), **changes, **changes.get(name, {})}
     return FactTable(sizes, "model/torchtitan_flavors.toml", f"{family}.flavors.{name}")
 
 
@@ -80,16 +81,17 @@ def _unknown(message: str, given: str, known: Mapping[str, Any]) -> UserError:
     )
 
 
-def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:
-    """The whole model of a flavor."""
+def model_spec(family: str, name: str, flavor: Flavor, layers: Sequence[Flavor] = (), prediction_layers: int = 0) -> ModelSpec:
+    """The whole model of a flavor; `layers`: the facts of each layer, where they are known one by one."""
     return ModelSpec(
         name=f"torchtitan {family} {name}",
         hidden_size=flavor["dim"],
-        layers=tuple(_layer(flavor, index) for index in range(flavor["n_layers"])),
+        layers=tuple(_layer(layer, 0) for layer in layers) or tuple(_layer(flavor, index) for index in range(flavor["n_layers"])),
         vocab_size=flavor["vocab_size"],
         tied_embeddings=flavor["enable_weight_tying"],
+        prediction_layers=prediction_layers,
         model_type=family,
-        source=families()[family]["source"],
+        source=families().get(family, {}).get("source", ""),
     )
 
 
@@ -97,8 +99,8 @@ def _layer(flavor: Flavor, index: int) -> LayerSpec:
     has_experts = flavor["num_experts"] > 0 and index >= flavor["n_dense_layers"]
     mlp = _experts(flavor) if has_experts and (index + 1) % flavor["interleave_moe_layer_step"] == 0 else _dense(flavor)
     if flavor["full_attention_interval"] and (index + 1) % flavor["full_attention_interval"]:
-        return LayerSpec(None, mlp, mixer=_delta_net(flavor))
-    return LayerSpec(_attention(flavor, index), mlp)
+        return LayerSpec(None, mlp, flavor["norms"], mixer=_delta_net(flavor))
+    return LayerSpec(_attention(flavor, index), mlp, flavor["norms"])
 
 
 def _delta_net(flavor: Flavor) -> MixerSpec:
@@ -148,9 +150,12 @@ def _attention(flavor: Flavor, index: int) -> AttentionSpec:
         window=window or None if index % 2 == 0 else None,
         chunk=flavor["fixed_attn_block_size"] if nope and index % nope else None,
         qk_norm="head" if flavor["qk_norm"] else None,
+        qk_norm_weight=flavor["qk_norm_weight"],
         sinks=flavor["sinks"],
+        rotary=flavor["use_rope"],
         rotary_dim=flavor["rotary_dim"] or None,
         gated=flavor["gated_attention"],
+        stored_fused=flavor["fused_qkv"],
     )
 
 
@@ -165,7 +170,7 @@ def _mlp(size: int, *, bias: bool = False, fused: bool = False) -> MlpSpec:
 def _experts(flavor: Flavor) -> MoeSpec:
     visited = flavor["top_k"] + flavor["num_shared_experts"]
     size = flavor["moe_inter_dim"] or swiglu_size(flavor, visited)
-    shared_size = size * flavor["num_shared_experts"]  # shared experts are one wide block
+    shared_size = flavor["shared_inter_dim"] or size * flavor["num_shared_experts"]  # shared experts are one wide block
     return MoeSpec(
         experts=flavor["num_experts"],
         top_k=flavor["top_k"],

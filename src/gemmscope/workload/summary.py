@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
-from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Linear, Work
+from gemmscope.workload.ops import Attention, BatchedGemm, Convolution, GroupedLinear, Linear, Work
 from gemmscope.workload.scans import Scan
 from gemmscope.workload.sparse import IndexScores
 
@@ -31,9 +31,11 @@ class Totals:
     parameters_of_rank: int
     parameters: int  # of the whole model
     active_parameters: int  # used by one token
-    model_flops: float  # of linears, attention (linear attention too) and batched GEMMs per micro-batch, without recomputation
+    # of linears, attention (linear attention too), batched GEMMs and convolutions per micro-batch, without recomputation
+    model_flops: float
     batched_gemm_flops: float = 0.0
     scan_flops: float = 0.0  # state-space scans, delta rules and the like
+    convolution_flops: float = 0.0
 
     @property
     def gemm_flops_per_step(self) -> float:
@@ -45,7 +47,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
     sections: dict[str, float] = {}
     attention, other, batched, scans, needed = Work(), Work(), Work(), Work(), 0.0
     for op in workload.ops:
-        if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores, Scan)):
+        if isinstance(op, (Linear, Attention, BatchedGemm, Convolution, IndexScores, Scan)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
@@ -65,6 +67,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
         attention_flops=attention.flops,
         batched_gemm_flops=batched.flops,
         scan_flops=scans.flops,
+        convolution_flops=sum(op.total().flops for op in workload.ops if isinstance(op, Convolution)),
         model_flops=needed,
         other=other,
         micro_batches_per_step=run.gradient_accumulation,

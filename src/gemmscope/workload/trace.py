@@ -165,7 +165,7 @@ def as_workload(trace: ModuleTrace) -> Workload:
         ops.append(Optimizer(role="optimizer", section=STEP, updated=trace.trainable))
     findings = [finding("traced-with-values" if trace.with_values else "traced")]
     if trace.convolutions:
-        findings.append(finding("convolutions", count=sum(op.count for op in trace.convolutions)))
+        findings.append(finding("convolutions", count=sum(op.count for op in trace.convolutions if op.direction == "forward")))
     if trace.recurrent:
         findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
