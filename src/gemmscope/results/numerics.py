@@ -212,6 +212,13 @@ class NumericsResult(Result):
     device: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
+    interrupted: bool = False
+    """Some linears were not computed."""
+
+    @property
+    def sample_count(self) -> int:
+        """The errors that were computed: one for each linear, pass and recipe."""
+        return len(self.linears)
 
     @property
     def name(self) -> str:
