@@ -62,14 +62,18 @@ def fingerprint(*content: Any) -> str:
 
 def open_journal(folder: Path | None = None) -> Journal:
     """The journal of this user, or the one in another folder."""
-    return Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3", stays=folder is None)
+    journal = Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3")
+    journal.stays = folder is None
+    return journal
 
 
 class Journal:
     """One open journal. Several processes may have it open at the same time. `stays`: it is there for the next command."""
 
-    def __init__(self, path: Path, *, stays: bool = True) -> None:
-        self.path, self.stays = path, stays
+    stays = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, isolation_level=None)

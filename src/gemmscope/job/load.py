@@ -51,7 +51,8 @@ def identity(job: ModelRun | None) -> list[Any]:
     if job is None:
         return []
     source = job.source
-    return [repr(source.model), source.config, source.framework, source.module, sources_of(source), repr(job.run)]
+    model = replace(source.model, name="", source="") if source.model is not None else None
+    return [repr(model), source.config, source.framework, source.module, sources_of(source), repr(job.run)]
 
 
 def sources_of(source: ModelSource) -> list[str]:

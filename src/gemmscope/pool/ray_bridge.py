@@ -440,7 +440,7 @@ def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
         if address == "local":
             if importlib.util.find_spec("ray._private.authentication") is None:
                 raise NoTokensError(ray.__version__)  # noqa: TRY301
-            folder = f"{request['folder']}/ray"  # which Ray opens to everyone, inside of one that is closed
+            folder = f"{request['folder']}/r"  # which Ray opens to everyone, inside of one that is closed
             own = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": folder}
         elif address == "auto" and (place := _current_cluster()):
             _must_answer(place, request["answer_s"])
