@@ -21,15 +21,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from gemmscope.errors import UserError
 from gemmscope.process import descendants
@@ -37,6 +36,7 @@ from gemmscope.results.base import Result
 from gemmscope.results.read import read_result
 from support.processes import MARKER, left_running
 
+TESTS = Path(__file__).resolve().parent.parent / "tests"
 SIZES = "--hidden-size 64 --intermediate-size 128 --num-attention-heads 2 --num-hidden-layers 2"
 BATCH = f"{SIZES} --micro-batch-size 1"
 LARGE = "--hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32 --num-hidden-layers 32"
@@ -79,9 +79,7 @@ CASES = {
         f"bench --shapes 16x16x16 --autocast-only {COUNTED} --sweep m=16,24,32,40,48", "units", 5, units=5, places=2
     ),
     "step sweep, places": Case(f"step {BATCH} {SHORT} --sweep sequence_length=16,32,48", "units", 3, units=3, places=2),
-    "fleet, places": Case(
-        f"fleet --shapes 16 --autocast-only {COUNTED} --repeat 2 --folder runs", "units", 5, units=4, places=2
-    ),
+    "fleet, places": Case(f"fleet --shapes 16 --autocast-only {COUNTED} --repeat 2 --folder runs", "units", 5, units=4, places=2),
     "fleet, launched": Case(f"fleet --shapes 16,24 --autocast-only {UNTIL} --time-limit 1.5 --folder runs", "ranks", 6, ranks=2),
     "fleet, Ray": Case(f"fleet --shapes 16 --autocast-only {COUNTED} --repeat 3 --ray local", "units", 2, units=3),
     "bench sweep, Ray": Case(
@@ -154,8 +152,8 @@ def bursts_in(result: Any) -> Iterator[tuple[float, ...]]:
 
 @dataclass
 class Ended:
-    """How a run ended. `hit` is False if it ended before its fault; `reaction_s` is the time from the fault to the end. `code`: of
-    several ranks, of that one that was hit."""
+    """How a run ended. `hit` is False if it ended before its fault; `reaction_s` is the time from the fault to the end.
+    `code`: of several ranks, of that one."""
 
     code: int
     stdout: str
@@ -176,7 +174,7 @@ def rank_variables(rank: int, ranks: int) -> dict[str, str]:
 def run_with_fault(
     case: Case, arguments: list[str], folder: Path, fault: str | None, at_s: float, choice: random.Random
 ) -> Ended:
-    """Run the command, or one for each rank, in its own process group. The fault comes `at_s` seconds after it handles signals."""
+    """Run the command, or one for each rank, in its own process group. The fault comes `at_s` seconds after signals are handled."""
     environment = {
         **os.environ,
         **{f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG")},
@@ -237,9 +235,7 @@ def wait_for_handlers(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def inflict(
-    fault: str, process: subprocess.Popen[bytes], group: list[subprocess.Popen[bytes]], choice: random.Random
-) -> bool:
+def inflict(fault: str, process: subprocess.Popen[bytes], group: list[subprocess.Popen[bytes]], choice: random.Random) -> bool:
     """Cause the fault. Returns whether it hit a living process."""
     if process.poll() is not None:
         return False
@@ -312,6 +308,7 @@ class Chain:
         self.before = 0  # the newest run of the journal that is settled
         self.kept = JournaledRun(finished=False)  # of the runs after it
         self.size = 0  # of the result, as far as it is of the same measurement
+        self.written_at = 0
         self.files: dict[str, tuple[int, bool]] = {}  # of ranks and GPUs: samples, whether complete
         self.fresh = True  # the next run continues nothing
         for inside in ("state", "config", "t"):
@@ -341,7 +338,8 @@ class Chain:
     def _one(self, fault: str | None) -> Ended:
         case, arguments = self.case, self.case.command.split()
         arguments += [] if case.ranks else ["--json", str(self.result)]
-        resumes = case.checked != "computed" and (not self.fresh or bool(case.ranks and (fault is None or self.choice.random() < 0.5)))
+        of_ranks = bool(case.ranks) and (fault is None or self.choice.random() < 0.5)
+        resumes = case.checked != "computed" and (of_ranks or not self.fresh)
         arguments += ["--resume"] if resumes else []
         at_s = self.choice.uniform(0, 1.05) * self.tally.usual_s.get(self.name, 5.0)
         ended = run_with_fault(case, arguments, self.folder, fault, at_s, self.choice)
@@ -405,7 +403,9 @@ class Chain:
         size = (result.sample_count or 0) if result is not None else 0
         if size < self.size:
             self._problem("files replaced by less", f"{self.size}, then {size}")
-        self.size = size
+        written_at = self.result.stat().st_mtime_ns if self.result.exists() else 0
+        if written_at != self.written_at:  # else it is of an earlier measurement
+            self.size, self.written_at = size, written_at
         if self.case.checked == "computed":
             self._check_computed(ended, result, size)
             return
@@ -531,7 +531,9 @@ def kill_nodes(count: int, seed: int, nodes: int = 4) -> int:
     report.problems += [f"{len(left)} processes left"] * bool(left)
     print(f"{report.measured} of {points} points in the file, exit code {report.code}, {report.seconds:.0f} s")
     print(f"{report.kills} nodes killed, {report.added} added; {report.repeated} measurements lost with them and repeated")
-    print("\n".join([*(f"PROBLEM: {problem}" for problem in report.problems), report.stderr] if report.problems else ["no problem"]))
+    print(
+        "\n".join([*(f"PROBLEM: {problem}" for problem in report.problems), report.stderr] if report.problems else ["no problem"])
+    )
     return bool(report.problems)
 
 

@@ -174,7 +174,9 @@ def writes(call: ast.Call) -> bool:
     """Whether a call writes a file, by its name and its mode."""
     name, text = called(call), ast.unparse(call)
     if name in ("open", "fdopen"):
-        modes = [str(value.value) for value in [*call.args, *(word.value for word in call.keywords)] if isinstance(value, ast.Constant)]
+        modes = [
+            str(value.value) for value in [*call.args, *(word.value for word in call.keywords)] if isinstance(value, ast.Constant)
+        ]
         return any(re.fullmatch(r"[rwxab+t]*[wxa+][rwxab+t]*", mode) for mode in modes)
     return name in WRITING or text.startswith(("writers.save(", "save(written", "beside.replace("))
 

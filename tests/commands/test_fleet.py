@@ -335,8 +335,8 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
 
 
 def test_what_is_measured_is_told_by_content(tmp_path: Path) -> None:
-    """For the files of ranks, fleets, sweeps and steps: an edited file of the same name is another model, the same one elsewhere is
-    not; and a module is its sources."""
+    """For the files of ranks, fleets, sweeps and steps: an edited file of the same name is another model, the same one
+    elsewhere is not; and a module is its sources."""
 
     def job(path: Path, **settings: Any) -> ModelRun:
         named = {"module": f"{path}:build"} if path.suffix == ".py" else {"config": str(path)}

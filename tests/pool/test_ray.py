@@ -154,8 +154,8 @@ def test_nodes_that_cannot_measure(cluster: RayCluster, monkeypatch: pytest.Monk
 STRANGER = """
 import grpc, json, ray, sys, urllib.error, urllib.request
 methods = {method: (service, method) for service, method in [
-    ("NodeInfoGcsService", "GetClusterId"), ("InternalKVGcsService", "InternalKVPut"), ("NodeManagerService", "RequestWorkerLease"),
-    ("ObjectManagerService", "Pull"), ("CoreWorkerService", "PushTask")]}
+    ("NodeInfoGcsService", "GetClusterId"), ("InternalKVGcsService", "InternalKVPut"),
+    ("NodeManagerService", "RequestWorkerLease"), ("ObjectManagerService", "Pull"), ("CoreWorkerService", "PushTask")]}
 answers = {}
 for port in json.loads(sys.argv[1]):
     codes = set()
@@ -188,7 +188,7 @@ def listening(pids: list[int]) -> dict[int, str]:
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+                inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     ends = [line[1].rpartition(":") for line in lines if line[3] == "0A" and line[9] in inodes]
     return {int(port, 16): address for address, _, port in ends}

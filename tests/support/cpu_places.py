@@ -1,4 +1,4 @@
-"""The command line on a machine whose CPU is several places, as `--gpus all` gives several GPUs: `python -m support.cpu_places 2 …`.
+"""The command line on a machine whose CPU is several places, as several GPUs are: `python -m support.cpu_places 2 fleet …`.
 
 Silence is noticed sooner than in real use, so that stopped processes do not hold up those who wait.
 """

@@ -20,7 +20,6 @@ from gemmscope.pool.ray import RayPool
 from gemmscope.toml import load_data
 from gemmscope.units import counted
 
-
 LONGEST = 10  # digits of the number of a process
 
 

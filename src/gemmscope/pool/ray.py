@@ -315,7 +315,9 @@ class _BridgeProcess(WorkerProcess):
             "RAY_USAGE_STATS_ENABLED": "0",  # a Ray that is started here reports to nobody
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
-        super().__init__("gemmscope.pool.ray_bridge", environment={**environment, **os.environ, **(_alone() if starts_ray else {})})
+        super().__init__(
+            "gemmscope.pool.ray_bridge", environment={**environment, **os.environ, **(_alone() if starts_ray else {})}
+        )
         self._heard = time.monotonic()
 
     def order(self, **content: Any) -> None:

@@ -82,8 +82,8 @@ def nobody_answers(address: str, reason: str = "") -> tuple[str, str]:
     if address == "local":
         return f"{asked}: Ray does not start on this machine{because}", f"measure without {option('ray')}"
     hint = (
-        "is the cluster running? Ray listens at HOST:6379 for its nodes, and at ray://HOST:10001 for clients elsewhere; if it asks "
-        "for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too"
+        "is the cluster running? Ray listens at HOST:6379 for its nodes, and at ray://HOST:10001 for clients elsewhere; "
+        "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too"
     )
     return f"{asked}: no Ray cluster answers there{because}", hint
 
@@ -98,7 +98,10 @@ def why_no_connection(address: str, error: BaseException) -> tuple[str, str]:
         problem = f"{asked}: Ray {text} cannot ask for a token, so other users of this machine could run code as you"
         return problem, f'pip install "ray[client]>={TOKENS_SINCE}", or measure without {option("ray")}'
     if "AF_UNIX path length" in text:
-        return f"{asked}: the path of the folder for temporary files is too long for Ray", "set TMPDIR to a shorter one, such as /tmp"
+        return (
+            f"{asked}: the path of the folder for temporary files is too long for Ray",
+            "set TMPDIR to a shorter one, such as /tmp",
+        )
     if "ray[client]" in text:
         return f"{asked} needs Ray's client, which is not installed", INSTALL
     if match := re.search(r"cluster was started with: Ray: (\S+) Python: (\S+)", text):
