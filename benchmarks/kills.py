@@ -174,7 +174,8 @@ def rank_variables(rank: int, ranks: int) -> dict[str, str]:
 def run_with_fault(
     case: Case, arguments: list[str], folder: Path, fault: str | None, at_s: float, choice: random.Random
 ) -> Ended:
-    """Run the command, or one for each rank, in its own process group. The fault comes `at_s` seconds after signals are handled."""
+    """Run the command, or one for each rank, in its own process group. The fault comes `at_s` seconds after it
+    handles signals."""
     environment = {
         **os.environ,
         **{f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG")},
