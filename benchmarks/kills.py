@@ -252,12 +252,21 @@ def inflict(fault: str, process: subprocess.Popen[bytes], group: list[subprocess
         elif whom == "the parent":
             os.kill(process.pid, number)
         else:
-            while process.poll() is None and not (workers := descendants(process.pid)):
+            while process.poll() is None and not (
+                workers := [pid for pid in descendants(process.pid) if began(pid, process.pid)]
+            ):
                 time.sleep(0.01)
             if process.poll() is not None:
                 return False
             os.kill(choice.choice(workers), number)
         return True
+    return False
+
+
+def began(pid: int, parent: int) -> bool:
+    """Whether it runs a program of its own: if it is stopped before that, the kernel stops its parent too, for ever."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != Path(f"/proc/{parent}/cmdline").read_bytes()
     return False
 
 
