@@ -85,7 +85,7 @@ def lost(count: int) -> Callable[[list[Event]], bool]:
 
 
 def test_nodes_killed_during_a_sweep(cluster: RayCluster, tmp_path: Path) -> None:
-    """The small version of `benchmarks/kills.py --nodes`: the command as people type it, real measurements, nodes killed and added."""
+    """As `benchmarks/kills.py --nodes`: the command as people type it, real measurements, nodes killed and added."""
     report = sweep_with_kills(cluster, tmp_path, points=5, moments=[0, 2], choice=random.Random(1))
     assert report.problems == [], report.stderr
     assert (report.code, report.measured) == (0, 5)
