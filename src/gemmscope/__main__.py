@@ -42,9 +42,9 @@ def _run() -> int:
     except signals.Interrupted as interruption:  # while modules were imported
         return _interrupted(interruption)
     except Exception as error:
-        if (interruption := signals.behind(error)) is None:
+        if (hidden := signals.behind(error)) is None:
             raise
-        return _interrupted(interruption)
+        return _interrupted(hidden)
     return 0
 
 
