@@ -1,8 +1,9 @@
-"""Kills and interrupts bench, step and sweeps at random times, on the CPU, and counts what is lost.
+"""Kills, stops and interrupts every command that measures or computes for long, at random times, on the CPU: what is lost?
 
 `python benchmarks/kills.py --kills 1000 --seed 1`. A chain of runs measures one thing. Each run gets one fault at a random time,
-and the next one continues with --resume; the last one is not disturbed. Every sample in the journal must be in the final result
-exactly once, no process, temporary folder or silent exit may remain, and no file may be replaced by less. Exit code 1 otherwise.
+and the next one continues with --resume; the last one is not disturbed. What the journal has must be in the final result exactly
+once, no process, temporary folder or silent exit may remain, and no file may be replaced by less. Exit code 1 otherwise.
+`--nodes 20` kills the nodes of a Ray cluster instead, at 20 random moments of a sweep.
 """
 
 from __future__ import annotations
@@ -25,20 +26,67 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from gemmscope.errors import UserError
+from gemmscope.process import descendants
+from gemmscope.results.base import Result
+from gemmscope.results.read import read_result
 from support.processes import MARKER, left_running
 
-GEMMSCOPE = [sys.executable, "-m", "gemmscope"]
-SIZES = "--hidden-size 64 --intermediate-size 128 --num-attention-heads 2 --num-hidden-layers 2 --micro-batch-size 1"
-COMMANDS = {
-    "bench": "bench --device cpu --shapes 16,24 --autocast-only --precision 0.0001 --time-limit 1.5",
-    "step": f"step --device cpu {SIZES} --sequence-length 32 --precision 0.0001 --time-limit 1.5",
-    "sweep": f"forecast --gpu h200 {SIZES} --sweep sequence_length=32:3200:32 --sweep gradient_accumulation=1:32:1",
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+SIZES = "--hidden-size 64 --intermediate-size 128 --num-attention-heads 2 --num-hidden-layers 2"
+BATCH = f"{SIZES} --micro-batch-size 1"
+LARGE = "--hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32 --num-hidden-layers 32"
+UNTIL = "--device cpu --recipes bf16 --precision 0.0001"
+COUNTED = "--device cpu --recipes bf16 --num-iters 20 --num-warmup 0"
+SHORT = f"{UNTIL} --time-limit 0.5"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, and how it is checked: by the bursts in its journal; by the outcomes of its units there; by the files of its
+    ranks; or by what it computed alone, where there is no journal. `places`: of the CPU; `often`: its share of the faults."""
+
+    command: str
+    checked: Literal["bursts", "units", "ranks", "computed"]
+    often: int
+    units: int = 0
+    places: int = 0
+    ranks: int = 0
+
+    @property
+    def way(self) -> frozenset[str]:
+        """The command's name, and the options that decide where it measures."""
+        name, *options = self.command.split()
+        ways = {option.removeprefix("--") for option in options if option in ("--sweep", "--ray", "--folder")}
+        return frozenset({name, *ways, *(["gpus"] if self.places else []), *(["launched"] if self.ranks else [])})
+
+
+CASES = {
+    "bench": Case("bench --shapes 16,24 --autocast-only --device cpu --precision 0.0001 --time-limit 1.5", "bursts", 8),
+    "step": Case(f"step {BATCH} --sequence-length 32 --device cpu --precision 0.0001 --time-limit 1.5", "bursts", 6),
+    "forecast sweep": Case(
+        f"forecast --gpu h200 {BATCH} --sweep sequence_length=32:3200:32 --sweep gradient_accumulation=1:32:1", "computed", 4
+    ),
+    "plan": Case(f"plan --gpu h200 --gpus 1024 {LARGE} --sequence-length 4k --global-batch 1024", "computed", 4),
+    "numerics": Case(
+        f"numerics {BATCH} --sequence-length 32 --synthetic outliers --recipes mxfp8,nvfp4 --device cpu", "computed", 3
+    ),
+    "bench sweep, places": Case(
+        f"bench --shapes 16x16x16 --autocast-only {COUNTED} --sweep m=16,24,32,40,48", "units", 5, units=5, places=2
+    ),
+    "step sweep, places": Case(f"step {BATCH} {SHORT} --sweep sequence_length=16,32,48", "units", 3, units=3, places=2),
+    "fleet, places": Case(f"fleet --shapes 16 --autocast-only {COUNTED} --repeat 2 --folder runs", "units", 5, units=4, places=2),
+    "fleet, launched": Case(f"fleet --shapes 16,24 --autocast-only {UNTIL} --time-limit 1.5 --folder runs", "ranks", 6, ranks=2),
+    "fleet, Ray": Case(f"fleet --shapes 16 --autocast-only {COUNTED} --repeat 3 --ray local", "units", 2, units=3),
+    "bench sweep, Ray": Case(
+        f"bench --shapes 16x16x16 --autocast-only {COUNTED} --sweep m=16,24,32 --ray local", "units", 2, units=3
+    ),
+    "step sweep, Ray": Case(f"step {BATCH} {SHORT} --sweep sequence_length=16,32 --ray local", "units", 1, units=2),
 }
-OFTEN = {"bench": 9, "step": 7, "sweep": 4}
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 FAULTS = [
     *(f"{name} to {whom}" for name in SIGNALS for whom in ("the parent", "the group")),
@@ -46,11 +94,12 @@ FAULTS = [
     "SIGKILL to a worker",
     "stdout closed",
 ]
+STOPS = "SIGSTOP to a worker"
 MOST_FAULTS = 6  # of one chain
-PATIENCE_S, HANGS_AFTER_S = 5.0, 180.0
+HANGS_AFTER_S = 600.0
 PROBLEMS = (
     "lost samples", "repeated samples", "results not delivered", "orphans", "silent exits", "folders left",
-    "files replaced by less", "tracebacks", "unexpected exit codes", "hangs",
+    "files replaced by less", "tracebacks", "unexpected exit codes", "hangs", "untrue messages",
 )  # fmt: skip
 
 
@@ -61,10 +110,11 @@ Bursts = Counter[tuple[float, ...]]
 
 @dataclass
 class JournaledRun:
-    """One run of the journal: whether it was marked as finished, and its bursts."""
+    """One run of the journal: whether it was marked as finished, its bursts, and the outcomes of its units."""
 
     finished: bool
-    bursts: Bursts
+    bursts: Bursts = field(default_factory=Counter)
+    units: dict[str, str] = field(default_factory=dict)
 
 
 def journaled_runs(state: Path) -> dict[int, JournaledRun]:
@@ -74,16 +124,15 @@ def journaled_runs(state: Path) -> dict[int, JournaledRun]:
         return {}
     with closing(sqlite3.connect(path, timeout=30)) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if "message" not in tables:  # killed before it was made
+        if not {"run", "message", "outcome"} <= tables:  # killed before they were made
             return {}
-        run = "run" if "run" in tables else "campaign"
-        runs = {
-            number: JournaledRun(at is not None, Counter()) for number, at in database.execute(f"SELECT id, finished FROM {run}")
-        }
-        for number, content in database.execute(f"SELECT {run}, content FROM message ORDER BY rowid"):
+        runs = {number: JournaledRun(at is not None) for number, at in database.execute("SELECT id, finished FROM run")}
+        for number, content in database.execute("SELECT run, content FROM message ORDER BY rowid"):
             message = json.loads(content)
             if message["type"] == "samples":
                 runs[number].bursts.update(tuple(times) for times in message["times_ms"].values())
+        for number, unit, content in database.execute("SELECT run, unit, content FROM outcome ORDER BY rowid"):
+            runs[number].units[unit] = content
     return runs
 
 
@@ -98,19 +147,13 @@ def bursts_in(result: Any) -> Iterator[tuple[float, ...]]:
                 yield from bursts_in(value)
 
 
-def size_of(result: Any) -> int:
-    """How much there is in a result: bursts, or points of a sweep."""
-    if result is None:
-        return 0
-    return sum(1 for _ in bursts_in(result)) + sum(len(sweep["points"]) for sweep in result.get("sweeps") or ())
-
-
 # --- one run with one fault --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Ended:
-    """How a run ended. `hit` is False if it ended before its fault; `reaction_s` is the time from the fault to the end."""
+    """How a run ended. `hit` is False if it ended before its fault; `reaction_s` is the time from the fault to the end.
+    `code`: of several ranks, of that one."""
 
     code: int
     stdout: str
@@ -118,49 +161,68 @@ class Ended:
     hit: bool
     seconds: float
     reaction_s: float = 0.0
+    ranks: list[int] = field(default_factory=list)
+
+
+def rank_variables(rank: int, ranks: int) -> dict[str, str]:
+    """What torchrun sets."""
+    if not ranks:
+        return {}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 def run_with_fault(
-    arguments: list[str], folder: Path, marker: str, fault: str | None, at_s: float, choice: random.Random
+    case: Case, arguments: list[str], folder: Path, fault: str | None, at_s: float, choice: random.Random
 ) -> Ended:
-    """Run the command in its own process group. The fault comes `at_s` seconds after the command handles signals."""
+    """Run the command, or one for each rank, in its own process group. The fault comes `at_s` seconds after it
+    handles signals."""
     environment = {
         **os.environ,
         **{f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG")},
-        "TMPDIR": str(folder / "tmp"),
+        "TMPDIR": str(folder / "t"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch's own, which is meant to stay
         "OMP_NUM_THREADS": "1",
-        MARKER: marker,
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS)]),
+        MARKER: folder.name,
     }
-    out, err = folder / "stdout", folder / "stderr"
-    begin = time.monotonic()
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        to = subprocess.PIPE if fault == "stdout closed" else stdout
-        process = subprocess.Popen(
-            [*GEMMSCOPE, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=to,
-            stderr=stderr,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
-        hit, at = False, 0.0
-        if fault is not None and wait_for_handlers(process):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(at_s)
-            hit, at = inflict(fault, process, choice), time.monotonic()
-        try:
-            process.wait(HANGS_AFTER_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return Ended(-999, "", err.read_text(errors="replace"), hit, time.monotonic() - begin)
-        finally:
-            if process.stdout is not None and not process.stdout.closed:
-                process.stdout.close()
+    module = ["support.cpu_places", str(case.places or 1)] if case.checked == "units" else ["gemmscope"]
+    begin, processes = time.monotonic(), list[subprocess.Popen[bytes]]()
+    files = [(folder / f"stdout{rank}", folder / f"stderr{rank}") for rank in range(max(case.ranks, 1))]
+    for rank, (out, err) in enumerate(files):
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *module, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if fault == "stdout closed" else stdout,
+                    stderr=stderr,
+                    env=environment | rank_variables(rank, case.ranks),
+                    cwd=folder,
+                    process_group=processes[0].pid if processes else 0,
+                )
+            )
+    chosen = choice.randrange(len(processes))
+    process, hit, at = processes[chosen], False, 0.0
+    if fault is not None and wait_for_handlers(process):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(at_s)
+        hit, at = inflict(fault, process, processes, choice), time.monotonic()
+    try:
+        for each_one in processes:
+            each_one.wait(HANGS_AFTER_S)
+    except subprocess.TimeoutExpired:
+        return Ended(-999, "", files[chosen][1].read_text(errors="replace"), hit, time.monotonic() - begin)
+    finally:
+        for each_one in processes:
+            if each_one.poll() is None:
+                each_one.kill()
+                each_one.wait()
+            if each_one.stdout is not None and not each_one.stdout.closed:
+                each_one.stdout.close()
     end = time.monotonic()
-    return Ended(process.returncode, out.read_text(), err.read_text(errors="replace"), hit, end - begin, end - at if hit else 0.0)
+    stdout_text, stderr_text = (file.read_text(errors="replace") for file in files[chosen])
+    codes = [each_one.returncode for each_one in processes]
+    return Ended(process.returncode, stdout_text, stderr_text, hit, end - begin, end - at if hit else 0.0, codes)
 
 
 def wait_for_handlers(process: subprocess.Popen[bytes]) -> bool:
@@ -174,7 +236,7 @@ def wait_for_handlers(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def inflict(fault: str, process: subprocess.Popen[bytes], choice: random.Random) -> bool:
+def inflict(fault: str, process: subprocess.Popen[bytes], group: list[subprocess.Popen[bytes]], choice: random.Random) -> bool:
     """Cause the fault. Returns whether it hit a living process."""
     if process.poll() is not None:
         return False
@@ -186,11 +248,13 @@ def inflict(fault: str, process: subprocess.Popen[bytes], choice: random.Random)
     number = signal.Signals[name]
     with suppress(ProcessLookupError):
         if whom == "the group":
-            os.killpg(process.pid, number)
+            os.killpg(group[0].pid, number)
         elif whom == "the parent":
             os.kill(process.pid, number)
         else:
-            while process.poll() is None and not (workers := children(process.pid)):
+            while process.poll() is None and not (
+                workers := [pid for pid in descendants(process.pid) if began(pid, process.pid)]
+            ):
                 time.sleep(0.01)
             if process.poll() is not None:
                 return False
@@ -199,20 +263,16 @@ def inflict(fault: str, process: subprocess.Popen[bytes], choice: random.Random)
     return False
 
 
+def began(pid: int, parent: int) -> bool:
+    """Whether it runs a program of its own: if it is stopped before that, the kernel stops its parent too, for ever."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != Path(f"/proc/{parent}/cmdline").read_bytes()
+    return False
+
+
 def pythons_own(path: Path) -> bool:
     """Whether this is the test file of Python's tempfile, which a kill at that moment leaves behind."""
     return path.is_file() and path.read_bytes() in (b"blat", b"")
-
-
-def children(parent: int) -> list[int]:
-    """Its child processes."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = path.read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == parent and fields[0] != "Z":
-                pids.append(int(path.parent.name))
-    return pids
 
 
 # --- a chain of runs ---------------------------------------------------------------------------------------------------------
@@ -223,15 +283,21 @@ class Tally:
     """Everything that was counted, by all chains."""
 
     wanted: int
+    until: float
     verbose: bool = False
     hits: int = 0
     runs: int = 0
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
-    samples: int = 0
+    compared: Counter[str] = field(default_factory=Counter)
     slowest_s: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     usual_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether there were enough faults, or the time is over."""
+        return self.hits >= self.wanted or time.monotonic() > self.until
 
     def problem(self, kind: str, count: int, where: str, detail: str = "") -> None:
         """Count and print it."""
@@ -243,32 +309,35 @@ class Tally:
 class Chain:
     """Runs of one command, one after the other, in a private folder."""
 
-    def __init__(self, name: str, number: int, seed: int, tally: Tally, *, resumes: bool) -> None:
-        self.name, self.tally, self.resumes = name, tally, resumes
+    def __init__(self, name: str, number: int, seed: int, tally: Tally) -> None:
+        self.name, self.case, self.tally = name, CASES[name], tally
         self.choice = random.Random(f"{seed} {number}")
-        self.folder = Path(tempfile.mkdtemp(prefix="gemmscope-kills-"))
-        self.marker = f"{self.folder.name}-{number}"
+        self.folder = Path(tempfile.mkdtemp(prefix="gk-"))  # short: Ray's sockets have paths of at most 107 bytes
         self.where = f"chain {number} ({name})"
         self.result = self.folder / "result.json"
         self.before = 0  # the newest run of the journal that is settled
-        self.kept = Bursts()  # of the runs after it
+        self.kept = JournaledRun(finished=False)  # of the runs after it
         self.size = 0  # of the result, as far as it is of the same measurement
         self.written_at = 0
+        self.files: dict[str, tuple[int, bool]] = {}  # of ranks and GPUs: samples, whether complete
         self.fresh = True  # the next run continues nothing
-        for inside in ("state", "config", "tmp"):
+        for inside in ("state", "config", "t"):
             (self.folder / inside).mkdir()
 
     def run(self) -> None:
         """Some faults, then a run without one."""
+        faults = [*FAULTS, STOPS] if self.case.checked != "computed" and not self.case.ranks else FAULTS
+        if self.case.checked == "bursts":
+            faults = FAULTS * 4 + [STOPS]  # these wait for as long as in real use
         try:
             for _ in range(self.choice.randint(1, MOST_FAULTS)):
-                if self.tally.hits >= self.tally.wanted:
+                if self.tally.over:
                     break
-                self._one(self.choice.choice(FAULTS))
+                self._one(self.choice.choice(faults))
             ended = self._one(None)
-            if ended.code != 0:
-                self._problem("unexpected exit codes", f"{ended.code} without a fault: {ended.stderr[-500:]}")
-            if left := sorted(path.name for path in (self.folder / "tmp").iterdir() if not pythons_own(path)):
+            if any(ended.ranks) or ended.code:
+                self._problem("unexpected exit codes", f"{ended.code} {ended.ranks} without a fault: {ended.stderr[-500:]}")
+            if left := sorted(path.name for path in (self.folder / "t").iterdir() if not pythons_own(path)):
                 self._problem("folders left", ", ".join(left), len(left))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -277,14 +346,15 @@ class Chain:
         self.tally.problem(kind, count, self.where, detail)
 
     def _one(self, fault: str | None) -> Ended:
-        arguments = [*COMMANDS[self.name].split(), "--json", str(self.result)]
-        arguments += ["--resume"] if self.resumes and not self.fresh else []
+        case, arguments = self.case, self.case.command.split()
+        arguments += [] if case.ranks else ["--json", str(self.result)]
+        of_ranks = bool(case.ranks) and (fault is None or self.choice.random() < 0.5)
+        resumes = case.checked != "computed" and (of_ranks or not self.fresh)
+        arguments += ["--resume"] if resumes else []
         at_s = self.choice.uniform(0, 1.05) * self.tally.usual_s.get(self.name, 5.0)
-        if self.name != "sweep" and not self.resumes:
-            self.before, self.kept, self.size = max(journaled_runs(self.folder / "state"), default=0), Bursts(), min(self.size, 1)
-        ended = run_with_fault(arguments, self.folder, self.marker, fault, at_s, self.choice)
-        self.where = f"{self.where.split(':')[0]}: {fault or 'no fault'} after {at_s:.2f} s"
-        if left := left_running(self.marker, PATIENCE_S):
+        ended = run_with_fault(case, arguments, self.folder, fault, at_s, self.choice)
+        self.where = f"{self.where.split(':')[0]}: {fault or 'no fault'} after {at_s:.2f} s{' --resume' if resumes else ''}"
+        if left := left_running(self.folder.name):
             self._problem("orphans", str(left), len(left))
             for process in left:
                 with suppress(ProcessLookupError):
@@ -293,7 +363,10 @@ class Chain:
             last = (ended.stderr.strip().splitlines() or [""])[-1]
             print(f"{self.where}: {ended.code} in {ended.seconds:.1f} s: {last}", flush=True)
         outcome = self._check_ending(fault, ended)
-        self._check_result(ended)
+        if case.ranks:
+            self._check_files(ended)
+        else:
+            self._check_result(ended)
         with self.tally.lock:
             self.tally.runs += 1
             self.tally.hits += ended.hit
@@ -309,18 +382,11 @@ class Chain:
 
     def _check_ending(self, fault: str | None, ended: Ended) -> str:
         """The exit code and what was said; returns the outcome for the table."""
-        expected = {0, 1, 2}
+        expected = {0, 1, 2, 4}
         if fault is not None and ended.hit:
             name = fault.split()[0]
-            expected |= (
-                {SIGNALS[name]}
-                if name in SIGNALS
-                else {-9}
-                if fault.endswith("the parent")
-                else {141}
-                if name == "stdout"
-                else set()
-            )
+            expected |= {SIGNALS[name]} if name in SIGNALS else {-9} if fault.endswith("the parent") else set()
+            expected |= {141} if name == "stdout" else set()
         if ended.code == -999:
             self._problem("hangs", ended.stderr[-500:])
             return "hang"
@@ -330,97 +396,129 @@ class Chain:
             self._problem("tracebacks", ended.stderr[-1500:])
         if ended.code not in (-9, 141) and not ended.stderr.strip() and not ended.stdout.strip():
             self._problem("silent exits", f"exit code {ended.code}")
+        if self.case.ranks and "continues from here" in ended.stderr:
+            self._problem("untrue messages", ended.stderr[-300:])
         return "ended before" if fault is not None and not ended.hit else str(ended.code)
 
-    def _check_result(self, ended: Ended) -> None:
-        """The file beside the journal."""
+    def _read(self, path: Path) -> Result | None:
         try:
-            result = json.loads(self.result.read_text()) if self.result.exists() else None
-        except ValueError:
-            self._problem("files replaced by less", "the result is not JSON")
-            return
-        size = size_of(result)
-        if self.name == "sweep":
-            self._check_sweep(ended, result, size)
-            return
-        runs = {number: run for number, run in journaled_runs(self.folder / "state").items() if number > self.before}
-        kept = sum((run.bursts for run in runs.values()), Bursts())
-        self._check_size(size)
-        settled = bool(runs) and runs[max(runs)].finished
-        written = Bursts(bursts_in(result))
-        for beside in self._interrupted():
-            written |= Bursts(bursts_in(json.loads(beside.read_text())))
-        if forgotten := self.kept - kept:
-            self._problem("lost samples", f"{forgotten.total()} bursts are no longer in the journal", forgotten.total())
-        if ended.code == 0 or settled:  # everything must be in the result
-            self._compare(kept, written)
-        elif ended.code in SIGNALS.values() and kept - self.kept and kept - written:  # what this run measured, at least
-            self._problem("results not delivered", f"{(kept - written).total()} of {kept.total()} bursts")
-        self.kept = Bursts() if settled else kept
-        self.fresh = settled or not runs
-        if settled:
-            self.before, self.size = max(runs), 1
-            for beside in self._interrupted():  # of the measurement that is settled now
-                beside.unlink()
+            return read_result(path) if path.exists() else None
+        except UserError as error:
+            self._problem("files replaced by less", f"{path.name}: {error.message}")
+            return None
 
-    def _interrupted(self) -> list[Path]:
-        """Results of interrupted runs beside the file, which had more samples."""
-        return sorted(self.result.parent.glob(f"{self.result.stem}.interrupted*"))
-
-    def _check_size(self, size: int) -> None:
-        """A written file has at least the samples measured before. For another measurement, it is not empty."""
-        written_at = self.result.stat().st_mtime_ns if self.result.exists() else 0
+    def _check_result(self, ended: Ended) -> None:
+        """The file; what is beside the journal; and, with --folder, the files of GPUs."""
+        result = self._read(self.result)
+        size = (result.sample_count or 0) if result is not None else 0
         if size < self.size:
             self._problem("files replaced by less", f"{self.size}, then {size}")
-        if written_at != self.written_at:
+        written_at = self.result.stat().st_mtime_ns if self.result.exists() else 0
+        if written_at != self.written_at:  # else it is of an earlier measurement
             self.size, self.written_at = size, written_at
+        if self.case.checked == "computed":
+            self._check_computed(ended, result, size)
+            return
+        self._check_files(ended)
+        runs = {number: run for number, run in journaled_runs(self.folder / "state").items() if number > self.before}
+        kept = JournaledRun(finished=bool(runs) and runs[max(runs)].finished)
+        for run in runs.values():
+            kept.bursts.update(run.bursts)
+            kept.units |= run.units
+        changed = {unit for unit, content in self.kept.units.items() if kept.units.get(unit) != content}
+        if forgotten := (self.kept.bursts - kept.bursts).total() + len(changed):
+            self._problem("lost samples", f"{forgotten} are no longer in the journal", forgotten)
+        besides = [self._read(path) for path in sorted(self.folder.glob("result.interrupted*"))]
+        written = [one for one in (result, *besides) if one is not None]
+        new = (kept.bursts - self.kept.bursts).total() + len(kept.units) - len(self.kept.units)
+        if ended.code == 0 or kept.finished:  # everything must be in the result
+            self._compare(kept, written)
+        elif ended.code in SIGNALS.values() and new and (missing := self._missing(kept, written)):
+            self._problem("results not delivered", f"{missing} of what the journal has")
+        self.kept = JournaledRun(finished=False) if kept.finished else kept
+        self.fresh = kept.finished or not runs
+        if kept.finished:
+            self.before, self.size = max(runs), min(self.size, 1)
+            for path in self.folder.glob("result.interrupted*"):  # of the measurement that is settled now
+                path.unlink()
 
-    def _compare(self, kept: Bursts, written: Bursts) -> None:
-        if lost := kept - written:
-            self._problem("lost samples", f"{lost.total()} of {kept.total()} bursts", lost.total())
-        if repeated := written - kept:
-            self._problem("repeated samples", f"{repeated.total()} bursts that the journal does not have", repeated.total())
+    def _missing(self, kept: JournaledRun, written: list[Result]) -> int:
+        """How much of the journal no file has."""
+        if self.case.checked == "units":
+            return max(0, len(kept.units) - max((one.sample_count or 0 for one in written), default=0))
+        bursts = Bursts()
+        for one in written:
+            bursts |= Bursts(bursts_in(one.model_dump(mode="json")))
+        return (kept.bursts - bursts).total()
+
+    def _compare(self, kept: JournaledRun, written: list[Result]) -> None:
+        if lost := self._missing(kept, written):
+            self._problem("lost samples", f"{lost} of what the journal has", lost)
+        bursts = Bursts(burst for one in written[:1] for burst in bursts_in(one.model_dump(mode="json")))
+        count = sum(one.sample_count or 0 for one in written[:1])
+        repeated = (bursts - kept.bursts).total() if self.case.checked == "bursts" else max(0, count - len(kept.units))
+        if repeated:
+            self._problem("repeated samples", f"{repeated} that the journal does not have", repeated)
         with self.tally.lock:
-            self.tally.samples += kept.total()
+            self.tally.compared.update({"bursts": kept.bursts.total(), "outcomes of units": len(kept.units)})
 
-    def _check_sweep(self, ended: Ended, result: Any, size: int) -> None:
-        complete = 100 * 32
-        if ended.code == 0 and (size != complete or result["interrupted"]):
-            self._problem("lost samples", f"{size} of {complete} points", complete - size)
-        if ended.code in SIGNALS.values() and "wrote" in ended.stderr and not result["interrupted"] and size != complete:
-            self._problem("lost samples", "an interrupted sweep does not say so")
-        self._check_size(size)
-        self.size = min(size, 1)  # nothing is continued
+    def _check_computed(self, ended: Ended, result: Result | None, size: int) -> None:
+        complete = result is not None and not getattr(result, "interrupted", False)
+        if ended.code == 0 and not complete:
+            self._problem("lost samples", "an undisturbed run is not complete")
+        if not complete and self.files.get("", (0, False))[1]:
+            self._problem("files replaced by less", "a complete file by an incomplete one")
+        self.files[""] = size, complete
+        with self.tally.lock:
+            self.tally.compared["computed files"] += 1
+
+    def _check_files(self, ended: Ended) -> None:
+        """The run files of ranks and GPUs: none that is complete is lost, or replaced by one that is not."""
+        results = {path.name: self._read(path) for path in sorted((self.folder / "runs").glob("*.json"))}
+        now = {
+            name: (one.sample_count or 0, not getattr(one, "interrupted", False))
+            for name, one in results.items()
+            if one is not None and ".interrupted" not in name
+        }
+        for name, (size, complete) in self.files.items():
+            after, still = now.get(name, (0, False))
+            if (complete and not still) or (not still and after < size):
+                self._problem("files replaced by less", f"{name}: {size} samples, then {after}")
+        if self.case.ranks and not any(ended.ranks) and sum(complete for _, complete in now.values()) != self.case.ranks:
+            self._problem("lost samples", f"the files of ranks: {now}")
+        self.files = now
+        with self.tally.lock:
+            self.tally.compared["files of GPUs"] += len(now)
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Run chains until there were enough faults; print what was found."""
+    """Run chains until there were enough faults; print what happened."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=1000, help="How many faults.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="Chains at a time.")
+    parser.add_argument("--minutes", type=float, default=24 * 60, help="End after so long, with fewer faults.")
     parser.add_argument("--verbose", action="store_true", help="Print how every run ended.")
-    parser.add_argument("--only", choices=list(COMMANDS), action="append", help="Only this command. Can be repeated.")
+    parser.add_argument("--only", choices=list(CASES), action="append", help="Only this command. Can be repeated.")
+    parser.add_argument("--nodes", type=int, default=0, help="Kill nodes of a Ray cluster instead, at so many moments.")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts this in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    names = options.only or list(COMMANDS)
-    begin, tally = time.monotonic(), Tally(options.kills, options.verbose)
-    resumes = {name: name != "sweep" and has_resume(name) for name in names}
-    for name, able in resumes.items():
-        if not able and name != "sweep":
-            print(f"{name} has no --resume: each of its runs is checked by itself")
-    numbers = iter(range(10**9))
-    which = random.Random(options.seed)
+    if options.nodes:
+        sys.exit(kill_nodes(options.nodes, options.seed))
+    names = options.only or list(CASES)
+    begin = time.monotonic()
+    tally = Tally(options.kills, begin + 60 * options.minutes, options.verbose)
+    numbers, which = iter(range(10**9)), random.Random(options.seed)
 
     def work() -> None:
-        while tally.hits < tally.wanted:
+        while not tally.over:
             with tally.lock:
-                number, name = next(numbers), which.choices(names, [OFTEN[candidate] for candidate in names])[0]
-            Chain(name, number, options.seed, tally, resumes=resumes[name]).run()
+                number, name = next(numbers), which.choices(names, [CASES[candidate].often for candidate in names])[0]
+            Chain(name, number, options.seed, tally).run()
 
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in [pool.submit(work) for _ in range(options.jobs)]:
@@ -429,10 +527,24 @@ def main() -> None:
     sys.exit(bool(tally.problems))
 
 
-def has_resume(name: str) -> bool:
-    """Whether the command continues what was cut short."""
-    helped = subprocess.run([*GEMMSCOPE, COMMANDS[name].split()[0], "--help"], capture_output=True, text=True, check=True)
-    return "--resume" in helped.stdout
+def kill_nodes(count: int, seed: int, nodes: int = 4) -> int:
+    """Kill nodes of a Ray cluster of several nodes during a sweep, and add others."""
+    from support.ray_cluster import RayCluster
+    from support.ray_kills import sweep_with_kills
+
+    choice, points = random.Random(seed), 10 * count
+    moments = [choice.randrange(points - nodes) for _ in range(count)]
+    with tempfile.TemporaryDirectory(prefix="gk-") as name:
+        with RayCluster(nodes, {MARKER: name}) as cluster:
+            report = sweep_with_kills(cluster, Path(name), points, moments, choice)
+        left = left_running(name)
+    report.problems += [f"{len(left)} processes left"] * bool(left)
+    print(f"{report.measured} of {points} points in the file, exit code {report.code}, {report.seconds:.0f} s")
+    print(f"{report.kills} nodes killed, {report.added} added; {report.repeated} measurements lost with them and repeated")
+    print(
+        "\n".join([*(f"PROBLEM: {problem}" for problem in report.problems), report.stderr] if report.problems else ["no problem"])
+    )
+    return bool(report.problems)
 
 
 def print_tally(tally: Tally, seconds: float) -> None:
@@ -443,13 +555,10 @@ def print_tally(tally: Tally, seconds: float) -> None:
         rows.append((name, fault, *(str(tally.outcomes[name, fault, head] or "-") for head in heads)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print(
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-    print(f"\n{tally.hits} faults in {tally.runs} runs, {seconds:.0f} s; {tally.samples} bursts compared")
+        cells = zip(row, widths, strict=True)
+        print("  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(cells)))
+    compared = ", ".join(f"{count} {what}" for what, count in tally.compared.items())
+    print(f"\n{tally.hits} faults in {tally.runs} runs, {seconds:.0f} s; compared: {compared}")
     for name, slowest in tally.slowest_s.items():
         print(f"{name}: at most {slowest:.1f} s from a signal to the end")
     print(", ".join(f"{tally.problems[kind]} {kind}" for kind in PROBLEMS))

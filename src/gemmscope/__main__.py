@@ -40,10 +40,18 @@ def _run() -> int:
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except signals.Interrupted as interruption:  # while modules were imported
-        with suppress(OSError):
-            os.write(2, b"gemmscope: interrupted\n")
-        return interruption.exit_code
+        return _interrupted(interruption)
+    except Exception as error:
+        if (hidden := signals.behind(error)) is None:
+            raise
+        return _interrupted(hidden)
     return 0
+
+
+def _interrupted(interruption: signals.Interrupted) -> int:
+    with suppress(OSError):
+        os.write(2, b"gemmscope: interrupted\n")
+    return interruption.exit_code
 
 
 def _open_standard_streams() -> None:

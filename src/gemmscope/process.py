@@ -197,6 +197,14 @@ class WorkerProcess:
         """Whether it has ended."""
         return self._process.poll() is not None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP); False where the system does not tell."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b") ")[2][:1] == b"T"
+        except OSError:
+            return False
+
     def ending(self) -> Ending:
         """How it ended, once its output has. One that does not end soon is killed."""
         code: int | None = None

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
 from gemmscope.say import SafeStandardError, say
+from gemmscope.text import terminal_variables
 from gemmscope.units import counted
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _console() -> RichConsole:
     """Standard error as rich writes to it. No text is markup, and a terminal that has gone is no error."""
     from rich.console import Console as RichConsole
 
-    return RichConsole(file=cast("IO[str]", SafeStandardError()), highlight=False, markup=False)
+    return RichConsole(file=cast("IO[str]", SafeStandardError()), highlight=False, markup=False, _environ=terminal_variables())
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:

@@ -59,9 +59,10 @@ def save(result: Result, path: str | Path) -> None:
         raise UserError(
             f"{Path(path).name} has no extension that selects a format", f"use one of the extensions {', '.join(endings)}"
         )
-    place, note = Keeper(result).place(path, run_file=ending == ".json")
+    keeper = Keeper(result)
+    place, note = keeper.place(path, run_file=ending == ".json")
     if note:
         say(f"{note}; wrote {place}" if place is not None else note)
     if place is not None:
         written = result.to_json() if ending == ".json" else writers.content(ending, [document(result)])
-        writers.save(place, written, "name a file in a folder that exists")
+        keeper.write(place, written, "name a file in a folder that exists")

@@ -97,6 +97,11 @@ def raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def behind(error: BaseException) -> Interrupted | None:
+    """The signal that an extension module, interrupted, made another exception of; None if there was none."""
+    return Interrupted(_raised) if _raised is not None and "Interrupted" in str(error) else None
+
+
 def ignore() -> None:
     """For a process that has nothing left to do but end, or whose parent decides when it ends."""
     for number in ENDING:

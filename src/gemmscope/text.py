@@ -4,10 +4,12 @@ Names of kernels, GPUs, ops and modules, versions and exceptions come from files
 run files; on their way to a person they pass through here.
 """
 
+import os
 import re
 import unicodedata
 from functools import lru_cache
 
+LONGEST_SIZE = 6  # digits
 UNUSUAL = re.compile(r"[^ -~]")
 FORMULA = re.compile(r"[=+\-@\t\r＝＋－＠]")
 _ONE = r"[-+]?[.,]?[0-9][0-9.,]*(e[-+]?[0-9]+)?[x%]?"
@@ -31,6 +33,11 @@ def _is_visible(character: str) -> bool:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def terminal_variables() -> dict[str, str]:
+    """The environment for what writes to a terminal: it takes digits for a size, and fails at thousands of them."""
+    return {name: value for name, value in os.environ.items() if len(value) < LONGEST_SIZE or not value.isdigit()}
 
 
 def csv_cell(text: str) -> str:

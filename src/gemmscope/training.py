@@ -11,7 +11,7 @@ PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "tra
 def own_rank() -> int:
     """The rank of this process in a distributed job, as torchrun and others set it; 0 without one."""
     text = os.environ.get("RANK", "").strip()
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def with_rank(path: Path, rank: int) -> Path:

@@ -19,6 +19,7 @@ from gemmscope.cli.main import main
 from gemmscope.cli.output import FigureOptions, OutputOptions, check_targets, deliver
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
+from gemmscope.results.keep import Keeper
 from gemmscope.results.read import read_result
 from support.command import Outcome, Run, run
 from support.machines import machine
@@ -65,7 +66,25 @@ def test_how_much_a_result_holds(long: BenchResult) -> None:
     assert long.sample_count > cut(long, 1).sample_count > cut(long, 0).sample_count == 0
     assert recorded_step("gpt1b").sample_count > 0
     assert RESULTS["sweep"]().sample_count
+    assert RESULTS["numerics"]().sample_count
+    fleet = RESULTS["fleet"]()
+    twice = [gpu.model_copy(update={"repeats": 2}) for gpu in fleet.gpus]
+    assert fleet.model_copy(update={"gpus": tuple(twice)}).sample_count == 2 * fleet.sample_count
     assert [RESULTS[name]().sample_count for name in ("shapes", "forecast", "explain", "compare")] == [None] * 4
+
+
+def test_only_a_path_that_was_decided_on_is_written(long: BenchResult, tmp_path: Path) -> None:
+    """And files that this command has begun itself are replaced, whatever they hold."""
+    file = tmp_path / "out.json"
+    with pytest.raises(ValueError, match="was not decided on"):
+        Keeper(long).write(file, "{}")
+    file.write_text(long.to_json())
+    less = cut(long, 1, interrupted=True)
+    assert Keeper(less).place(file, run_file=True).path != file
+    own = Keeper(less, own=[file])
+    assert own.place(file, run_file=True).path == file
+    own.write(file, less.to_json())
+    assert read_result(file).sample_count == less.sample_count
 
 
 def test_a_result_without_samples_replaces_nothing(long: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -14,12 +15,13 @@ import pytest
 
 import gemmscope as gs
 from gemmscope.commands import fleet as fleet_command
-from gemmscope.commands.fleet import TOLERANCE, gather_fleet, run_own_gpu, unhealthy, write_from_gpu
+from gemmscope.commands.fleet import TOLERANCE, gather_fleet, mark_of, run_own_gpu, unhealthy, write_from_gpu
 from gemmscope.engine.journal import open_journal
 from gemmscope.errors import UserError, option
 from gemmscope.fleet.measured import file_name
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.fleet.summaries import RunSummary
+from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.options.declare import options_of
 from gemmscope.options.measuring import BenchOptions, FleetOptions
 from gemmscope.options.values import percentage
@@ -317,16 +319,53 @@ def test_a_rank_measures_its_own_gpu_and_skips_what_is_there(monkeypatch: pytest
     again, same = run_own_gpu(rank, None, resumed)
     assert (again, same) == (None, (file, ""))
     assert len(calls) == 1
-    own = recorded_bench("first").model_copy(update={"command": "gemmscope fleet --shapes 64 --folder out"})
-    file.write_text(own.to_json())
-    run_own_gpu(rank, None, resumed, RunContext(f"gemmscope fleet --resume --shapes 64 --folder {tmp_path}"))
+    for same in (resumed.but(folder=str(file.parent)), resumed.but(tolerance=0.1)):  # wherever, whatever is called an outlier
+        run_own_gpu(rank, None, same)
     assert len(calls) == 1
-    run_own_gpu(rank, None, resumed, RunContext("gemmscope fleet --shapes 128 --folder out --resume"))
-    assert len(calls) == 2, "the run file of another measurement"
-    calls.pop()
+    swapped = [options.but(num_iters=one, num_warmup=other) for one, other in ((10, 20), (20, 10))]
+    run_own_gpu(rank, None, swapped[0])
+    run_own_gpu(rank, None, swapped[1].but(resume=True))
+    assert len(calls) == 3, "the run file of another measurement"
+    run_own_gpu(rank, None, resumed)
+    assert len(calls) == 4
+    del calls[1:]
     file.write_text("{}")  # cut short by a full disk
     run_own_gpu(rank, None, resumed)
     assert len(calls) == 2
+
+
+def test_what_is_measured_is_told_by_content(tmp_path: Path) -> None:
+    """For the files of ranks, fleets, sweeps and steps: an edited file of the same name is another model, the same one
+    elsewhere is not; and a module is its sources."""
+
+    def job(path: Path, **settings: Any) -> ModelRun:
+        named = {"module": f"{path}:build"} if path.suffix == ".py" else {"config": str(path)}
+        return model_run(load_model(**named), **({"micro_batch_size": 1, "sequence_length": 64} | settings))
+
+    def mark(of: ModelRun) -> str:
+        return mark_of(of, FleetOptions(device="cpu"), "")
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    config, same = tmp_path / "a" / "config.json", tmp_path / "b" / "config.json"
+    llama = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    for unknown in ({}, {"model_type": "bert", "vocab_size": 99}):  # the second is known by its config alone
+        for file in (config, same):
+            file.write_text(json.dumps(llama | unknown))
+        before = mark(job(config))
+        assert mark(job(same)) == before
+        assert mark(job(config, micro_batch_size=64, sequence_length=1)) != before
+        config.write_text(json.dumps(llama | unknown | {"intermediate_size": 256}))
+        assert mark(job(config)) != before
+    module = tmp_path / "net.py"
+    module.write_text("import parts\n")
+    before = mark(job(module))
+    (tmp_path / "parts.py").write_text("SIZE = 64\n")
+    assert (between := mark(job(module))) != before
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert mark(job(module)) == between
+    module.write_text("import parts  # edited\n")
+    assert mark(job(module)) not in (before, between)
 
 
 def test_an_interrupted_rank_replaces_no_run_file_that_holds_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -364,7 +403,7 @@ def test_a_rank_that_cannot_write_its_run_file_promises_no_journal(monkeypatch: 
         return recorded_bench("first")
 
     monkeypatch.setattr(fleet_command, "run_bench", run_bench)
-    monkeypatch.setattr(keep, "write_text", full)
+    monkeypatch.setattr(keep.Keeper, "write", full)
     with pytest.raises(UserError, match="No space left") as error:
         run_own_gpu(Launched("srun", 3, 8, 1, 2), None, FleetOptions(shapes=SHAPES, folder=str(tmp_path), device="cpu"))
     assert error.value.hint == "give another folder"

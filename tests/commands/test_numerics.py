@@ -157,7 +157,11 @@ def test_ctrl_c_keeps_what_was_computed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(requests.ComputedErrors, "take", take)
     result = run_numerics(path, recipes=["MXFP8"])
     assert result.has("numerics-interrupted")
-    assert 3 <= len(result.linears) < COUNT
+    assert 3 <= len(result.linears) == result.sample_count < COUNT
+    whole = result.model_copy(update={"interrupted": False, "linears": 2 * result.linears})
+    whole.save(tmp_path / "run.json")
+    result.save(tmp_path / "run.json")
+    assert sorted(file.name for file in tmp_path.glob("*.json")) == ["run.interrupted.json", "run.json"]
     delivered: list[NumericsResult] = []
     with raised(), pytest.raises(Interrupted) as ended:  # as on the command line
         run_numerics(path, recipes=["MXFP8"], deliver=delivered.append)

@@ -16,13 +16,16 @@ import pytest
 
 from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
 from gemmscope.bench.measurements import Measurements
+from gemmscope.bench.timing import bench_settings
 from gemmscope.choices import MODES
 from gemmscope.engine.campaign import LocalWorkers, WorkerEndedError
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Hello, Message, Noticed, Round, Sampled
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
+from gemmscope.options.measuring import BenchOptions
 from gemmscope.results.bench import BenchSettings, Counts
+from gemmscope.signals import defer_signals
 from gemmscope.workload.cases import Case, Task, bare_gemms, tasks_of
 from support.campaigns import CASES, Scripted, interrupt, recorded, small_campaign
 from support.workers import forked_workers
@@ -285,6 +288,27 @@ def test_a_worker_that_says_nothing_is_ended(recording: RecordedRun, monkeypatch
     silent = small_campaign(recording, ["BF16"], settings=BenchSettings("cpu", silence_s=0.3))
     with pytest.raises(UserError, match=r"sent nothing for 0\.3 s"):
         silent.run()
+
+
+@pytest.mark.parametrize(("stays", "says"), [(True, "continues from here"), (False, "measures this again")])
+def test_what_resume_does_is_said(recording: RecordedRun, stays: bool, says: str) -> None:
+    """The journal of a rank is gone with its process."""
+    recording.journal.stays = stays
+    campaign = small_campaign(recording, ["BF16"], settings=UNHURRIED)
+    campaign.on_message = lambda message, _: interrupt() if isinstance(message, Begin) else None
+    with defer_signals() as signals:
+        campaign.run()
+        assert signals.outcome.endswith(says)
+    assert campaign.interrupted
+
+
+def test_a_worker_that_is_stopped_is_ended(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it may be silent, as one is that measures fixed counts."""
+    monkeypatch.setattr("gemmscope.engine.campaign.STOPPED_S", 0.2)
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda *_: _python("os.kill(os.getpid(), 19); time.sleep(3600)"))
+    fixed = BenchOptions(device="cpu", num_iters=100)
+    with pytest.raises(UserError, match=r"was stopped \(SIGSTOP\)"):
+        small_campaign(recording, ["BF16"], settings=bench_settings(fixed, "cpu")).run()
 
 
 def test_a_worker_that_leaves_a_child_with_its_pipe_is_seen_to_end(

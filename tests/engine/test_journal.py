@@ -183,6 +183,21 @@ def test_old_runs_are_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert runs(path) == [new, recording.number]
 
 
+def test_a_run_that_began_at_a_clock_that_was_not_set_is_kept(path: Path) -> None:
+    """Its age is not known: it counts from when another run finds it."""
+    wrong, old = filled(path, "wrong"), filled(path, "old")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE run SET started = 7.0 WHERE id = ?", (wrong,))
+        database.execute("UPDATE run SET started = ? WHERE id = ?", (time.time() - 31 * 86400, old))
+        database.commit()
+    with recorded(path, "old", resume=True) as recording:  # nor is that one removed that is continued
+        assert (recording.number, recording.resumed) == (old, True)
+    with recorded(path, "another"):
+        assert wrong in runs(path)
+    with recorded(path, "wrong", resume=True) as recording:
+        assert (recording.number, len(recording.messages(""))) == (wrong, MESSAGES)
+
+
 def test_a_journal_that_is_too_large_loses_its_oldest_runs_and_becomes_smaller(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,8 @@ def test_launchers(variables: dict[str, str], expected: Launched) -> None:
         {"RANK": "first", "WORLD_SIZE": "8", "LOCAL_RANK": "0"},
         {"LOCAL_RANK": "0"},
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "²", "SLURM_NTASKS": "4"},
+        {"ANYTHING": "9" * 5000},  # more digits than Python converts
+        {"RANK": "9" * 5000, "WORLD_SIZE": "8", "LOCAL_RANK": "0"},
     ],
 )
 def test_a_process_by_itself(variables: dict[str, str]) -> None:

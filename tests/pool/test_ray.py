@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from gemmscope.errors import UserError
 from gemmscope.pool import ray as ray_module
 from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone
 from gemmscope.pool.ray import RayPool
+from gemmscope.process import descendants
 from support.pools import Script
 from support.processes import MARKER, left_running
 from support.ray_cluster import RayCluster
@@ -82,7 +85,7 @@ def lost(count: int) -> Callable[[list[Event]], bool]:
 
 
 def test_nodes_killed_during_a_sweep(cluster: RayCluster, tmp_path: Path) -> None:
-    """The small version of benchmarks/ray_kills.py: the command as people type it, real measurements, nodes killed and added."""
+    """As `benchmarks/kills.py --nodes`: the command as people type it, real measurements, nodes killed and added."""
     report = sweep_with_kills(cluster, tmp_path, points=5, moments=[0, 2], choice=random.Random(1))
     assert report.problems == [], report.stderr
     assert (report.code, report.measured) == (0, 5)
@@ -145,3 +148,93 @@ def test_nodes_that_cannot_measure(cluster: RayCluster, monkeypatch: pytest.Monk
         "1 GPU held by other Ray jobs": 1,
         "there is no NVIDIA GPU here to measure on": 1,
     }
+
+
+# A process of another user, or of another machine: it knows the address and nothing else.
+STRANGER = """
+import grpc, json, ray, sys, urllib.error, urllib.request
+methods = {method: (service, method) for service, method in [
+    ("NodeInfoGcsService", "GetClusterId"), ("InternalKVGcsService", "InternalKVPut"),
+    ("NodeManagerService", "RequestWorkerLease"), ("ObjectManagerService", "Pull"), ("CoreWorkerService", "PushTask")]}
+answers = {}
+for port in json.loads(sys.argv[1]):
+    codes = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for service, method in methods.values():
+            try:
+                channel.unary_unary(f"/ray.rpc.{service}/{method}")(b"", timeout=60)
+                codes.add("ACCEPTED")
+            except grpc.RpcError as error:
+                codes.add(error.code().name)
+    if codes == {"UNAVAILABLE"}:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/get_or_create_runtime_env", data=b"", timeout=60)
+            codes = {"ACCEPTED"}
+        except urllib.error.HTTPError as error:
+            codes = {error.code}
+    answers[port] = sorted(codes - {"UNIMPLEMENTED"})
+print("answers:", json.dumps(answers), flush=True)
+try:
+    ray.init(sys.argv[2], log_to_driver=False)
+    print("joined", flush=True)
+except Exception as error:
+    print("refused:", type(error).__name__, flush=True)
+"""
+
+
+def listening(pids: list[int]) -> dict[int, str]:
+    """The TCP sockets on which processes listen: port → address, as the kernel writes it."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    ends = [line[1].rpartition(":") for line in lines if line[3] == "0A" and line[9] in inodes]
+    return {int(port, 16): address for address, _, port in ends}
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_a_ray_of_its_own_lets_nobody_in() -> None:
+    """It listens on the loopback address alone; without the token, every service refuses; nobody else can read its files, and no
+    command line has the token."""
+    with RayPool("local", cpu=True) as pool:
+        assert pool._bridge is not None
+        pids = [pool._bridge.pid, *descendants(pool._bridge.pid)]
+        ports = listening(pids)
+        assert len(ports) >= 5
+        assert set(ports.values()) <= LOOPBACK
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        secrets = {
+            entry.removeprefix(b"RAY_AUTH_TOKEN=")
+            for pid in pids
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if entry.startswith(b"RAY_AUTH_TOKEN=")
+        }
+        assert [len(token) for token in secrets] == [64]
+        assert not any(secrets.copy().pop() in command for command in commands.values())
+        assert Path(pool._folder).stat().st_mode & 0o777 == 0o700
+        [gcs] = (pid for pid, command in commands.items() if b"gcs_server" in command.split(b"\0")[0])
+        [port] = listening([gcs])
+        quick = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
+        stranger = subprocess.run(
+            [sys.executable, "-c", STRANGER, json.dumps(list(ports)), f"127.0.0.1:{port}"],
+            env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **quick}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        answers = json.loads(stranger.stdout.splitlines()[0].removeprefix("answers:"))
+        assert set(map(tuple, answers.values())) <= {("UNAUTHENTICATED",), (401,)}, answers
+        assert len(answers) == len(ports)
+        assert "joined" not in stranger.stdout
+
+
+def test_a_cluster_that_asks_for_a_token_is_joined_with_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5ecret" * 10}
+    with RayCluster(1, {MARKER: str(tmp_path), **token}) as guarded:
+        with pytest.raises(UserError, match="no Ray cluster answers there"), RayPool(guarded.address, cpu=True):
+            pass
+        for name, value in token.items():
+            monkeypatch.setenv(name, value)
+        with RayPool(guarded.address, cpu=True) as pool:
+            events_until(pool, lambda seen: len(present(seen)) == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -224,10 +225,39 @@ def test_a_node_that_left_may_come_back() -> None:
     assert pool._waiting[-1] == PlaceLost("host/cpu", "its node left the Ray cluster", again=True)
 
 
+def test_whose_token_a_bridge_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray of its own gets a new one each time; a cluster is joined with the user's."""
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(ray_module.WorkerProcess, "__init__", lambda *_, environment: given.append(environment))
+    theirs = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "theirs", "RAY_AUTH_TOKEN_PATH": "/secret"}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    for starts_ray in (False, True, True):
+        ray_module._BridgeProcess(starts_ray=starts_ray)
+    joined, *started = given
+    assert {name: joined[name] for name in theirs} == theirs
+    assert {one["RAY_AUTH_MODE"] for one in started} == {"token"}
+    assert len({one["RAY_AUTH_TOKEN"] for one in given}) == 3
+    assert all(len(one["RAY_AUTH_TOKEN"]) == 64 for one in started)
+
+
+def test_a_ray_that_lets_everyone_in_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before version 2.52 it has no tokens."""
+    pretended = SimpleNamespace(__version__="2.44.1", init=lambda **_: pytest.fail("it was started"))
+    for name in ("ray", "ray.util", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, pretended)
+    monkeypatch.setattr(ray_bridge.importlib.util, "find_spec", lambda _: None)
+    told: list[dict[str, Any]] = []
+    assert ray_bridge.connect({"address": "local", "folder": "/nowhere"}, outgoing_to(told)) is None
+    assert told[-1]["type"] == "unusable"
+    assert "Ray 2.44.1 cannot ask for a token" in told[-1]["why"]
+    assert "2.52" in told[-1]["hint"]
+
+
 def test_a_signal_ends_the_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the beginning it ends the command; later the schedule returns what there is."""
     silent = SimpleNamespace(order=lambda **_: None, messages=lambda _: [], end=lambda _: None)
-    monkeypatch.setattr(ray_module, "_BridgeProcess", lambda: silent)
+    monkeypatch.setattr(ray_module, "_BridgeProcess", lambda **_: silent)
     monkeypatch.setattr(ray_module, "check_installed", lambda: None)
     pool = RayPool("auto")
     with defer_signals() as signals:

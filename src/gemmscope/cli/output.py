@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import combinations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from gemmscope import commands, writers
 from gemmscope.errors import UserError, option, shown
-from gemmscope.files import descriptor, is_special, same_file, write_text
+from gemmscope.files import descriptor, is_special, same_file
 from gemmscope.options.declare import Option, Options
 from gemmscope.say import say
 
@@ -108,13 +108,13 @@ def deliver(result: "Result", outputs: OutputOptions) -> None:
             if path is None:
                 continue
             if name == "json":
-                write(path, result.to_json())
+                write(path, result.to_json(), keeper.write)
             elif name == "output" and result.sample_count == 0:
                 say(f"nothing was measured: there is no figure to write to {path}")
             elif name == "output" and not document().charts():
                 say(f"this result has no chart to draw, so {path} is not written")
             else:
-                write(path, writers.content(ENDINGS.get(name) or Path(place).suffix.lower(), [document()]))
+                write(path, writers.content(ENDINGS.get(name) or Path(place).suffix.lower(), [document()]), keeper.write)
         except UserError as error:
             failures.append(error)
     try:
@@ -130,12 +130,13 @@ def to_stdout(where: str | Path) -> bool:
     return where == "-" or descriptor(where) == 1
 
 
-def write(where: str | Path, content: str | bytes) -> None:
-    """Write a result to a path, or to standard output for `-`; a file is announced on standard error."""
+def write(where: str | Path, content: str | bytes, save: Callable[[str | Path, str | bytes], None] = writers.save) -> None:
+    """Write to a path, or to standard output for `-`; a file is announced on standard error. `save`: how the files of a result
+    are written."""
     if to_stdout(where) and isinstance(content, str):
         sys.stdout.write(content)
         return
-    writers.save(where, content)
+    save(where, content)
     say(f"wrote {where}")
 
 
@@ -196,8 +197,10 @@ class StreamedFiles:
             return
         try:
             self._decide(result)
+            keeper = commands.Keeper(result, own=self._paths.values())
             for name, path in self._paths.items():
-                write_text(path, result.to_json() if name == "json" else _page(result))
+                keeper.place(path)
+                keeper.write(path, result.to_json() if name == "json" else _page(result))
         except UserError as error:
             self._failed = True
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")

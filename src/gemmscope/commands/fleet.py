@@ -20,7 +20,7 @@ from gemmscope.fleet.measured import MeasuredFleet, Measurement, file_name
 from gemmscope.fleet.rule import rule_data
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import environment
-from gemmscope.job.load import ModelRun
+from gemmscope.job.load import ModelRun, identity
 from gemmscope.options.declare import shared
 from gemmscope.options.measuring import BenchOptions, FleetOptions, StepOptions
 from gemmscope.pool.gpus import Launched, gpu_of_rank, open_pool
@@ -64,10 +64,8 @@ def unit_of(job: ModelRun | None, options: FleetOptions) -> MeasureUnit:
 
 def mark_of(job: ModelRun | None, options: FleetOptions, gpus: str) -> str:
     """A key that is equal for measurements of the same things on the same GPUs."""
-    source = job.source if job is not None else None
-    model = [repr(source.model), source.origin, source.module, repr(job.run)] if source is not None and job is not None else []
     asked = {name: value for name, value in options.given().items() if name not in NOT_MEASURED}
-    return fingerprint("fleet", model, {**asked, "left_out": sorted(options.left_out)}, gpus)
+    return fingerprint("fleet", identity(job), {**asked, "left_out": sorted(options.left_out)}, gpus)
 
 
 def write_from_gpu(path: str, result: BenchResult | StepResult) -> None:
@@ -148,7 +146,8 @@ def run_own_gpu(
         uuid = gpu.uuid or "" if gpu is not None else ""
         on_machine = rank.local_rank if rank.local_rank is not None else rank.rank  # tells files of its CPU's processes apart
         file = into / file_name(environment().node, gpu.index if gpu is not None else None, uuid, rank=on_machine)
-        if options.resume and _is_complete(file, context.command):
+        mark = mark_of(job, options, "")
+        if options.resume and _is_complete(file, mark):
             return None, WritePath(file)
 
         unwritten: list[UserError] = []
@@ -157,7 +156,7 @@ def run_own_gpu(
         def deliver(result: BenchResult | StepResult) -> None:
             try:
                 hint = f"{option('folder')} must be a folder that every process can write to"
-                written.append(write_run_file(result, file, hint))
+                written.append(write_run_file(result.model_copy(update={"fingerprint": mark}), file, hint))
             except UserError as error:  # raised below: the journal of this process is temporary, so nothing can be resumed
                 unwritten.append(error)
 
@@ -169,27 +168,13 @@ def run_own_gpu(
     return result, written[-1]
 
 
-def _is_complete(file: Path, command: str) -> bool:
-    """Whether the run file of this command is there, and its measurement was not cut short."""
+def _is_complete(file: Path, mark: str) -> bool:
+    """Whether the run file of this measurement is there, and was not cut short."""
     try:
         result = read_result(file, ("bench", "step"))
     except UserError:
         return False
-    same = not command or not result.command or _without_resume(result.command) == _without_resume(command)
-    return same and isinstance(result, (BenchResult, StepResult)) and not result.interrupted
-
-
-def _without_resume(command: str) -> list[str]:
-    """The parts of a command that say what is measured, in any order.
-
-    >>> _without_resume("gemmscope fleet --shapes 4k --folder runs --resume")
-    ['--shapes', '4k', 'fleet', 'gemmscope']
-    """
-    parts = [part for part in command.split() if part != "--resume"]
-    if "--folder" in parts:
-        at = parts.index("--folder")
-        del parts[at : at + 2]
-    return sorted(parts)
+    return isinstance(result, (BenchResult, StepResult)) and result.fingerprint == mark and not result.interrupted
 
 
 def check_rule(repeat: int, tolerance: float) -> None:

@@ -71,6 +71,7 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
                 "linears": tuple(computed.linears),
                 "stale": tuple(computed.stale),
                 "depth": computed.depth.depth,
+                "interrupted": not computed.complete,
                 "speed_file": str(speed) if isinstance(speed, (str, Path)) else "",
             }
         )

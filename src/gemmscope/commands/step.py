@@ -12,7 +12,7 @@ from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import environment
 from gemmscope.grouping import grouped
-from gemmscope.job.load import ModelRun
+from gemmscope.job.load import ModelRun, sources_of
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.spec import RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops, requested_mix
@@ -63,8 +63,9 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
     recipes = list(dict.fromkeys([*choice.recipes, *mixes.names]))
     on_cpu = choice.backend in backends("cpu")
     most_layers = layers_that_fit(plan, summed.parameters, machine, on_cpu=on_cpu) if isinstance(plan, ModulePlan) else None
+    mark = fingerprint_of(plan, settings, [recipes, sources_of(job.source)])
     with (
-        context.recording(fingerprint_of(plan, settings, recipes), resume=options.resume) as recording,
+        context.recording(mark, resume=options.resume) as recording,
         LocalWorkers() as workers,
         defer_signals() as signals,
     ):
@@ -98,6 +99,7 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
             depth=measured.depth,
             layers=plan.depth,
             interrupted=session.interrupted,
+            fingerprint=mark,
             seconds=_seconds(measured.runs),
             step=measured.times if budget is None else _with_cost(measured.times, job.run, budget),
             recommendation=measured.recommendation,

@@ -65,7 +65,7 @@ class WorkerConnection(WorkerProcess):
     def messages(self, silence_s: float, signals: DeferredSignals) -> Iterator[Message]:
         """Its messages as they arrive, until a signal arrives, including those sent by then. A `WorkerEndedError` if it ends,
         sends nothing for `silence_s`, or sends an invalid message."""
-        heard = time.monotonic()
+        heard = ran = time.monotonic()
         while True:
             stopping = signals.first is not None  # what it has sent so far is still read
             self.wait(silence_s, signals)
@@ -82,8 +82,12 @@ class WorkerConnection(WorkerProcess):
                 yield _message(line)
             if stopping:
                 return
-            if time.monotonic() - heard >= silence_s:
+            now = time.monotonic()
+            if now - heard >= silence_s:
                 raise WorkerEndedError("hang", f"the measuring process sent nothing for {silence_s:g} s")
+            ran = ran if self.stopped else now
+            if now - ran >= STOPPED_S:  # however long a burst may take
+                raise WorkerEndedError("hang", "the measuring process was stopped (SIGSTOP)")
 
 
 def _message(text: bytes) -> Message:
@@ -93,6 +97,7 @@ def _message(text: bytes) -> Message:
         raise WorkerEndedError("error", f"the measuring process sent an invalid message: {shown(text)}") from error
 
 
+STOPPED_S = 20.0  # how long a measuring process may be stopped: a batch system may suspend all of a job for a moment
 Results = TypeVar("Results", bound=ResultStore[Any])
 OnMessage = Callable[[Message, Any], None]
 
@@ -176,7 +181,8 @@ class Campaign(ABC, Generic[Results]):
                     self._measure(attempt, signals)
                 if signals.first is not None:
                     self.interrupted = signals.answered = True
-                    signals.outcome = f"the same command with {option('resume')} continues from here"
+                    then = "continues from here" if self.recording.journal.stays else "measures this again"
+                    signals.outcome = f"the same command with {option('resume')} {then}"
                     break
         return self.results
 

@@ -50,6 +50,7 @@ _COLUMNS = {
 }
 _HINT = "make room for it, or move it away if it is damaged; or set XDG_STATE_HOME to another folder that can be written"
 MOST_DAYS = 30
+MADE = 1.7e9  # seconds since 1970: before this journal existed
 MOST_BYTES = 512 << 20
 
 
@@ -61,11 +62,15 @@ def fingerprint(*content: Any) -> str:
 
 def open_journal(folder: Path | None = None) -> Journal:
     """The journal of this user, or the one in another folder."""
-    return Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3")
+    journal = Journal((folder or state_folder()) / f"journal-{VERSION}.sqlite3")
+    journal.stays = folder is None
+    return journal
 
 
 class Journal:
-    """One open journal. Several processes may have it open at the same time."""
+    """One open journal. Several processes may have it open at the same time. `stays`: it is there for the next command."""
+
+    stays = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +99,6 @@ class Journal:
     def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[RecordedRun]:
         """A new run, or with `resume` the newest unfinished run of this fingerprint that has messages and is not in progress
         elsewhere."""
-        self.prune()
         running = False
         for number in self.unfinished(mark) if resume else ():
             lock = self._lock(number)
@@ -107,6 +111,7 @@ class Journal:
             lock = self._lock(number)
             resume = False
         try:
+            self.prune()
             yield RecordedRun(self, number, resumed=resume, running_elsewhere=running)
         finally:
             self._release(number, lock)
@@ -118,7 +123,9 @@ class Journal:
 
     def prune(self) -> None:
         """Remove runs older than 30 days; and beyond 512 MB the oldest, finished ones first. Never one that is in progress."""
-        oldest = time.time() - MOST_DAYS * 86400
+        now = time.time()
+        self.ask("UPDATE run SET started = ? WHERE started < ?", now, MADE)  # by a clock that was not set: its age is not known
+        oldest = now - MOST_DAYS * 86400
         for number, aged in self.ask("SELECT id, started < ? FROM run ORDER BY finished IS NULL, id", oldest):
             if (aged or self._bytes() > MOST_BYTES) and (lock := self._lock(number)) is not None:
                 self.ask("DELETE FROM message WHERE run = ?", number)

@@ -77,7 +77,8 @@ def environment() -> Environment:
 
 def node_name() -> str:
     """The name of this machine: the one that Slurm uses; in a container the variable NODE_NAME, if it is set; the host name."""
-    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname() or "localhost"
+    name = os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname() or "localhost"
+    return name.encode("utf-8", "replace").decode()  # bytes that are not UTF-8 become question marks
 
 
 @cache

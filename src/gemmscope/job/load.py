@@ -6,6 +6,9 @@ batch stay, if the layout that is typed divides them; what belongs to another la
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
@@ -22,6 +25,7 @@ RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "paralle
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
 
 BATCH = ("micro_batch_size", "sequence_length")
+MOST_SOURCES, LARGEST_SOURCE = 500, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,25 @@ class ModelRun:
     def sequence(self) -> int | None:
         """The sequence length; None where it is not given."""
         return self.run.sequence_length if "sequence_length" in self.settled else None
+
+
+def identity(job: ModelRun | None) -> list[Any]:
+    """What tells a model and its run from others, as plain data: by content, whatever its file is called."""
+    if job is None:
+        return []
+    source = job.source
+    model = replace(source.model, name="", source="") if source.model is not None else None
+    return [repr(model), source.config, source.framework, source.module, sources_of(source), repr(job.run)]
+
+
+def sources_of(source: ModelSource) -> list[str]:
+    """The content of the user's module, and of the sources beside it that it may import, as digests."""
+    path = Path((source.module or "").rpartition(":")[0])
+    if source.module is None or not path.is_file():
+        return []
+    files = sorted({path, *islice(sorted(path.parent.glob("*.py")), MOST_SOURCES)})
+    readable = [file for file in files if file.is_file() and file.stat().st_size <= LARGEST_SOURCE]
+    return [f"{file.name} {sha256(file.read_bytes()).hexdigest()}" for file in readable]
 
 
 def model_run(source: ModelSource, **given: Any) -> ModelRun:

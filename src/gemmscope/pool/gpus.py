@@ -20,6 +20,8 @@ from gemmscope.pool.ray import RayPool
 from gemmscope.toml import load_data
 from gemmscope.units import counted
 
+LONGEST = 10  # digits of the number of a process
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -38,7 +40,7 @@ class Launched:
 def launched(variables: Mapping[str, str] | None = None) -> Launched | None:
     """How this process was started; None if it was not started by a launcher, or as the only process."""
     given = os.environ if variables is None else variables
-    numbers = {name: int(text) for name, text in given.items() if text.isascii() and text.isdigit()}
+    numbers = {name: int(text) for name, text in given.items() if text.isascii() and text.isdigit() and len(text) < LONGEST}
     launchers = load_data("gemmscope.pool", "launchers.toml")["launcher"]
     by = next((by for by in launchers if all(name in numbers for name in (by["rank"], *by["needed"]))), None)
     world = next((numbers[name] for name in by["world"] if numbers.get(name)), None) if by is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -124,7 +125,7 @@ class RayPool:
     def _connect(self) -> dict[str, Any]:
         """Start a bridge and wait until it knows the nodes."""
         self._connections += 1
-        self._bridge = bridge = _BridgeProcess()
+        self._bridge = bridge = _BridgeProcess(starts_ray=self.address == "local")
         bridge.order(
             address=self.address,
             cpu=self._setup.cpu,
@@ -294,20 +295,29 @@ def _how_to_start(why: str) -> str:
     return ""
 
 
+def _alone() -> dict[str, str]:
+    """Variables with which Ray accepts nobody without a new token, and listens on the loopback address, as on a Mac. They are
+    read by this user's processes alone; a command line could be read by all."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
 class _BridgeEndedError(Exception):
     """The bridge died, or was ended after silence. The message says how it ended."""
 
 
 class _BridgeProcess(WorkerProcess):
-    """The bridge. Its output goes to a log that nobody sees."""
+    """The bridge. Its output goes to a log that nobody sees. `starts_ray`: a Ray of its own, for this user alone; else the user's
+    variables say how to join a cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, starts_ray: bool) -> None:
         environment = {
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",  # actors travel by value: 3.11.4 and 3.11.7 understand each other
             "RAY_USAGE_STATS_ENABLED": "0",  # a Ray that is started here reports to nobody
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
-        super().__init__("gemmscope.pool.ray_bridge", environment={**environment, **os.environ})
+        super().__init__(
+            "gemmscope.pool.ray_bridge", environment={**environment, **os.environ, **(_alone() if starts_ray else {})}
+        )
         self._heard = time.monotonic()
 
     def order(self, **content: Any) -> None:

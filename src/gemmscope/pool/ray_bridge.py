@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.pool import ray_actor as relay
-from gemmscope.pool.ray_messages import NotRayError, host_and_port, why_no_connection
+from gemmscope.pool.ray_messages import NoTokensError, NotRayError, host_and_port, why_no_connection
 from gemmscope.process import messages_to_parent
 
 REQUIREMENTS = ("jinja2", "nvidia-ml-py", "platformdirs", "pydantic", "pyyaml", "tomli")
@@ -435,10 +436,15 @@ def connect(request: dict[str, Any], outgoing: Outgoing) -> Any:
         import ray
         import ray.util.scheduling_strategies  # of which `ray` alone does not import all
 
-        here = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": request["folder"]}
-        if address == "auto" and (place := _current_cluster()):
+        own: dict[str, Any] = {}
+        if address == "local":
+            if importlib.util.find_spec("ray._private.authentication") is None:
+                raise NoTokensError(ray.__version__)  # noqa: TRY301
+            folder = f"{request['folder']}/r"  # which Ray opens to everyone, inside of one that is closed
+            own = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_temp_dir": folder}
+        elif address == "auto" and (place := _current_cluster()):
             _must_answer(place, request["answer_s"])
-        ray.init(address=address, log_to_driver=False, namespace="gemmscope", **(here if address == "local" else {}))
+        ray.init(address=address, log_to_driver=False, namespace="gemmscope", **own)
     except Exception as error:
         why, hint = why_no_connection(address, error)
         outgoing.put(type="unusable", why=why, hint=hint)

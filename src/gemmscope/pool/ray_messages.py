@@ -12,6 +12,7 @@ from gemmscope.errors import UserError, in_a_line, option, shown
 INSTALL = 'pip install "gemmscope[ray]"'
 EXAMPLES = "auto (a cluster that this machine is part of), ray://HOST:10001 (any cluster), HOST:6379 or local"
 
+TOKENS_SINCE = "2.52"
 LONGEST_LINE = 120  # of a log that is quoted
 
 _CLIENT = "ray://"
@@ -23,6 +24,10 @@ _NOISE = re.compile(r"^(@\s+0x|\*\*\*|PC: |StackTrace|/|\[0x|File \"|Traceback|~
 
 class NotRayError(OSError):
     """Something accepts connections at an address, and it is not Ray."""
+
+
+class NoTokensError(Exception):
+    """This version of Ray runs the code of every process that knows its address."""
 
 
 REASONS: dict[type[OSError], str] = {
@@ -76,7 +81,10 @@ def nobody_answers(address: str, reason: str = "") -> tuple[str, str]:
         return f"{asked}: no Ray cluster answers on this machine{because}", f"give its address: {EXAMPLES}"
     if address == "local":
         return f"{asked}: Ray does not start on this machine{because}", f"measure without {option('ray')}"
-    hint = "is the cluster running? Ray listens at HOST:6379 for its nodes, and at ray://HOST:10001 for clients elsewhere"
+    hint = (
+        "is the cluster running? Ray listens at HOST:6379 for its nodes, and at ray://HOST:10001 for clients elsewhere; "
+        "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too"
+    )
     return f"{asked}: no Ray cluster answers there{because}", hint
 
 
@@ -86,6 +94,14 @@ def why_no_connection(address: str, error: BaseException) -> tuple[str, str]:
     asked = option("ray", address)
     if isinstance(error, ImportError):
         return f"{asked}: Ray cannot be imported here ({in_a_line(error)})", INSTALL
+    if isinstance(error, NoTokensError):
+        problem = f"{asked}: Ray {text} cannot ask for a token, so other users of this machine could run code as you"
+        return problem, f'pip install "ray[client]>={TOKENS_SINCE}", or measure without {option("ray")}'
+    if "AF_UNIX path length" in text:
+        return (
+            f"{asked}: the path of the folder for temporary files is too long for Ray",
+            "set TMPDIR to a shorter one, such as /tmp",
+        )
     if "ray[client]" in text:
         return f"{asked} needs Ray's client, which is not installed", INSTALL
     if match := re.search(r"cluster was started with: Ray: (\S+) Python: (\S+)", text):

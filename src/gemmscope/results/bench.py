@@ -64,7 +64,7 @@ class BenchResult(ModelResult):
     device: dict[str, Any]
     versions: dict[str, str]
     fingerprint: str = ""
-    """The same for runs that measure the same: --resume finds the journal by it."""
+    """The same for runs that measure the same: --resume finds the journal by it, or the run file of a GPU."""
     rounds: int
     interrupted: bool = False
     linears: Linears

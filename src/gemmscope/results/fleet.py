@@ -161,8 +161,8 @@ class FleetResult(ModelResult):
 
     @property
     def sample_count(self) -> int | None:
-        """GPUs that were measured."""
-        return len(self.measured)
+        """The measurements of all GPUs."""
+        return sum(gpu.repeats for gpu in self.measured)
 
     @cached_property
     def _figures(self) -> dict[tuple[str, str], FleetFigure]:

@@ -1,16 +1,17 @@
-"""Where the files of a result go: a result never replaces a file that holds more.
+"""The files of a result, which are written here and nowhere else: a result never replaces a file that holds more.
 
 A result without measurements replaces no file. An interrupted one does not replace a run file with more samples, nor other
 files whose samples are not known: it goes beside them, as `NAME.interrupted.EXT`.
 """
 
 import os
+from collections.abc import Collection
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from gemmscope.files import is_special, write_text
+from gemmscope.files import is_special, replacing
 from gemmscope.results.base import Result
 
 BESIDE = ".interrupted"
@@ -25,14 +26,29 @@ class WritePath(NamedTuple):
 
 
 class Keeper:
-    """Decides where the files of one result go. The decision for the run file also applies to the files after it."""
+    """Decides where the files of one result go, and writes them. The decision for the run file also applies to the files after
+    it. `own`: files that this command has begun itself, which are replaced."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: Result, own: Collection[str | Path] = ()) -> None:
         self._count, self._interrupted = result.sample_count, bool(getattr(result, "interrupted", False))
         self._keeps: bool | None = None
+        self._own, self._placed = own, set[str | Path]()
 
     def place(self, path: str | Path, *, run_file: bool = False) -> WritePath:
         """The path to write to: `path`, or another one if the file there must stay."""
+        written = WritePath(path) if path in self._own else self._decide(path, run_file=run_file)
+        if written.path is not None:
+            self._placed.add(written.path)
+        return written
+
+    def write(self, path: str | Path, content: str | bytes, hint: str = "") -> None:
+        """Write a file to a path that `place` gave. `hint`: how to make it writable."""
+        if path not in self._placed:
+            raise ValueError(f"{path} was not decided on")
+        with replacing(path, hint) as out:
+            out.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
+
+    def _decide(self, path: str | Path, *, run_file: bool) -> WritePath:
         if self._count is None or path == "-" or is_special(path) or not _has_content(Path(path)):
             return WritePath(path)
         if self._count == 0:
@@ -49,9 +65,10 @@ class Keeper:
 
 def write_run_file(result: Result, path: Path, hint: str = "") -> WritePath:
     """Write the run file of a result, to the path or beside a file that must stay. `hint`: how to make the path writable."""
-    written = Keeper(result).place(path, run_file=True)
+    keeper = Keeper(result)
+    written = keeper.place(path, run_file=True)
     if written.path is not None:
-        write_text(written.path, result.to_json(), hint)
+        keeper.write(written.path, result.to_json(), hint)
     return written
 
 

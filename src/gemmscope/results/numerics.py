@@ -213,6 +213,13 @@ class NumericsResult(Result):
     versions: dict[str, str] = {}
     seconds: float = 0.0
     """In files of earlier versions: how long it took. Equal calls now give equal files."""
+    interrupted: bool = False
+    """Some linears were not computed."""
+
+    @property
+    def sample_count(self) -> int:
+        """The errors that were computed: one for each linear, pass and recipe."""
+        return len(self.linears)
 
     @property
     def name(self) -> str:

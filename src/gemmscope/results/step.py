@@ -267,6 +267,8 @@ class StepResult(ModelResult):
     """Of the stacks that were run; 0 for a module, which runs as it is."""
     layers: int
     interrupted: bool = False
+    fingerprint: str = ""
+    """The same for runs that measure the same: --resume finds the journal by it, or the run file of a GPU."""
     seconds: dict[str, float] = {}
     """How long predicting and verifying took."""
     step: StepTimes

@@ -13,6 +13,7 @@ from gemmscope.bench.choose import check_for_step, choose, chosen_modes, named_r
 from gemmscope.engine.journal import fingerprint
 from gemmscope.errors import UserError, option
 from gemmscope.gpu.environment import environment
+from gemmscope.job.load import identity
 from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape
 from gemmscope.pool.gpus import launched, local_gpus, open_pool
@@ -171,8 +172,6 @@ def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> st
     """A key that is equal for sweeps of the same points, on any GPUs and at any precision."""
     content = []
     for values, unit in possible:
-        source = unit.job.source if unit.job is not None else None
-        about = [source.origin, repr(source.model), source.module, source.config] if source is not None else []
         options = {**unit.options.given(), "precision": 0, "time_limit": 0, "resume": False}
-        content.append([values, about, repr(unit.job.run) if unit.job is not None else "", repr(sorted(options.items()))])
+        content.append([values, identity(unit.job), repr(sorted(options.items()))])
     return fingerprint("sweep", of, content)

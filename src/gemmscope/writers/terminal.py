@@ -1,7 +1,6 @@
 """A Document on a terminal: the answer on one screen, or everything with `--detail`. Colored there, plain in a pipe."""
 
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
@@ -12,6 +11,7 @@ from rich.text import Text
 from gemmscope import units
 from gemmscope.document.model import Document, decisive, visible
 from gemmscope.document.table import Cell, Head, Table
+from gemmscope.text import terminal_variables
 
 LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
 MOST_ROWS = 1000  # of a table: more take seconds to lay out, and nobody reads them here
@@ -30,8 +30,8 @@ class Screen(Console):
     """Standard output, or `out`. If its width is not known, it is 100 columns."""
 
     def __init__(self, out: IO[str] | None = None, width: int | None = None) -> None:
-        super().__init__(file=out, width=width, highlight=False)
-        if width is None and not self.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        super().__init__(file=out, width=width, highlight=False, _environ=terminal_variables())
+        if width is None and not self.is_terminal and not terminal_variables().get("COLUMNS", "").isdigit():
             self.width = SCREEN_WIDTH
         self.width = max(self.width, NARROWEST)
 
@@ -43,7 +43,7 @@ class Screen(Console):
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
     """Print the short view, or everything. In a pipe, the tables of `detail` are not wrapped."""
     console = console or Screen()
-    if detail and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    if detail and not console.is_terminal and not terminal_variables().get("COLUMNS", "").isdigit():
         console.width = UNLIMITED
     _print(_detail(document, console.width) if detail else _screen(document, console.width), console)
 
@@ -249,7 +249,7 @@ def wrapped(text: Text, width: int) -> list[Text]:
     """A text in lines of this width."""
     if not text:
         return [text]
-    lines = list(text.wrap(Console(file=io.StringIO(), width=width), width))
+    lines = list(text.wrap(Console(file=io.StringIO(), width=width, _environ={}), width))
     for line in lines:
         line.rstrip()
     return lines
