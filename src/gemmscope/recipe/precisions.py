@@ -46,6 +46,8 @@ class Precision:
     @property
     def rate(self) -> str:
         """The rate of a GPU that holds for its GEMMs."""
+        if not self.rates:
+            raise MissingFactError(FILE, f"precision.{self.name}.rates")
         return self.rates[0]
 
     def runs_on(self, rates: Iterable[str], capability: tuple[int, int]) -> bool:
@@ -92,9 +94,20 @@ def precision_with(operands: frozenset[str], scales: str) -> Precision:
     add precision with e3m2 values and row scales to src/gemmscope/recipe/precisions.toml (see CONTRIBUTING.md)
     """
     for known in precisions().values():
-        if operands <= set(known.operands) and scales in known.scales:
+        if scales in known.scales and _multiplies(known, operands):
             return known
     raise MissingFactError(FILE, f"precision with {' and '.join(sorted(operands))} values and {scales} scales")
+
+
+def _multiplies(known: Precision, operands: frozenset[str]) -> bool:
+    """Whether operands of these formats have this precision. Formats of one width stand for each other, such as e4m3 and e5m2; of
+    a precision with several widths, all are needed."""
+    formats = frozenset(known.operands)
+    return formats == operands or (operands <= formats and _widths(formats) == _widths(operands))
+
+
+def _widths(formats: frozenset[str]) -> set[int]:
+    return {number_format(name)["bits"] for name in formats}
 
 
 @cache
@@ -104,7 +117,7 @@ def precision_shown(number_format: str, scales: str | None) -> Precision:
     >>> precision_shown("e4m3", "block32").title, precision_shown("e5m2", None).title, precision_shown("e2m1", "tensor").title
     ('MXFP8', 'FP8', 'NVFP4')
     """
-    known = [known for known in precisions().values() if number_format in known.operands]
+    known = [known for known in precisions().values() if _multiplies(known, frozenset({number_format}))]
     if not known:
         raise MissingFactError(FILE, f"precision with {number_format} values")
     return next((one for one in known if scales in one.scales), next(one for one in known if one.usual))

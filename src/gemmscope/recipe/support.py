@@ -1,5 +1,6 @@
 """Which GPU runs which recipe, from a table. This needs no framework; where one is installed, its own answer counts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -61,13 +62,14 @@ def run_together(one: str, other: str) -> bool:
     return len(listed) < 2 or bool(listed[0] & listed[1])
 
 
-def architectures() -> dict[str, str]:
-    """Every architecture of the table: compute capability → name.
+def architectures() -> Mapping[str, str]:
+    """Every architecture of the table: compute capability → name. One that it lacks is a missing fact.
 
     >>> architectures()["9.0"]
     'Hopper (H100, H200)'
     """
-    return dict(_table()["architectures"])
+    known: Mapping[str, str] = _table()["architectures"]
+    return known
 
 
 def architecture_name(capability: tuple[int, int]) -> str:

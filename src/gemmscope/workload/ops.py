@@ -351,7 +351,6 @@ class Activation(Elementwise):
     """The MLP's non-linearity. Plain: x → y. Gated: (gate, up) → y."""
 
     kind: ClassVar[str] = "activation"
-    function: str = ""
     forward_tensors: float = 2
     backward_tensors: float = 3
     forward_flops: float = 8

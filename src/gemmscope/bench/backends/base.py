@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from gemmscope.engine.timer import Prepared
+from gemmscope.recipe.precisions import number_format as format_facts
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.workload.cases import Case, Task
 
@@ -34,6 +35,12 @@ FACTORS = {
     "dgrad": (("dY", False), ("W", True)),
     "wgrad": (("dY", True), ("X", True)),
 }
+
+
+def dtype_of(number_format: str) -> torch.dtype:
+    """The dtype of values in this format."""
+    dtype: torch.dtype = getattr(torch, format_facts(number_format)["torch"])
+    return dtype
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import checkpoint
 
+from gemmscope.bench.backends.base import dtype_of
 from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
@@ -53,7 +54,7 @@ class Kit:
         if compiled != "none":
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
-        self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+        self.precision = torch.bfloat16 if recipe.quantizes else dtype_of(recipe.operands["fprop"][0])
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:  # noqa: ARG002
         """Why this recipe cannot run these layers; empty if it can."""
