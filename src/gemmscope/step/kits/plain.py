@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -54,7 +54,10 @@ class Kit:
         if compiled != "none":
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
-        self.precision = torch.bfloat16 if recipe.quantizes else dtype_of(recipe.operands["fprop"][0])
+
+    @cached_property
+    def precision(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe.quantizes else dtype_of(self.recipe.operands["fprop"][0])
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:  # noqa: ARG002
         """Why this recipe cannot run these layers; empty if it can."""
