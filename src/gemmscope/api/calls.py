@@ -67,7 +67,11 @@ def takes(
             for name in keywords:
                 if name not in known:
                     raise _unknown(function.__name__, name, known)
-            return function(*arguments, **keywords)
+            try:
+                return function(*arguments, **keywords)
+            except UserError as error:
+                error.rename({declared.name: keyword for keyword, declared in SPECS[function.__qualname__].options().items()})
+                raise
 
         return call
 
