@@ -131,8 +131,8 @@ def test_a_precision_of_several_widths_is_no_neighbor(monkeypatch: pytest.Monkey
     mixed = replace(precisions()["mxfp8"], name="mxfp84", operands=("e2m1", "e4m3"))
     monkeypatch.setattr("gemmscope.recipe.precisions.precisions", lambda: {"mxfp84": mixed, **known})
     known = dict(precisions())
-    found = [precision_with.__wrapped__(frozenset(operands), "block32").name for operands in ({"e4m3"}, {"e2m1", "e4m3"})]
-    assert found == ["mxfp8", "mxfp84"]
+    chosen = [precision_with.__wrapped__(frozenset(operands), "block32").name for operands in ({"e4m3"}, {"e2m1", "e4m3"})]
+    assert chosen == ["mxfp8", "mxfp84"]
     assert precision_shown.__wrapped__("e4m3", "block32").name == "mxfp8"
 
 

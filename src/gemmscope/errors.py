@@ -20,11 +20,9 @@ class UserError(Exception):
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Name arguments as a function of Python does that has other names for some of them."""
-
-        def renamed(text: str) -> str:
-            return _OPTION.sub(lambda match: option(names.get(match[1], match[1]), match[2]), text)
-
-        self.message, self.hint = renamed(self.message), renamed(self.hint)
+        self.message, self.hint = (
+            _OPTION.sub(lambda match: option(names.get(match[1], match[1]), match[2]), text) for text in (self.message, self.hint)
+        )
 
     def __str__(self) -> str:
         return in_python(f"{self.message}\n{self.hint}" if self.hint else self.message)

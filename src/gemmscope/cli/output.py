@@ -197,7 +197,10 @@ class StreamedFiles:
         try:
             self._decide(result)
             for name, path in self._paths.items():
-                write_text(path, result.to_json() if name == "json" else _page(result))
+                write_text(
+                    path,
+                    result.to_json() if name == "json" else writers.html.page([commands.document(result)], refresh_s=REFRESH_S),
+                )
         except UserError as error:
             self._failed = True
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")
@@ -221,7 +224,3 @@ class StreamedFiles:
         for path in self._beside:
             with suppress(OSError):
                 path.unlink()
-
-
-def _page(result: "SweepResult") -> str:
-    return writers.html.page([commands.document(result)], refresh_s=REFRESH_S)

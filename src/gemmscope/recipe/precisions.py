@@ -46,9 +46,13 @@ class Precision:
     @property
     def rate(self) -> str:
         """The rate of a GPU that holds for its GEMMs."""
-        if not self.rates:
-            raise MissingFactError(FILE, f"precision.{self.name}.rates")
-        return self.rates[0]
+        return str(self.fact("rates")[0])
+
+    def fact(self, name: str) -> Any:
+        """A fact that precisions have whose GEMMs are forecast."""
+        if not (value := getattr(self, name)):
+            raise MissingFactError(FILE, f"precision.{self.name}.{name}")
+        return value
 
     def runs_on(self, rates: Iterable[str], capability: tuple[int, int]) -> bool:
         """Whether tensor cores with these rates multiply it."""
@@ -73,13 +77,6 @@ def timed_precisions() -> tuple[str, ...]:
     ('nvfp4', 'fp8', 'mxfp8', 'fp8-block', 'bf16')
     """
     return tuple(name for name, known in precisions().items() if known.timed_as == name)
-
-
-def timed_as(precision: Precision) -> str:
-    """The precision whose measured times stand for GEMMs of this one."""
-    if not precision.timed_as:
-        raise MissingFactError(FILE, f"precision.{precision.name}.timed_as")
-    return precision.timed_as
 
 
 @cache

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import cast
 
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
@@ -68,8 +69,7 @@ def architectures() -> Mapping[str, str]:
     >>> architectures()["9.0"]
     'Hopper (H100, H200)'
     """
-    known: Mapping[str, str] = _table()["architectures"]
-    return known
+    return cast("Mapping[str, str]", _table()["architectures"])
 
 
 def architecture_name(capability: tuple[int, int]) -> str:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,8 +39,7 @@ FACTORS = {
 
 def dtype_of(number_format: str) -> torch.dtype:
     """The dtype of values in this format."""
-    dtype: torch.dtype = getattr(torch, format_facts(number_format)["torch"])
-    return dtype
+    return cast("torch.dtype", getattr(torch, format_facts(number_format)["torch"]))
 
 
 @dataclass(frozen=True)
