@@ -77,7 +77,9 @@ def _worker(module: str) -> Any:
     def saying(self: Any, message: Any) -> None:
         if isinstance(message, Sampled):
             mark_ms = int.from_bytes(os.urandom(6), "big") * 1e-20  # at most 3 ns
-            message = replace(message, times_ms={task: [times[0] + mark_ms, *times[1:]] for task, times in message.times_ms.items()})
+            message = replace(
+                message, times_ms={task: [times[0] + mark_ms, *times[1:]] for task, times in message.times_ms.items()}
+            )
         say(self, message)
 
     worker.say = saying
