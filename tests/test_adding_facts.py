@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gemmscope.recipe.precisions import precision_shown, precision_with, precisions
 from support.command import Outcome
 from support.package_copy import PackageCopy, package_copy
 
@@ -79,8 +81,10 @@ def test_add_a_recipe(copy: PackageCopy) -> None:
     copy.change(RECIPES, "weight_copy_bytes = 1.56\n", "weight_copy_bytes = 1.56\nkept_bytes = 0.78\n")
     copy.add("recipe/support.toml", SUPPORT)
     assert missing(copy.outcomes(forecast)[0]) == (PRECISIONS, "precision with e3m2 values and block32 scales")
-    copy.change(PRECISIONS, "\n[precision.fp8]\n", PRECISION)
+    copy.change(PRECISIONS, "\n[precision.fp8]\n", PRECISION.replace('rates = ["fp8"]\n', ""))
     copy.change(TRAINING, "NVFP4 = {", "MXFP6 = { bandwidth = 0.6, kernels = 1, in_step = 1.0 }\nNVFP4 = {")
+    assert missing(copy.outcomes(forecast)[0]) == (PRECISIONS, "precision.mxfp6.rates")
+    copy.change(PRECISIONS, 'timed_as = "mxfp6"\n', 'timed_as = "mxfp6"\nrates = ["fp8"]\n')
     assert missing(copy.outcomes(forecast)[0]) == (TRANSFER, "stands_for.mxfp6")
     copy.change(TRANSFER, "[stands_for]\n", '[stands_for]\nmxfp6 = ["fp8"]\n')
     for others in ("bf16 = 0.15, fp8 = 0.20", "bf16 = 0.15, fp8 = 0.15", "bf16 = 0.60"):
@@ -123,11 +127,33 @@ def test_add_a_recipe_to_numerics(copy: PackageCopy) -> None:
     assert "MXFP6" in outcome.out
 
 
+def test_a_precision_of_several_widths_is_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 4 bits and activations of 8: recipes with 8 bits everywhere keep theirs."""
+    mixed = replace(precisions()["mxfp8"], name="mxfp84", operands=("e2m1", "e4m3"))
+    monkeypatch.setattr("gemmscope.recipe.precisions.precisions", lambda: {"mxfp84": mixed, **known})
+    known = dict(precisions())
+    chosen = [precision_with.__wrapped__(frozenset(operands), "block32").name for operands in ({"e4m3"}, {"e2m1", "e4m3"})]
+    assert chosen == ["mxfp8", "mxfp84"]
+    assert precision_shown.__wrapped__("e4m3", "block32").name == "mxfp8"
+
+
 def as_another(text: str, gpu: str, name: str) -> str:
     """A GPU's table under another name."""
     table = re.search(rf"^\[{gpu}\]\n(?:.+\n)+", text, re.MULTILINE)
     assert table is not None
     return re.sub(r"(?m)^device = .*$", f"device = '{name.upper()}'", table[0]).replace(f"[{gpu}]", f"[{name}]")
+
+
+def test_add_a_gpu_of_a_new_architecture(copy: PackageCopy) -> None:
+    specs, support = "gpu/specs.toml", "recipe/support.toml"
+    new = as_another((copy.package / specs).read_text(), "b300", "r100").replace('"10.3"', '"11.0"')
+    copy.add(specs, new + 'collectives_of = "b300"\n')
+    commands = [f"forecast {MODEL} --gpu r100 --tp 2", f"plan {MODEL} --gpu r100 --gpus 8 --global-batch 64"]
+    assert [missing(outcome) for outcome in copy.outcomes(*commands)] == [(support, 'architectures."11.0"')] * 2
+    copy.change(support, "[architectures]\n", '[architectures]\n"11.0" = "A new one"\n')
+    assert [missing(outcome) for outcome in copy.outcomes(*commands)] == [(TRANSFER, 'relatives."11.0"')] * 2
+    copy.change(TRANSFER, "[relatives]\n", '[relatives]\n"11.0" = ["10.3"]\n')
+    assert [missing(outcome) for outcome in copy.outcomes(*commands)] == [None] * 2
 
 
 def test_add_a_gpu_and_its_collectives(copy: PackageCopy) -> None:

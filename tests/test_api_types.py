@@ -95,3 +95,35 @@ def test_hints_are_python() -> None:
         gs.load("gpt2").on(1, 64).forecast()
     assert "gpu='b300,h200'" in str(error.value)
     assert gs.load("gpt2").on(1, 64).forecast(gpu="b300,h200").gpus
+
+
+@pytest.mark.parametrize(
+    ("call", "proposed"),
+    [
+        (lambda: gs.load("gpt2").on(1, 64).forecast("h200", tokens="1T"), "gpu_count=256"),
+        (lambda: gs.load("gpt2").on(1, 64).forecast("h200", price="cheap", tokens="1T", gpu_count=8), "price='h200=2.5,b300=4'"),
+    ],
+)
+def test_what_a_message_proposes_is_accepted(call: Callable[[], object], proposed: str) -> None:
+    with pytest.raises(gs.UserError) as error:
+        call()
+    assert proposed in str(error.value)
+    assert "--" not in str(error.value)
+    [keyword] = ast.parse(f"f({proposed})", mode="eval").body.keywords  # type: ignore[attr-defined]
+    given = {"gpu_count": 8, keyword.arg: ast.literal_eval(keyword.value)}
+    assert gs.load("gpt2").on(1, 64).forecast("h200", "b300", tokens="1T", **given).gpus
+
+
+@pytest.mark.parametrize("shapes", [[(1, 2)], [("a", "b", "c")]])
+def test_shapes_that_are_none(shapes: object) -> None:
+    with pytest.raises(gs.UserError) as error:
+        gs.forecast_gemms("h200", shapes=shapes)  # type: ignore[arg-type]
+    assert "(8192, 4096, 14336)" in error.value.hint
+
+
+def test_completion_shows_the_api() -> None:
+    """Of results too: their own names, and none of pydantic's."""
+    result = gs.load("gpt2").on(1, 64).shapes()
+    public = {name for name in dir(result) if not name.startswith("_")}
+    assert {"save", "to_frame", "to_json", "findings", "gemms", "run"} <= public
+    assert not {"model_dump", "copy", "parse_obj"} & public

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from gemmscope.text import printable
@@ -17,6 +17,12 @@ class UserError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         self.message, self.hint = printable(message, keep=""), printable(hint, keep="")  # both may quote files
         super().__init__(self.message)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Name arguments as a function of Python does that has other names for some of them."""
+        self.message, self.hint = (
+            _OPTION.sub(lambda match: option(names.get(match[1], match[1]), match[2]), text) for text in (self.message, self.hint)
+        )
 
     def __str__(self) -> str:
         return in_python(f"{self.message}\n{self.hint}" if self.hint else self.message)

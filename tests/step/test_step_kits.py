@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gemmscope.errors import MissingFactError
 from gemmscope.model.layer_spec import MlpSpec
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.recipe.recipes import recipe
@@ -18,7 +20,7 @@ from gemmscope.step.stack_plan import plan_step
 torch = pytest.importorskip("torch", reason="kits need torch")
 from torch import nn  # noqa: E402
 
-from gemmscope.step.kits.plain import Routing  # noqa: E402
+from gemmscope.step.kits.plain import Kit, Routing  # noqa: E402
 
 TE = "transformer_engine"
 STAND_INS = (
@@ -131,3 +133,12 @@ def test_tokens_go_to_as_many_experts_as_planned() -> None:
     slots = weights.repeat(1, 2)[:, : routing.slots]
     expected = x * (slots * (routing.experts < 3)).sum(dim=1, keepdim=True)
     assert torch.allclose(combined, expected, atol=1e-5)
+
+
+def test_a_recipe_that_is_not_quantized_runs_in_its_own_format() -> None:
+    """One without a dtype is asked for, rather than run as another."""
+    assert [str(Kit(recipe(name)).precision) for name in ("FP32", "BF16", "MXFP8")] == ["torch.float32", *["torch.bfloat16"] * 2]
+    kit = Kit(replace(recipe("FP32"), name="TF32", operands={"fprop": ("tf32", "tf32")}))
+    with pytest.raises(MissingFactError) as error:
+        assert kit.precision
+    assert error.value.key == "format.tf32"

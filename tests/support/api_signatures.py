@@ -56,9 +56,9 @@ def option_lines(keywords: Keywords, indent: str) -> list[str]:
     if keywords.axes:
         lines += _filled(f"{', '.join(keywords.axes)}: The values of one or two sizes to vary.", indent)
     for name, declared in keywords.options().items():
-        text = re.sub(r"--([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), declared.option.help)
         default = f" [default: {declared.option.default}]" if declared.option.default else ""
-        lines += _filled(f"{name}: {text}{default}", indent)
+        text = re.sub(r"--([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), declared.option.help + default)
+        lines += _filled(f"{name}: {text}", indent)
     return lines
 
 

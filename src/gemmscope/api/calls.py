@@ -67,7 +67,11 @@ def takes(
             for name in keywords:
                 if name not in known:
                     raise _unknown(function.__name__, name, known)
-            return function(*arguments, **keywords)
+            try:
+                return function(*arguments, **keywords)
+            except UserError as error:
+                error.rename({declared.name: keyword for keyword, declared in SPECS[function.__qualname__].options().items()})
+                raise
 
         return call
 
@@ -113,15 +117,12 @@ def as_text(call: str, given: Mapping[str, Any], defaults: Mapping[str, Any] = {
     "job.forecast('b300', 'h200', state='burst')"
     """
     first = [value for name in positional for value in (given[name] if isinstance(given[name], tuple) else [given[name]])]
+    texts = [repr(str(value) if isinstance(value, Path) else value) for value in first if value is not None]
     named = {name: value for name, value in given.items() if name not in (*positional, *NOT_IN_CALL)}
     written = [
         f"{name}={value!r}" for name, value in named.items() if value not in (None, False, ()) and value != defaults.get(name)
     ]
-    return f"{call}({', '.join([*(repr(_plain(value)) for value in first if value is not None), *written])})"
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    return f"{call}({', '.join([*texts, *written])})"
 
 
 def axes_of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

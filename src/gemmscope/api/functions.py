@@ -63,8 +63,8 @@ def bench_gemms(
         left_out: Recipes to skip.
         modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
             beforehand), or both. [default: both]
-        precision: Measure until every speedup is known to within this. [default: 1%; 2% at each point of a --sweep]
-        time_limit: Time limit in seconds, counted from the first sample. [default: 120; 20 for each point of a --sweep]
+        precision: Measure until every speedup is known to within this. [default: 1%; 2% at each point of a sweep]
+        time_limit: Time limit in seconds, counted from the first sample. [default: 120; 20 for each point of a sweep]
         backend: Framework to measure: transformer_engine, torchao, torch or cpu. [default: the first that is installed and
             supports the recipes]
         device: Where to measure. Use cpu only to try out the command. [default: cuda]
@@ -75,11 +75,10 @@ def bench_gemms(
         as_te_benchmark: Count linears as Transformer Engine's benchmark_gemm.py does, to compare with its published tables:
             every GEMM, including those of the backward pass, is a forward call that quantizes its own X and W.
         torchao_filter: Keep in BF16 the layers that torchao's own filter skips.
-        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with --num-iters]
-        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with --num-warmup or
-            --gpu-warmup]
+        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with num_iters]
+        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with num_warmup or gpu_warmup]
         gpu_warmup: Keep the GPU busy for this long before the fixed number of runs. Implies num_iters. [default: 5 with
-            --num-iters]
+            num_iters]
         fleet: Run file of gemmscope fleet. The answer then includes the range that covers 90% of that fleet's GPUs.
         verify_dgrad: Dgrad is always measured.
     """
@@ -126,8 +125,8 @@ def bench_gemm_sweep(
         left_out: Recipes to skip.
         modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
             beforehand), or both. [default: both]
-        precision: Measure until every speedup is known to within this. [default: 1%; 2% at each point of a --sweep]
-        time_limit: Time limit in seconds, counted from the first sample. [default: 120; 20 for each point of a --sweep]
+        precision: Measure until every speedup is known to within this. [default: 1%; 2% at each point of a sweep]
+        time_limit: Time limit in seconds, counted from the first sample. [default: 120; 20 for each point of a sweep]
         ray: With sweep: spread the points over the GPUs of a Ray cluster. ADDRESS is auto, local, HOST:PORT or ray://HOST:PORT.
             Needs gemmscope[ray].
         backend: Framework to measure: transformer_engine, torchao, torch or cpu. [default: the first that is installed and
@@ -138,11 +137,10 @@ def bench_gemm_sweep(
         timing: Time with CUDA events, or with the profiler's kernel timestamps.
         cache_weights: Exclude weight quantization from the times, as if weights were quantized once per step.
         torchao_filter: Keep in BF16 the layers that torchao's own filter skips.
-        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with --num-iters]
-        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with --num-warmup or
-            --gpu-warmup]
+        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with num_iters]
+        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with num_warmup or gpu_warmup]
         gpu_warmup: Keep the GPU busy for this long before the fixed number of runs. Implies num_iters. [default: 5 with
-            --num-iters]
+            num_iters]
         verify_dgrad: Dgrad is always measured.
     """
     given = locals()
@@ -190,7 +188,7 @@ def fleet_gemms(
         modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
             beforehand), or both. [default: both]
         precision: Measure until every speedup is known to within this. [default: 1%]
-        time_limit: Time limit per GPU in seconds, counted from its first sample. [default: 120; 30 with --step]
+        time_limit: Time limit per GPU in seconds, counted from its first sample. [default: 120; 30 with step]
         ray: Measure every GPU of a Ray cluster. ADDRESS is auto, local, HOST:PORT or ray://HOST:PORT. Needs gemmscope[ray].
         backend: Framework to measure: transformer_engine, torchao, torch or cpu. [default: the first that is installed and
             supports the recipes]
@@ -200,11 +198,10 @@ def fleet_gemms(
         timing: Time with CUDA events, or with the profiler's kernel timestamps.
         cache_weights: Exclude weight quantization from the times, as if weights were quantized once per step.
         torchao_filter: Keep in BF16 the layers that torchao's own filter skips.
-        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with --num-iters]
-        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with --num-warmup or
-            --gpu-warmup]
+        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with num_iters]
+        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with num_warmup or gpu_warmup]
         gpu_warmup: Keep the GPU busy for this long before the fixed number of runs. Implies num_iters. [default: 5 with
-            --num-iters]
+            num_iters]
         step: Measure a training step of the model, as gemmscope step does, instead of its linears.
         gpus: GPUs of this machine, by their numbers in nvidia-smi. [default: all]
         repeat: Number of measurements per GPU. The median counts, and the repeats show how noisy a single measurement is.
@@ -411,11 +408,10 @@ def calibrate(
         timing: Time with CUDA events, or with the profiler's kernel timestamps.
         cache_weights: Exclude weight quantization from the times, as if weights were quantized once per step.
         torchao_filter: Keep in BF16 the layers that torchao's own filter skips.
-        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with --num-iters]
-        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with --num-warmup or
-            --gpu-warmup]
+        num_warmup: Fixed number of warm-up runs in each round. Implies num_iters. [default: 10 with num_iters]
+        num_iters: Fixed number of timed runs, instead of precision and time_limit. [default: 100 with num_warmup or gpu_warmup]
         gpu_warmup: Keep the GPU busy for this long before the fixed number of runs. Implies num_iters. [default: 5 with
-            --num-iters]
+            num_iters]
     """
     options, run = prepared("gemmscope.calibrate", locals(), CalibrateOptions)
     return commands.calibrate.calibrate(options, run)

@@ -189,7 +189,7 @@ class Model:
             ep_overlap: Overlap the all-to-all of expert parallelism with the computation of another micro-batch. [default:
                 no-ep-overlap]
             cuda_graphs: Launch layers as CUDA graphs. [default: unknown]
-            dp: Data parallel size: the number of GPUs divided by tp x cp x pp. [default: the smallest size that --ep allows]
+            dp: Data parallel size: the number of GPUs divided by tp x cp x pp. [default: the smallest size that ep allows]
             zero: ZeRO stage: what is sharded across data parallel ranks. 1 shards the optimizer states (as Megatron's
                 distributed optimizer does), 2 also the gradients, 3 also the weights. [default: 1 with data parallelism]
             fsdp: FSDP: number of ranks that weights, gradients and optimizer states are sharded across, as with zero 3. Fewer

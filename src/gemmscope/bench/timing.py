@@ -1,5 +1,6 @@
 """What a bench is asked to do: how to time and for how long, and which sizes of bare GEMMs are possible."""
 
+from numbers import Integral
 from typing import Any
 
 from gemmscope.engine.rule import StoppingRule, check_limits
@@ -106,6 +107,8 @@ def check_te_benchmark(*, model: bool, cache_weights: bool) -> None:
 
 def check_shape(shape: Shape) -> None:
     """A `UserError` for sizes that are not those of a matrix."""
+    if len(shape) != 3 or not all(isinstance(side, Integral) for side in shape):
+        raise UserError(f"{shown(shape)} is not a shape: it must be three sizes", "for example (8192, 4096, 14336)")
     written = "x".join(map(str, shape))
     if min(shape) < 1:
         raise UserError(f"{written} is not a shape: every size must be at least 1", "for example 8192x4096x14336")

@@ -119,7 +119,7 @@ def command_help(command: CommandHelp, width: int) -> str:
         [f"Usage: {command.usage}"],
         filled(command.summary, width),
         wrapped(first, width),
-        *(_group(group, width) for group in command.groups),
+        *([f"{group.title}:", *_rows([(one.usage, one.text) for one in group.options], width)] for group in command.groups),
         ["Details:", *filled(command.description, width)],
         *([["More examples:", *(line for example in more for line in wrapped(example, width))]] if more else []),
         ["Exit codes:", *_rows([(str(code), text) for code, text in command.exit_codes], width)],
@@ -138,10 +138,6 @@ def program_help(summary: str, commands: list[tuple[str, str]], options: list[tu
         filled("gemmscope COMMAND --help shows the options of a command, with examples.", width, ""),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
-
-
-def _group(group: OptionGroup, width: int) -> list[str]:
-    return [f"{group.title}:", *_rows([(option.usage, option.text) for option in group.options], width)]
 
 
 def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:

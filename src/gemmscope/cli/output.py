@@ -200,7 +200,9 @@ class StreamedFiles:
             keeper = commands.Keeper(result, own=self._paths.values())
             for name, path in self._paths.items():
                 keeper.place(path)
-                keeper.write(path, result.to_json() if name == "json" else _page(result))
+                page = writers.html.page
+                content = result.to_json() if name == "json" else page([commands.document(result)], refresh_s=REFRESH_S)
+                keeper.write(path, content)
         except UserError as error:
             self._failed = True
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")
@@ -224,7 +226,3 @@ class StreamedFiles:
         for path in self._beside:
             with suppress(OSError):
                 path.unlink()
-
-
-def _page(result: "SweepResult") -> str:
-    return writers.html.page([commands.document(result)], refresh_s=REFRESH_S)

@@ -25,7 +25,7 @@ def compare(
     `fail_if_slower`: the slowdown that is allowed, 0.03 for 3%; the result says whether it holds.
     """
     if len(runs) < 2:
-        raise UserError("compare needs at least two runs", "gemmscope compare before.json after.json")
+        raise UserError("compare needs at least two runs", "for example before.json and after.json")
     if fail_if_slower is not None and not 0 <= fail_if_slower < 1:
         raise UserError(
             f"{option('fail_if_slower', fail_if_slower)} must be between 0 and 1, or a percentage such as 3%",

@@ -10,7 +10,7 @@ from itertools import accumulate
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.trace_view import HOST, IDLE, add_up, largest_sums
-from gemmscope.explain.work_class import LOW
+from gemmscope.explain.work_class import BF16, LOW
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
@@ -81,7 +81,7 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
     before, after = main_precision(slow), main_precision(fast)
     if before and before == after:
         yield finding("twin-same-precision", precision=before)
-    elif before not in ("", BASELINE):
+    elif before not in ("", BF16):
         yield finding("twin-baseline-precision", precision=before, other=after or "unknown precision")
     if not checked:
         counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]

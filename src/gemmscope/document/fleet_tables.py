@@ -122,8 +122,7 @@ class FleetView:
         def order(gpu: FleetGpu) -> tuple[int, float]:
             worst = self.worst(gpu)
             slowness = worst.ratio.value if worst is not None else math.inf
-            rank = 1 if gpu.failure else 0 if self.is_slow(gpu) else 2
-            return rank, slowness
+            return 1 if gpu.failure else 0 if self.is_slow(gpu) else 2, slowness
 
         return sorted(self.result.gpus, key=order)
 

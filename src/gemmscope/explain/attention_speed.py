@@ -9,6 +9,7 @@ from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels
 from gemmscope.explain.trace_view import TimedWork, largest_sums
+from gemmscope.explain.work_class import BF16, FP16
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.grouping import grouped
@@ -106,7 +107,7 @@ def _key(item: TimedWork) -> _Key | None:
     pass_name: PassName = "forward" if chosen is not None or FORWARD.search(name) else ""
     pass_name = "backward" if backward is not None or BACKWARD.search(name) else pass_name
     types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
-    precision = next((known.title for known in PRECISIONS if known.torch_type in types), "")
+    precision = next((known.in_traces for known in PRECISIONS if known.torch_type in types), "")
     shape = _shape(chosen) if chosen is not None else None
     return _Key(attention_backend(name) or "other", pass_name, shape, _causal(item, forward), precision)
 
@@ -185,7 +186,7 @@ def _rates(step: StepEvidence) -> tuple[list[dict[str, Any]], float | None]:
     """The rates of the GPU's architecture, and its rate in BF16."""
     spec = spec_of(step.view.trace.gpu_name)
     capability = spec.capability[0] if spec is not None else 7 if "V100" in step.view.trace.gpu_name else None
-    peak = step.gpu.peak("BF16") or step.gpu.peak("FP16") if step.gpu is not None else None
+    peak = step.gpu.peak(BF16) or step.gpu.peak(FP16) if step.gpu is not None else None
     return [rate for rate in RATES if rate["capability"] == capability], peak
 
 
@@ -204,7 +205,7 @@ def _with_faster(row: AttentionTotal, step: StepEvidence) -> AttentionTotal:
     rates, peak = _rates(step)
     if peak is None or row.tflops is None or row.pass_name == "" or (row.keys or 0) < LONG:
         return row
-    if row.precision not in ("BF16", "FP16") or (row.head_dim or 0) > LARGEST_HEAD or (row.head_dim or 0) % 8:
+    if row.precision not in (BF16, FP16) or (row.head_dim or 0) > LARGEST_HEAD or (row.head_dim or 0) % 8:
         return row
     own = next((rate[row.pass_name] for rate in rates if rate["name"] == row.backend), 0.0)
     for rate in rates:

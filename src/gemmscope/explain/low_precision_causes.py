@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of
 from gemmscope.explain.trace_view import TimedWork, forward_stretches
-from gemmscope.explain.work_class import LOW
+from gemmscope.explain.work_class import BF16, FP32, LOW, TF32
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
@@ -37,7 +37,7 @@ def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
 def _not_low(step: StepEvidence) -> Cause:
     saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
-    full = [item for item in step.high if item.gemm.precision in ("TF32", "FP32")]
+    full = [item for item in step.high if item.gemm.precision in (TF32, FP32)]
     if step.weight(full) > 0.5 * step.known_weight:
         evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
     if step.casts:
@@ -181,11 +181,11 @@ def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:
 def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:
     """Large low-precision GEMMs that are hardly faster than large BF16 GEMMs of the same trace."""
     rates = step.rates
-    if "BF16" not in rates:
+    if BF16 not in rates:
         return
     for precision in LOW:
-        if precision in rates and precision_in_traces()[precision].timed_as and rates[precision] < 1.25 * rates["BF16"]:
+        if precision in rates and precision_in_traces()[precision].timed_as and rates[precision] < 1.25 * rates[BF16]:
             items = [item for item in step.low if item.gemm.precision == precision]
-            rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates["BF16"])
-            usual = 1.5 * rates["BF16"]
+            rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates[BF16])
+            usual = 1.5 * rates[BF16]
             yield step.cause("poor-kernel", step.ms(items) * (1 - rates[precision] / usual), [rate, _sizes(items)], items)

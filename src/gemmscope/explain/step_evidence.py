@@ -12,7 +12,7 @@ from gemmscope.explain.recording_cost import RecordingCost
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
-from gemmscope.explain.work_class import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
+from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.grouping import grouped
@@ -101,11 +101,11 @@ class StepEvidence:
     def ratio(self) -> float:
         """Speedup of low-precision GEMMs over BF16: from this trace, else the usual value."""
         low = [self.rates[precision] for precision in LOW if precision in self.rates]
-        if low and "BF16" in self.rates:
-            return max(max(low) / self.rates["BF16"], 1.05)
+        if low and BF16 in self.rates:
+            return max(max(low) / self.rates[BF16], 1.05)
         present = {item.gemm.precision for item in self.items}
         known = precision_in_traces()
-        return max((known[name].usual_ratio for name in LOW if name in present), default=known["FP8"].usual_ratio)
+        return max((known[name].usual_ratio for name in LOW if name in present), default=known[FP8].usual_ratio)
 
     def of_class(self, name: str) -> list[TimedWork]:
         return [item for item in self.items if item.name == name]
@@ -257,7 +257,7 @@ class GpuRates:
 
     def peak(self, precision: str) -> float | None:
         """The rate that holds for this precision, the first that the GPU has. Weights in fewer bits are multiplied in BF16."""
-        known = precision_in_traces().get("BF16" if precision.endswith(WEIGHTS) else precision)
+        known = precision_in_traces().get(BF16 if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
     def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float, float] | None:

@@ -17,6 +17,7 @@ from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_shown, precisions
 from gemmscope.toml import load_data
 
+BF16, FP16, FP8, TF32, FP32 = (precisions()[name].in_traces for name in ("bf16", "fp16", "fp8", "tf32", "fp32"))
 MULTIPLIED = [known for known in precisions().values() if known.rates]
 LOW = tuple(known.in_traces for known in MULTIPLIED if known.low)
 WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().values() if known.weight_only)
@@ -133,7 +134,7 @@ def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
         return precision_shown(operand, facts.scales).in_traces
     types = " ".join(map(str, operator.types[:3])) if operator else ""
     if "Float4" not in types and ("_scaled" in (operator.name if operator else "") or SCALED_GEMM in name):
-        return "FP8"
+        return FP8
     return next((known.in_traces for known in OF_TORCH_TYPES if known.torch_type in types), UNKNOWN_PRECISION)
 
 

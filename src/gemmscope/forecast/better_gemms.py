@@ -26,7 +26,9 @@ def with_better_recipe(rows: Sequence[GemmShapeTotal], gpu_name: str) -> tuple[G
     if spec is None or not chosen:
         return tuple(rows)
     shapes = Shapes.of(*([getattr(rows[place], side) for place in chosen] for side in ("m", "k", "n")))
-    layouts = [_layout(rows[place]) for place in chosen]
+    layouts: list[Layout] = [
+        next((layout for name, layout in LAYOUT_OF.items() if rows[place].passes == (name,)), "tn") for place in chosen
+    ]
     times = {fmt: time for fmt in timed_precisions() if (time := _times(spec, fmt, shapes, layouts)) is not None}
     result = list(rows)
     for number, place in enumerate(chosen):
@@ -44,10 +46,6 @@ def _can_change(row: GemmShapeTotal) -> bool:
     known = precision_in_traces().get(row.precision)
     changes = known is not None and (bool(known.timed_as) or not known.low)
     return row.batch == 1 and changes and not any(side % MULTIPLE for side in sides)
-
-
-def _layout(row: GemmShapeTotal) -> Layout:
-    return next((layout for name, layout in LAYOUT_OF.items() if row.passes == (name,)), "tn")
 
 
 def _times(spec: GpuSpec, fmt: str, shapes: Shapes, layouts: Sequence[Layout]) -> Times | None:

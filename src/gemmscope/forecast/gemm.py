@@ -343,7 +343,7 @@ def _distance(chip: GpuSpec, other: GpuSpec, fmt: str) -> tuple[float, float]:
     distance = _transfer()["distance"]
     if chip.architecture == other.architecture:
         return distance["same_architecture"], _uncertainty("same_architecture", chip, fmt)
-    relatives = _transfer()["relatives"].get(chip.architecture, [])
+    relatives = _transfer()["relatives"][chip.architecture]
     if other.architecture in relatives:
         return distance["relative"] + relatives.index(other.architecture), _uncertainty("relative", chip, fmt)
     return float("inf"), 0.0

@@ -15,7 +15,7 @@ from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, price
 from gemmscope.options.measuring import RecipeOptions
 from gemmscope.recipe.frameworks import backends, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
-from gemmscope.recipe.support import support
+from gemmscope.recipe.support import architectures, support
 
 
 def chips_of(names: Sequence[str]) -> list[GpuSpec]:
@@ -66,7 +66,7 @@ def choose_recipes(
         left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
         findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
         if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
-            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
+            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=next(filter(None, reasons.values()))))
         choices[chip.name] = chosen, findings
     for name in wanted if named is not None else ():
         if not any(name in chosen for chosen, _ in choices.values()):
@@ -93,6 +93,7 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
+    architectures()[chip.architecture]  # without it, the table says nothing about this GPU
     if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
         return impossible
     if only_torchao(recipe(name)) and not torchao_known(chip):

@@ -156,8 +156,7 @@ def in_flight(run: RunSpec, stage: int) -> float:
     batches = run.gradient_accumulation
     if run.vp == 1 or run.pp == 1:
         return min(run.pp - stage, batches)
-    chunks = 2 * (run.pp - stage - 1) + (run.vp - 1) * run.pp + 1
-    return min(chunks, batches * run.vp) / run.vp
+    return min(2 * (run.pp - stage - 1) + (run.vp - 1) * run.pp + 1, batches * run.vp) / run.vp
 
 
 def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from gemmscope.gpu.specs import GpuSpec, gpu
-from gemmscope.recipe.precisions import timed_as
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.recipe.support import support
@@ -59,7 +58,7 @@ def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     emulated_by = support(recipe.name, chip.capability).emulated_by
     if emulated_by and support(emulated_by, chip.capability).runs:  # elsewhere, its own GEMMs were measured
         return gemm_format(recipe_named(emulated_by), pass_name, chip)
-    return timed_as(recipe.precision(pass_name))
+    return str(recipe.precision(pass_name).fact("timed_as"))
 
 
 def gemm_factor(fmt: str, chip: GpuSpec) -> float:

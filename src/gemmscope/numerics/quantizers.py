@@ -14,12 +14,17 @@ from torch.nn.functional import pad
 
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, round_nearest, round_stochastic
+from gemmscope.recipe.precisions import precision_facts
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import COLUMNWISE, OPERANDS, Pass, TensorName
 
-HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HIGH_PRECISION = {
+    name: getattr(torch, facts["torch"])
+    for name, facts in precision_facts()["format"].items()
+    if "torch" in facts and "largest" not in facts
+}
 
 
 @dataclass(frozen=True)

@@ -226,5 +226,6 @@ def prices(text: str) -> float | Mapping[str, float]:
         return {name.strip().lower(): number(price) for name, _, price in pairs}
     except ValueError:
         raise UserError(
-            f"--price {shown(text)} is not a price", "per GPU-hour: --price 2.5, or --price h200=2.5,b300=4"
+            f"{option('price')} {shown(text)} is not a price",
+            f"per GPU-hour: {option('price', 2.5)}, or {option('price', 'h200=2.5,b300=4')}",
         ) from None

@@ -78,7 +78,7 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
 
     A framework that does not have the recipe gets the nearest one, or a comment.
     """
-    settings, texts = recipe_named(layout.recipe).settings, {}
+    chosen, texts = recipe_named(layout.recipe), {}
     stages = layout.pp_layers or ()
     pasted = [known for known in frameworks().values() if "layout" in known.paste]
     for framework in sorted(pasted, key=lambda known: not known.one_command):
@@ -92,14 +92,16 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
                 experts=experts,
                 piece=max(layers // (layout.pp * layout.vp), 1),
                 symmetric=stages[:1] == stages[-1:],
-                quantizes=recipe_named(layout.recipe).quantizes,
-                flags=settings.get("megatron", {}).get("flags", ""),
-                precision=settings.get("bridge", {}).get("mixed_precision", ""),
-                titan=settings.get("torchtitan"),
+                flags=chosen.settings.get("megatron", {}).get("flags", ""),
+                precision=chosen.settings.get("bridge", {}).get("mixed_precision", ""),
+                titan=chosen.settings.get("torchtitan"),
             )
         )
         lines = [line.rstrip() for line in text.strip().splitlines() if line.strip() or not framework.one_command]
         texts[framework.title] = (" \\\n" if framework.one_command else "\n").join(lines)
+        if chosen.quantizes and framework.name not in chosen.settings:
+            note = f"# {framework.title} does not have {chosen.name}: with these settings it trains in {BASELINE}"
+            texts[framework.title] += f"\n{note}" if framework.one_command else f"\n\n{note}"
     return texts
 
 

@@ -46,7 +46,13 @@ class Precision:
     @property
     def rate(self) -> str:
         """The rate of a GPU that holds for its GEMMs."""
-        return self.rates[0]
+        return str(self.fact("rates")[0])
+
+    def fact(self, name: str) -> Any:
+        """A fact that precisions have whose GEMMs are forecast."""
+        if not (value := getattr(self, name)):
+            raise MissingFactError(FILE, f"precision.{self.name}.{name}")
+        return value
 
     def runs_on(self, rates: Iterable[str], capability: tuple[int, int]) -> bool:
         """Whether tensor cores with these rates multiply it."""
@@ -73,13 +79,6 @@ def timed_precisions() -> tuple[str, ...]:
     return tuple(name for name, known in precisions().items() if known.timed_as == name)
 
 
-def timed_as(precision: Precision) -> str:
-    """The precision whose measured times stand for GEMMs of this one."""
-    if not precision.timed_as:
-        raise MissingFactError(FILE, f"precision.{precision.name}.timed_as")
-    return precision.timed_as
-
-
 @cache
 def precision_with(operands: frozenset[str], scales: str) -> Precision:
     """The precision of GEMMs whose operands have these formats and scales.
@@ -92,9 +91,20 @@ def precision_with(operands: frozenset[str], scales: str) -> Precision:
     add precision with e3m2 values and row scales to src/gemmscope/recipe/precisions.toml (see CONTRIBUTING.md)
     """
     for known in precisions().values():
-        if operands <= set(known.operands) and scales in known.scales:
+        if scales in known.scales and _multiplies(known, operands):
             return known
     raise MissingFactError(FILE, f"precision with {' and '.join(sorted(operands))} values and {scales} scales")
+
+
+def _multiplies(known: Precision, operands: frozenset[str]) -> bool:
+    """Whether operands of these formats have this precision. Formats of one width stand for each other, such as e4m3 and e5m2; of
+    a precision with several widths, all are needed."""
+    formats = frozenset(known.operands)
+    return formats == operands or (operands <= formats and _widths(formats) == _widths(operands))
+
+
+def _widths(formats: frozenset[str]) -> set[int]:
+    return {number_format(name)["bits"] for name in formats}
 
 
 @cache
@@ -104,7 +114,7 @@ def precision_shown(number_format: str, scales: str | None) -> Precision:
     >>> precision_shown("e4m3", "block32").title, precision_shown("e5m2", None).title, precision_shown("e2m1", "tensor").title
     ('MXFP8', 'FP8', 'NVFP4')
     """
-    known = [known for known in precisions().values() if number_format in known.operands]
+    known = [known for known in precisions().values() if _multiplies(known, frozenset({number_format}))]
     if not known:
         raise MissingFactError(FILE, f"precision with {number_format} values")
     return next((one for one in known if scales in one.scales), next(one for one in known if one.usual))

@@ -1,7 +1,9 @@
 """Which GPU runs which recipe, from a table. This needs no framework; where one is installed, its own answer counts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import cast
 
 from gemmscope.recipe.recipes import recipe
 from gemmscope.toml import load_data
@@ -61,13 +63,13 @@ def run_together(one: str, other: str) -> bool:
     return len(listed) < 2 or bool(listed[0] & listed[1])
 
 
-def architectures() -> dict[str, str]:
-    """Every architecture of the table: compute capability → name.
+def architectures() -> Mapping[str, str]:
+    """Every architecture of the table: compute capability → name. One that it lacks is a missing fact.
 
     >>> architectures()["9.0"]
     'Hopper (H100, H200)'
     """
-    return dict(_table()["architectures"])
+    return cast("Mapping[str, str]", _table()["architectures"])
 
 
 def architecture_name(capability: tuple[int, int]) -> str:

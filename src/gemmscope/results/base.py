@@ -62,6 +62,10 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, defer_build=True)
 
+    def __dir__(self) -> list[str]:
+        """What it has of its own, for tab completion: pydantic's many methods are left out."""
+        return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
+
     def __repr__(self) -> str:
         return short_repr(type(self).__name__, {name: getattr(self, name) for name in type(self).model_fields})
 

@@ -82,8 +82,8 @@ def _has_content(path: Path) -> bool:
 def _samples(path: str | Path) -> int:
     """The samples of a run file; 0 for anything else."""
     try:
-        reading = import_module("gemmscope.results.read")  # loads the types of all kinds, which few commands need
-        return reading.read_result(path).sample_count or 0
+        # loads the types of all kinds, which few commands need
+        return import_module("gemmscope.results.read").read_result(path).sample_count or 0
     except Exception:  # whatever that file holds, it must not cost the new result
         return 0
 

@@ -329,7 +329,7 @@ def _feed_forward(
             backward_flops=6,
         )  # fmt: skip
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
-    activation = Activation(role=f"{block}-activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
+    activation = Activation(role=f"{block}-activation", rows=tokens, width=width, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation

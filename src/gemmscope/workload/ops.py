@@ -245,8 +245,7 @@ class Attention(Op):
     def backward(self) -> Work:
         """Gradients of Q, K and V: four GEMMs. Reads Q, K, V, O, dO and writes dQ, dK, dV."""
         output = self.batch * self.queries * self.heads * self.value_dim
-        elements = 2 * self._tensor_elements() + output
-        return Work(2 * self.forward().flops, elements * ELEMENT_BYTES)
+        return Work(2 * self.forward().flops, (2 * self._tensor_elements() + output) * ELEMENT_BYTES)
 
     def _tensor_elements(self) -> int:
         per_query = self.heads * (self.head_dim + self.value_dim)
@@ -351,7 +350,6 @@ class Activation(Elementwise):
     """The MLP's non-linearity. Plain: x → y. Gated: (gate, up) → y."""
 
     kind: ClassVar[str] = "activation"
-    function: str = ""
     forward_tensors: float = 2
     backward_tensors: float = 3
     forward_flops: float = 8

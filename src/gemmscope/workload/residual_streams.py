@@ -76,7 +76,7 @@ def layer_input_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterato
     rows, copies = shard_rows(run)
     yield on_sequence_shard(linear("layer-input-gate", run, model.hidden_size, layer.input_width), run)
     yield Activation(
-        role="layer-input-activation", rows=rows, width=layer.input_width, copies=copies, function="gelu",
+        role="layer-input-activation", rows=rows, width=layer.input_width, copies=copies,
         forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15,
     )  # fmt: skip
     yield on_sequence_shard(linear("layer-input", run, layer.input_width, model.hidden_size), run)

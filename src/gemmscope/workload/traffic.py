@@ -200,7 +200,9 @@ class Traffic:
                 continue
             outside = {key: readers[key] - {number} for key in chain.writes if key not in self._needed}
             for_backward = {
-                key: chain.writes[key] for key, others in outside.items() if others and all(map(self._is_backward, others))
+                key: chain.writes[key]
+                for key, others in outside.items()
+                if others and all(self._operators[other].group.direction == "backward" for other in others)
             }
             used_by = {other for key in for_backward for other in outside[key]}
             kept = sum(size + size * len(outside[key]) for key, size in for_backward.items())
@@ -233,9 +235,6 @@ class Traffic:
                 else:
                     sources[region] = writer
         return sources
-
-    def _is_backward(self, chain: int) -> bool:
-        return self._operators[chain].group.direction == "backward"
 
 
 @cache

@@ -165,5 +165,4 @@ def _legend_rows(handles: Sequence[Any], width_in: float) -> int:
 def room_above(values: Iterable[float], label_in: float, height_in: float) -> float:
     """The end of an axis that leaves room for labels of this height above the highest value."""
     highest = max((finite(value) for value in values), default=0.0)
-    share = min(label_in / height_in, 0.6)
-    return highest / (1 - share) if 0 < highest < 1e300 else 1.0
+    return highest / (1 - min(label_in / height_in, 0.6)) if 0 < highest < 1e300 else 1.0

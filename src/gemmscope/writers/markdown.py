@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from gemmscope.document.combine import common_baselines, label, side_by_side_table
 from gemmscope.document.common import first_rows
 from gemmscope.document.model import Document, Message
-from gemmscope.document.table import Facts, Table
+from gemmscope.document.table import Table
 
 MOST_ROWS = 1000  # of a table: nobody reads more in Markdown
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#&~$"})
@@ -55,7 +55,7 @@ def _one(document: Document) -> Iterator[str]:
         yield from map(titled, section.tables())
     for heading, facts in document.facts.items():
         yield f"## {_plain(heading)}"
-        yield _facts(facts)
+        yield "\n".join(f"- {_paragraph(name)}: {_plain(value)}" for name, value in facts)
 
 
 def titled(table: Table) -> str:
@@ -77,10 +77,6 @@ def _messages(messages: Sequence[Message]) -> str:
     return "\n".join(
         f"- **{_plain(message.text)}**" if message.level == "error" else f"- {_paragraph(message.text)}" for message in messages
     )
-
-
-def _facts(facts: Facts) -> str:
-    return "\n".join(f"- {_paragraph(name)}: {_plain(value)}" for name, value in facts)
 
 
 def _plain(text: str) -> str:

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gemmscope.engine.timer import Prepared
+from gemmscope.recipe.precisions import number_format as format_facts
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.workload.cases import Case, Task
 
@@ -34,6 +35,11 @@ FACTORS = {
     "dgrad": (("dY", False), ("W", True)),
     "wgrad": (("dY", True), ("X", True)),
 }
+
+
+def dtype_of(number_format: str) -> torch.dtype:
+    """The dtype of values in this format."""
+    return cast("torch.dtype", getattr(torch, format_facts(number_format)["torch"]))
 
 
 @dataclass(frozen=True)

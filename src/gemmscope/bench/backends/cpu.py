@@ -2,14 +2,14 @@
 
 import torch
 
-from gemmscope.bench.backends.base import Backend, Operands, training_step
+from gemmscope.bench.backends.base import Backend, Operands, dtype_of, training_step
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.workload.cases import Task
 
 
 class CpuBackend(Backend):
-    """BF16 and FP32 with torch's own GEMMs."""
+    """What is not quantized, with torch's own GEMMs."""
 
     name = "cpu"
 
@@ -22,7 +22,7 @@ class CpuBackend(Backend):
         return "grouped GEMMs are not measured on the CPU" if task.case.rows else ""
 
     def prepare_set(self, task: Task, recipe: Recipe, operands: Operands) -> Prepared:
-        precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+        precision = dtype_of(recipe.operands["fprop"][0])
         if task.mode == "pre-quantized":
             gemm = operands.plain_gemm(task.pass_name, precision)
             return Prepared(gemm, 1, operands.error({task.pass_name: gemm()}))

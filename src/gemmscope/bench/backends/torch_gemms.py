@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional
 from torch.nn.functional import pad
 
-from gemmscope.bench.backends.base import FACTORS, Backend, Factor, Operands
+from gemmscope.bench.backends.base import FACTORS, Backend, Factor, Operands, dtype_of
 from gemmscope.engine.timer import Prepared
 from gemmscope.recipe.precisions import number_format as format_facts
 from gemmscope.recipe.precisions import precision_facts
@@ -55,12 +55,6 @@ def scaling_of(scales: str, tensor: str) -> Scaling:
     facts = precision_facts()["scales"][scales]
     facts = facts["weight"] if tensor == "W" and "weight" in facts else facts
     return Scaling(**{name: value for name, value in facts.items() if name != "weight"} | {"block": tuple(facts["block"])})
-
-
-def dtype_of(number_format: str) -> torch.dtype:
-    """The dtype of values in this format."""
-    dtype: torch.dtype = getattr(torch, format_facts(number_format)["torch"])
-    return dtype
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import checkpoint
 
+from gemmscope.bench.backends.base import dtype_of
 from gemmscope.model.layer_spec import AttentionSpec, MlpSpec
 from gemmscope.model.spec import NormSpec
 from gemmscope.recipe.recipes import Recipe
@@ -53,7 +54,10 @@ class Kit:
         if compiled != "none":
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
-        self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+
+    @cached_property
+    def precision(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe.quantizes else dtype_of(self.recipe.operands["fprop"][0])
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:  # noqa: ARG002
         """Why this recipe cannot run these layers; empty if it can."""

@@ -49,12 +49,11 @@ class TorchaoKit(Kit):
 
     def _convert(self, module: nn.Module, chosen: Callable[[Any, str], bool], recipe: Recipe | None = None) -> None:
         config = Float8LinearConfig.from_recipe_name((recipe or self.recipe).settings[self.name]["float8"])
-        convert_to_float8_training(module, config=config, module_filter_fn=lambda part, name: _plain(part) and chosen(part, name))
-
-
-def _plain(module: Any) -> bool:
-    """A linear that is not converted yet."""
-    return type(module).__name__ != "Float8Linear"
+        convert_to_float8_training(
+            module,
+            config=config,
+            module_filter_fn=lambda part, name: type(part).__name__ != "Float8Linear" and chosen(part, name),
+        )
 
 
 def _fits(module: Any, name: str) -> bool:
