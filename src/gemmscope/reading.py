@@ -33,6 +33,9 @@ MOST_UNPACKED = 100  # times its size, beyond that: real traces unpack to 10 to 
 LARGEST_KEPT = 4 << 30  # bytes of a pipe that is read more than once
 MOST_CONTAINERS = 1_000_000  # lists and objects in one JSON file: each needs up to 240 bytes of memory for 7 bytes of text
 LONGEST_NAME = 1000  # characters
+LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
+DEEPEST = 50  # levels of lists and objects in run files and recordings
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 _OPEN_FILE = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")  # a shell's <(command)
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -76,11 +79,37 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_cont
     if containers > most_containers:
         raise UserError(f"{called(name)} is too large: it has more than {most_containers:,} lists and objects", hint)
     try:
-        return json.loads(data)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+        del data
+        value = json.loads(text)
+        return without_surrogates(value) if _SURROGATE.search(text) else value
     except RecursionError:
         raise UserError(f"{called(name)} is not valid JSON: it is nested too deeply", hint) from None
     except ValueError as error:  # also a number with thousands of digits
         raise UserError(f"{called(name)} is not valid JSON: {ascii(str(error))[1:-1][:120]}", hint) from None
+
+
+def without_surrogates(value: Any) -> Any:
+    """The value with halves of characters replaced in all its texts, which no UTF-8 file can hold.
+
+    >>> without_surrogates({"a\ud800": ["é\udfff", 1]})
+    {'a?': ['é?', 1]}
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def check_numbers(value: Any, name: str | Path, hint: str = "", *, finite: bool = True, depth: int = 1) -> None:
+    """A `UserError` for numbers and nesting that no file of gemmscope has; where not `finite`, NaN and infinity are numbers."""
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER and (finite or isinstance(value, int)):
+        raise UserError(f"{called(name)} is damaged: {shown(value)} is not a valid number", hint)
+    if depth > DEEPEST:
+        raise UserError(f"{called(name)} is damaged: it is nested too deeply", hint)
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        check_numbers(item, name, hint, finite=finite, depth=depth + 1)
 
 
 @contextmanager

@@ -53,8 +53,8 @@ class TensorFile:
     metadata: Mapping[str, str]
     data_bytes: int
 
-    def load(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one row of it, in memory of its own."""
+    def load(self, name: str, row: int | None = None, lines: range | None = None) -> Tensor:
+        """A tensor, or one row of it, or some lines of either, in memory of its own."""
         import torch
 
         tensor = self.tensors[name]
@@ -62,6 +62,9 @@ class TensorFile:
         if row is not None:
             shape, size = shape[1:], (end - begin) // shape[0]
             begin, end = begin + row * size, begin + (row + 1) * size
+        if lines is not None:
+            size, shape = (end - begin) // shape[0], (len(lines), *shape[1:])
+            begin, end = begin + lines.start * size, begin + lines.stop * size
         dtype = getattr(torch, DTYPES[tensor.dtype][0])
         if begin == end:
             return torch.empty(shape, dtype=dtype)
@@ -95,9 +98,15 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
         raise UserError(f"{name} is damaged: its metadata are not texts", hint)
     offset = 8 + length
     tensors = {key: _stored(key, value, offset, name, hint) for key, value in header.items()}
-    end = max((tensor.end for tensor in tensors.values()), default=offset)
+    end = offset
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != end:  # as the safetensors library demands: what overlaps would be read many times
+            raise UserError(f"{name} is damaged: its tensors overlap, or there are gaps between them", hint)
+        end = tensor.end
     if end > size:
         raise UserError(f"{name} is truncated: it has {size:,} bytes of {end:,}", "copy it again")
+    if end < size:
+        raise UserError(f"{name} is damaged: {size - end:,} bytes follow its last tensor", hint)
     return TensorFile(str(path), tensors, metadata, end - offset)
 
 
