@@ -31,6 +31,8 @@ class Target:
     run: Callable[[Any, Path], str]
     in_suite: int = 10
     """How many inputs the test suite tries; `benchmarks/fuzz.py` tries many more."""
+    needs: tuple[str, ...] = ()
+    """Modules that are slow to import: once, before its inputs run in processes of their own."""
 
 
 def collect() -> dict[str, Target]:
