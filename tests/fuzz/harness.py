@@ -33,11 +33,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from fuzz.targets import ALLOWED_EXITS, Target, collect
 from gemmscope.errors import UserError, in_shell
+from gemmscope.reading import ANY
 from support.same_cases import draw_the_same_cases
 
-GIB = 2**30
 PREFIX = "gemmscope-fuzz-"
-TIME_LIMIT_S, MEMORY_LIMIT = 10.0, GIB  # as `gemmscope/reading.toml` promises
+TIME_LIMIT_S, MEMORY_LIMIT = ANY["seconds"], ANY["memory"]
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 LONGEST_SHOWN = 3000
 SILENT_S, SUITE_LIMIT_S = 60.0, 600  # for one input, and for one target: the machine may be busy

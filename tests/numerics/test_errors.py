@@ -304,7 +304,7 @@ def test_a_truncated_probe_costs_its_linear_only(key: str, kept: int) -> None:
     cut = step.model_copy(update={"probes": {**step.probes, key: step.probes[key][:kept]}})
     damaged = replace(linear, steps=(replace(linear.steps[0], facts=cut),))
     request = ErrorsRequest(TensorSource("recording", ""), ("BF16", "FP8Current"))
-    for one, problems in ((damaged, (key, f"{kept} of")), (linear, ())):
+    for one, problems in ((damaged, (key, f"{kept} value")), (linear, ())):
         errors = errors_of(one, request).errors
         assert [bool(error.passes) for error in errors] == [not problems] * 2
         assert all(part in error.failure for error in errors for part in problems)

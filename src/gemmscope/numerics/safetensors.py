@@ -14,16 +14,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gemmscope.errors import UserError, shown
 from gemmscope.files import replacing
-from gemmscope.reading import called, open_input, parse_json
+from gemmscope.reading import LIMITS, called, open_input, parse_json, read_part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+LARGEST_HEADER = LIMITS["tensors"]["bytes"]
 DTYPES = {  # name in the file → PyTorch's name, and bytes of a value
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
     "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2),
@@ -68,13 +66,7 @@ class TensorFile:
         dtype = getattr(torch, DTYPES[tensor.dtype][0])
         if begin == end:
             return torch.empty(shape, dtype=dtype)
-        try:
-            data = np.fromfile(self.path, np.uint8, end - begin, offset=begin)
-        except OSError as error:
-            raise UserError(f"{called(self.path)} cannot be read: {error.strerror or error}") from None
-        if len(data) < end - begin:
-            raise UserError(f"{called(self.path)} became shorter while it was read", "copy it again")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+        return torch.frombuffer(read_part(self.path, begin, end - begin), dtype=dtype).reshape(shape)
 
 
 def read_header(path: str | Path, hint: str = "") -> TensorFile:

@@ -111,8 +111,8 @@ def _megatron(mix: Mix, linears: Sequence[str], layers: int) -> str:
             notes.append(f"{_in_quotes(linear)} is the recorded name: use its name in your Megatron-LM model")
         elif others := [other for other in linears if _name_in("megatron", other) == known_as and other not in mix.linears]:
             notes.append(
-                f"{known_as} of Megatron-LM also holds {' and '.join(map(_in_quotes, others))}, which stay in the higher precision "
-                f"with {_in_quotes(linear)}"
+                f"{known_as} of Megatron-LM also holds {' and '.join(map(_in_quotes, others))}, which stay in the higher "
+                f"precision with {_in_quotes(linear)}"
             )
     return megatron_text(mix.recipe, mix.higher, first=first, last=last, patterns=list(dict.fromkeys(patterns)), notes=notes)
 

@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError, shown
-from gemmscope.reading import called, check_numbers, enough_memory, parse_json, read_bytes
+from gemmscope.reading import LIMITS, called, check_numbers, enough_memory, parse_json, read_bytes
 from gemmscope.results.base import SCHEMA_VERSION, Result, command_of
 from gemmscope.results.fleet import FleetGpu
 
 KINDS = ["shapes", "bench", "step", "sweep", "forecast", "plan", "numerics", "explain", "compare", "fleet"]
-LARGEST = 64 << 20  # bytes: far more than any run file has
-MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each invalid one needs a kilobyte for its error
-# A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first invalid one.
-LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = 256 << 20, 6_000_000, 5_000
+LARGEST, MOST_VALUES = (LIMITS["run_file"][name] for name in ("bytes", "entries"))
+LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = (LIMITS["fleet"][name] for name in ("bytes", "entries", "gpu"))
 FLEET = re.compile(rb'"kind"\s*:\s*"fleet"')
 EXPECTED = "give a run file written by --json"
 Validated = TypeVar("Validated")

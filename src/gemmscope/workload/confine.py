@@ -8,7 +8,6 @@ asks for is downloaded, by `model/hub.py`.
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -65,22 +64,18 @@ def module_seconds() -> float:
 
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """Raise a `TooSlowError` in the code that runs after `module_seconds`, and again each second, should that go on."""
-    if threading.current_thread() is not threading.main_thread():  # signals arrive nowhere else
-        yield
-        return
+    """For the main thread of a worker: raise a `TooSlowError` after `module_seconds`, and again each second while the code goes on."""
     seconds = module_seconds()
 
     def stop(*_: object) -> None:
         raise TooSlowError(f"it took longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -75,6 +75,7 @@ class Built:
         return ", ".join(named[:MOST_INPUTS]) + (", …" if len(named) > MOST_INPUTS else "") or "no tensors"
 
 
+@limited_time()
 def load_factory(
     reference: str, micro_batch: int | None, sequence: int | None, device: str, built_on: str | None = None
 ) -> Built:
@@ -86,11 +87,6 @@ def load_factory(
     path = Path(path_text)
     if not path.is_file():
         raise TraceError(f"there is no file {path_text!r}")
-    with limited_time():
-        return _loaded(path, name, micro_batch, sequence, device, built_on)
-
-
-def _loaded(path: Path, name: str, micro_batch: int | None, sequence: int | None, device: str, built_on: str | None) -> Built:
     folder, python_module = path.resolve().parent, _import(path)
     factory = getattr(python_module, name, None)
     if not callable(factory):

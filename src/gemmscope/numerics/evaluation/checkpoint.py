@@ -23,20 +23,20 @@ from gemmscope.numerics.names import LinearName, name_linears
 from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import few_experts, random_for, sample_linear
-from gemmscope.reading import called, parse_json, read_text
+from gemmscope.reading import LIMITS, called, parse_json, read_text
 from gemmscope.units import counted
 
 HINT = "give a safetensors file, a folder with such files, or a model.safetensors.index.json"
 INDEX = "model.safetensors.index.json"
-LARGEST_INDEX = 64 << 20  # bytes
-MOST_FILES, MOST_TENSORS = 10_000, 400_000
+LARGEST_INDEX = LIMITS["checkpoint_index"]["bytes"]
+MOST_FILES, MOST_TENSORS, MOST_LINEARS, MOST_SAMPLED = (
+    LIMITS["checkpoint"][name] for name in ("files", "entries", "linears", "sampled")
+)
 NOT_LINEARS = ("embed", "wte", "wpe", "norm", "ln_", "conv", "rotary", "position", "router", "gate.weight", "relative_attention")
 FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")  # DeepSeek's of 128x128 blocks; one per tensor or row elsewhere
 SCALE_BLOCK = 128
 SMALLEST, LARGEST = 16, 1 << 19  # features of a linear: vocabularies have up to 262,208
-MOST_LINEARS = 150_000  # of a checkpoint, every expert counted: the largest have 70,000
-MOST_SAMPLED = 4096  # of them, few experts of each layer: real checkpoints have up to 1,500
 PIECE = 1 << 22  # FP8 values that are dequantized at a time
 PART = re.compile(r"-\d+-of-\d+")  # in the name of one of several files
 PREDICTION_LAYERS = 3  # at most, which a checkpoint may have beside the layers of the model
