@@ -21,10 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not survive a fork
 
-from fuzz.harness import Defect, Summary, end_with_parent, fuzz, remove_stale_folders, replay, save
+from fuzz.harness import Defect, Summary, end_with_parent, fuzz, remove_stale_folders, replay, save, warm_up
 from fuzz.targets import Target, collect
 
-FIRST_BATCH, BATCH_S, LARGEST_BATCH = 20, 5.0, 400
+FIRST_BATCH, BATCH_S, LARGEST_BATCH = 20, 60.0, 400
 SAVED_OF_EACH = 3
 
 
@@ -46,6 +46,7 @@ def main() -> None:
         return
     if not targets:
         sys.exit(f"no target has that name; targets: {', '.join(collect())}")
+    warm_up()
     begin, code = time.perf_counter(), 0
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell lets its background processes ignore Ctrl-C
         signal.signal(number, signal.default_int_handler)

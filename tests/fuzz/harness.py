@@ -25,13 +25,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from fuzz.targets import ALLOWED_EXITS, Target, collect
+from fuzz.targets import ALLOWED_EXITS, Target, collect, command_line
 from gemmscope.errors import UserError, in_shell
 from gemmscope.reading import ANY
 from support.same_cases import draw_the_same_cases
@@ -42,13 +44,8 @@ BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 LONGEST_SHOWN = 3000
 SILENT_S, SUITE_LIMIT_S = 60.0, 600  # for one input, and for one target: the machine may be busy
 STARTING_S = 120.0
-PRELOADED = (
-    "gemmscope.api",
-    "gemmscope.cli.main",
-    "gemmscope.cli.output",
-    "gemmscope.document",
-    "gemmscope.writers.terminal",
-)
+FOLDERS = ("api", "cli", "commands", "document", "results", "writers", "fleet", "explain")
+USUAL = ("shapes", "forecast --gpu h200", "forecast --gpu h200,b300 --csv -", "shapes --json -", "shapes --markdown -")
 
 
 @dataclass(frozen=True)
@@ -160,10 +157,23 @@ def run_one(target: Target, value: Any, folder: Path) -> tuple[str, str, str]:
     return ("defect", problem, "") if problem else (outcome, "", "")
 
 
+@cache
+def warm_up() -> None:
+    """Import what commands load when they are used, and read the tables of facts."""
+    for name in (f"gemmscope.{folder}" for folder in FOLDERS):
+        import_module(name)
+        for module in iter_modules(getattr(import_module(name), "__path__", ())):
+            if not module.name.startswith("_"):
+                import_module(f"{name}.{module.name}")
+    for command in USUAL:
+        command_line([*command.split(), "--preset", "gpt2", "--micro-batch-size", "1", "--sequence-length", "64"])
+
+
 def _run_in_child(target: Target, values: Sequence[Any], time_limit_s: float) -> Summary:
     """Run inputs until one of them ends the child, or all are done."""
-    for name in (*PRELOADED, *target.needs):
-        import_module(name)  # once here, not in each child
+    warm_up()  # once here, not in each child
+    for name in target.needs:
+        import_module(name)
     summary = Summary()
     with _child(target, values) as (child, reports, folder):
         reports.next(STARTING_S)

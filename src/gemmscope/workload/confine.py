@@ -64,7 +64,7 @@ def module_seconds() -> float:
 
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """For the main thread of a worker: raise a `TooSlowError` after `module_seconds`, and again each second while the code goes on."""
+    """For the main thread of a worker: raise a `TooSlowError` after `module_seconds`, and again each second after that."""
     seconds = module_seconds()
 
     def stop(*_: object) -> None:
