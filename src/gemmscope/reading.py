@@ -71,7 +71,7 @@ def read_text(name: str | Path, limit: int, hint: str = "", *, unpack: bool = Fa
 
 
 def read_part(name: str | Path, begin: int, size: int) -> bytearray:
-    """Some bytes of a regular file; a `UserError` if it has fewer. Not mapped: a mapped file that gets shorter ends the process."""
+    """Bytes of a regular file; a `UserError` if it has fewer. Not mapped: a mapped file that gets shorter ends a process."""
     with _Guard(str(name), "") as guard:
         return guard.part(begin, size)
 
