@@ -1,7 +1,8 @@
 """Tries very many hostile inputs on every reader and command: `python benchmarks/fuzz.py --inputs 100000 --seed 1`.
 
-Each input has 10 s and 1 GiB. Slow targets get fewer inputs than fast ones. Prints a table and every distinct defect; the inputs
-of defects are saved, and `--replay FILE` runs one again. Exit code 1 if there is a defect.
+Each input has 10 s of CPU time and 1 GiB. Slow targets get fewer inputs than fast ones. Prints a table and every distinct defect;
+the inputs of defects are saved, and `--replay FILE` runs one again. Exit code 1 if there is a defect. Ctrl-C and SIGTERM end it
+early, with the table of what was tried.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not survive a fork
 
-from fuzz.harness import Defect, Summary, end_with_parent, fuzz, remove_stale_folders, replay, save
+from fuzz.harness import Defect, Summary, end_with_parent, fuzz, remove_stale_folders, replay, save, warm_up
 from fuzz.targets import Target, collect
 
-FIRST_BATCH, BATCH_S, LARGEST_BATCH = 20, 5.0, 400
+FIRST_BATCH, BATCH_S, LARGEST_BATCH = 20, 60.0, 400
 SAVED_OF_EACH = 3
 
 
@@ -45,7 +46,10 @@ def main() -> None:
         return
     if not targets:
         sys.exit(f"no target has that name; targets: {', '.join(collect())}")
+    warm_up()
     begin, code = time.perf_counter(), 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell lets its background processes ignore Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     summaries = {name: Summary() for name in targets}
     remove_stale_folders()
     try:
@@ -134,6 +138,7 @@ def work(requests: Connection, other_end: Connection, targets: dict[str, Target]
     other_end.close()
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         while True:
             name, count, seed = requests.recv()

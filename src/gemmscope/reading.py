@@ -24,15 +24,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from gemmscope.errors import UserError, shown
+from gemmscope.toml import load_data
 
 NO_WRITER_SECONDS = 5.0  # how long a named pipe may have no writer
 SILENT_SECONDS = 15.0  # how long a pipe may send nothing
-MOST_PACKED = 3  # how many times a file may be gzipped: a copying tool may have compressed it again
+LIMITS = load_data("gemmscope", "reading.toml")
+ANY = LIMITS["any"]
 HARMLESS_UNPACKED = 16 << 20  # bytes: up to here, gzip data may unpack to any multiple of its size
-MOST_UNPACKED = 100  # times its size, beyond that: real traces unpack to 10 to 30 times, real run files to less
-LARGEST_KEPT = 4 << 30  # bytes of a pipe that is read more than once
-MOST_CONTAINERS = 1_000_000  # lists and objects in one JSON file: each needs up to 240 bytes of memory for 7 bytes of text
 LONGEST_NAME = 1000  # characters
+LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
+DEEPEST = 50  # levels of lists and objects in run files and recordings
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 _OPEN_FILE = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")  # a shell's <(command)
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -45,7 +47,7 @@ def open_input(name: str | Path, hint: str, *, unpack: bool = False) -> io.Buffe
     """
     guard = _Guard(str(name), hint)
     stream: io.BufferedReader = io.BufferedReader(guard, 1 << 20)
-    for _ in range(MOST_PACKED if unpack else 0):
+    for _ in range(ANY["packed"] if unpack else 0):
         if stream.peek(2)[:2] == _GZIP_MAGIC:
             stream = io.BufferedReader(_Unpacked(stream, guard), 1 << 20)
     return stream
@@ -68,7 +70,13 @@ def read_text(name: str | Path, limit: int, hint: str = "", *, unpack: bool = Fa
         raise UserError(f"{called(name)} is not a text file (byte {error.start} is not UTF-8)", hint) from None
 
 
-def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_containers: int = MOST_CONTAINERS) -> Any:
+def read_part(name: str | Path, begin: int, size: int) -> bytearray:
+    """Bytes of a regular file; a `UserError` if it has fewer. Not mapped: a mapped file that gets shorter ends a process."""
+    with _Guard(str(name), "") as guard:
+        return guard.part(begin, size)
+
+
+def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_containers: int = ANY["entries"]) -> Any:
     """The value of a JSON text of limited size; a `UserError` if it is invalid, or would need far more memory than its text."""
     if not data.strip():
         raise UserError(f"{called(name)} is empty", hint)
@@ -76,11 +84,37 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_cont
     if containers > most_containers:
         raise UserError(f"{called(name)} is too large: it has more than {most_containers:,} lists and objects", hint)
     try:
-        return json.loads(data)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+        del data
+        value = json.loads(text)
+        return without_surrogates(value) if _SURROGATE.search(text) else value
     except RecursionError:
         raise UserError(f"{called(name)} is not valid JSON: it is nested too deeply", hint) from None
     except ValueError as error:  # also a number with thousands of digits
         raise UserError(f"{called(name)} is not valid JSON: {ascii(str(error))[1:-1][:120]}", hint) from None
+
+
+def without_surrogates(value: Any) -> Any:
+    """The value with halves of characters replaced in all its texts, which no UTF-8 file can hold.
+
+    >>> without_surrogates({"a\ud800": ["é\udfff", 1]})
+    {'a?': ['é?', 1]}
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def check_numbers(value: Any, name: str | Path, hint: str = "", *, finite: bool = True, depth: int = 1) -> None:
+    """A `UserError` for numbers and nesting that no file of gemmscope has; where not `finite`, NaN and infinity are numbers."""
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER and (finite or isinstance(value, int)):
+        raise UserError(f"{called(name)} is damaged: {shown(value)} is not a valid number", hint)
+    if depth > DEEPEST:
+        raise UserError(f"{called(name)} is damaged: it is nested too deeply", hint)
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        check_numbers(item, name, hint, finite=finite, depth=depth + 1)
 
 
 @contextmanager
@@ -125,8 +159,8 @@ class InputFile:
             copy, size = cast(BinaryIO, tempfile.TemporaryFile()), 0  # noqa: SIM115 (it stays open)
             while piece := stream.read(1 << 20):
                 size += len(piece)
-                if size > LARGEST_KEPT:
-                    raise UserError(f"{self} is too large: it has more than {LARGEST_KEPT >> 30} GiB", "write it to a file first")
+                if size > ANY["kept"]:
+                    raise UserError(f"{self} is too large: it has more than {ANY['kept'] >> 30} GiB", "write it to a file first")
                 copy.write(piece)
         self._copy = copy
         weakref.finalize(self, copy.close)
@@ -183,6 +217,19 @@ class _Guard(io.RawIOBase):
         buffer[: len(data)] = data
         self.size += len(data)
         return len(data)
+
+    def part(self, begin: int, size: int) -> bytearray:
+        """The bytes from `begin` on, whatever was read before."""
+        part = bytearray(size)
+        left = memoryview(part)
+        try:
+            while left and (count := os.preadv(self._number, [left], begin)):
+                left, begin = left[count:], begin + count
+        except OSError as error:
+            raise self._unreadable(error) from None
+        if left:
+            raise UserError(f"{self.name} became shorter while it was read", "copy it again")
+        return part
 
     def _read(self, size: int) -> bytes:
         if self._stream is not None:
@@ -246,8 +293,8 @@ class _Unpacked(io.RawIOBase):
             message = f"{self._guard.name} is truncated or damaged: its gzip data is not complete"
             raise UserError(message, "copy it again") from None
         self._size += len(data)
-        if self._size > max(HARMLESS_UNPACKED, MOST_UNPACKED * self._guard.size):
-            message = f"{self._guard.name} unpacks to more than {MOST_UNPACKED} times its size: it is damaged or malicious"
+        if self._size > max(HARMLESS_UNPACKED, ANY["unpacked"] * self._guard.size):
+            message = f"{self._guard.name} unpacks to more than {ANY['unpacked']} times its size: it is damaged or malicious"
             raise UserError(message, self._guard.hint)
         buffer[: len(data)] = data
         return len(data)

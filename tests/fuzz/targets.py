@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 
 from hypothesis.strategies import SearchStrategy
 
+from gemmscope.cli.build import build
 from gemmscope.errors import UserError
 
 ALLOWED_EXITS = (None, 0, 1, 2, 3, 4)
@@ -31,6 +33,8 @@ class Target:
     run: Callable[[Any, Path], str]
     in_suite: int = 10
     """How many inputs the test suite tries; `benchmarks/fuzz.py` tries many more."""
+    needs: tuple[str, ...] = ()
+    """Modules that are slow to import: once, before its inputs run in processes of their own."""
 
 
 def collect() -> dict[str, Target]:
@@ -44,6 +48,12 @@ def collect() -> dict[str, Target]:
     return targets
 
 
+@cache
+def built(command: str) -> Any:
+    """A command, built once: that takes longer than most inputs."""
+    return build(command)
+
+
 def command_line(arguments: Sequence[str], stdin: bytes = b"") -> str:
     """Run `gemmscope ARGUMENTS` in this process and return what it printed, in the encoding of a terminal.
 
@@ -54,7 +64,8 @@ def command_line(arguments: Sequence[str], stdin: bytes = b"") -> str:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8", errors="surrogateescape")
     code: object = None
-    with mock.patch.multiple(sys, argv=["gemmscope", *arguments], stdin=given, stdout=out, stderr=err):
+    streams = mock.patch.multiple(sys, argv=["gemmscope", *arguments], stdin=given, stdout=out, stderr=err)
+    with streams, mock.patch("gemmscope.cli.build.build", built):
         try:
             main()
         except SystemExit as ending:

@@ -156,6 +156,64 @@ def titans(draw: st.DrawFn) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+TITAN_COMMAND = """TP=${TP:-2}
+torchrun --nproc_per_node=8 -m torchtitan.train --module deepseek_v3 --config deepseek_v3_16b \\
+    --training.local_batch_size=4 --training.seq-len 4096 --parallelism.tensor_parallel_degree $TP
+"""
+
+
+@st.composite
+def titan_commands(draw: st.DrawFn) -> bytes:
+    text = draw(st.sampled_from([TITAN_COMMAND, "MODULE=llama3 CONFIG=llama3_8b ./run_train.sh"]))
+    for _ in range(draw(st.integers(0, 4))):
+        name = f"{draw(st.sampled_from(TOML_TABLES))}.{draw(st.sampled_from(TITAN))}"
+        name = draw(st.sampled_from([name, name, "module", "config", "model.name", "model.flavor"]))
+        value = draw(st.sampled_from(SHELL) | SCALARS.map(str))
+        text = f"{text.rstrip()} --{name}{draw(st.sampled_from([' ', '=', '']))}{value}\n"
+    return text.encode("utf-8", "surrogatepass")
+
+
+# --- recipes of Megatron-Bridge
+
+RECIPE = """from megatron.bridge.models.qwen import Qwen3MoEModelProvider30B_A3B
+
+GPUS = 8
+
+def small_pretrain_config(tensor_parallelism=4, layers=None):
+    cfg = common()
+    cfg.model = Qwen3MoEModelProvider30B_A3B(expert_model_parallel_size=GPUS, sequence_parallel=True)
+    cfg.model.tensor_model_parallel_size = tensor_parallelism
+    cfg.model.seq_length = 2 * 4096
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 2
+    return cfg
+"""
+RECIPES = [RECIPE.encode(), RECIPE.replace("cfg.model = ", "cfg = ConfigContainer(model=").replace("True)", "True))").encode()]
+VALUES_IN_PYTHON = r"""GPUS 2**99999 2**-1 10**10**10 'a'*10**10 [0]*10**10 -1 1e999 None True "\ud800" "\x1b[2J"
+lambda:0 GPUS.x (1,2)[9]
+f"{GPUS}" {} 1//0 1<<10**10 __import__("os") not 8>>-1 layers""".split()
+PYTHON_PIECES = [piece.encode() for piece in VALUES_IN_PYTHON] + [
+    *rb"( ) [ ] : = def class return ''' # @ *args **k if: else: for import".split(),
+    b"\n    ",
+    b"\t",
+    b"\x00",
+    b"\xff",
+    b"(" * 300,
+]
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> bytes:
+    text = draw(st.sampled_from([one.decode() for one in RECIPES]))
+    for _ in range(draw(st.integers(0, 4))):
+        place = draw(st.sampled_from(["cfg.model", "cfg.train", "cfg.dataset", "cfg.ddp", "cfg", "model_cfg"]))
+        key = draw(st.sampled_from(BRIDGE_KEYS))
+        value = draw(st.sampled_from(VALUES_IN_PYTHON) | SCALARS.map(ascii))
+        line = draw(st.sampled_from([f"    {place}.{key} = {value}\n", f"    {key} = {value}\n"]))
+        text = text.replace("    return cfg\n", f"{line}    return cfg\n")
+    return text.encode("utf-8", "surrogatepass")
+
+
 # --- GEMMs
 
 CELLS = st.sampled_from('64 1024 8192.0 bf16 fp8 mxfp8 nvfp4 fprop dgrad nt cublas " "a ,'.split()) | SCALARS.map(str)
@@ -208,16 +266,23 @@ def run_calibration(case: Case, folder: Path) -> str:
 CALIBRATED = st.sampled_from(["--shapes 64", "--preset gpt2 --micro-batch-size 1 --sequence-length 64"])
 CALIBRATION_COMMANDS = st.builds(lambda what, output: ["forecast", *what.split(), *output], CALIBRATED, OUTPUTS)
 
+READER_INPUTS = {
+    "hf": (configs(), damaged(JSON_FILES, JSON_PIECES)),
+    "megatron": (scripts(), printed_arguments(), damaged([s.encode() for s in SCRIPTS], SCRIPT_PIECES)),
+    "bridge": (bridges(), damaged([YAML_FILE], YAML_PIECES)),
+    "bridge_recipe": (recipes(), damaged(RECIPES, PYTHON_PIECES)),
+    "torchtitan": (titans(), damaged([LLAMA_8B.encode(), DEEPSEEK_671B.encode()], TOML_PIECES)),
+    "torchtitan_command": (titan_commands(), damaged([TITAN_COMMAND.encode()], SCRIPT_PIECES)),
+}
+"""The inputs of every reader of `model/readers.py`, by the name of its module."""
+CONFIGS = st.one_of([strategy for strategies in READER_INPUTS.values() for strategy in strategies])
+
 TARGETS = [
-    Target("config-hf", cases(configs()), run_config),
-    Target("config-hf-damaged", cases(damaged(JSON_FILES, JSON_PIECES)), run_config),
-    Target("config-megatron", cases(scripts()), run_config),
-    Target("config-megatron-printed", cases(printed_arguments()), run_config),
-    Target("config-megatron-damaged", cases(damaged([s.encode() for s in SCRIPTS], SCRIPT_PIECES)), run_config),
-    Target("config-bridge", cases(bridges()), run_config),
-    Target("config-bridge-damaged", cases(damaged([YAML_FILE], YAML_PIECES)), run_config),
-    Target("config-torchtitan", cases(titans()), run_config),
-    Target("config-torchtitan-damaged", cases(damaged([LLAMA_8B.encode(), DEEPSEEK_671B.encode()], TOML_PIECES)), run_config),
+    *(
+        Target(f"config-{reader}-{number}", cases(strategy), run_config)
+        for reader, strategies in READER_INPUTS.items()
+        for number, strategy in enumerate(strategies)
+    ),
     Target("gemm-list", gemm_lists(), run_gemms),
     Target("calibration", st.tuples(CALIBRATION_COMMANDS, calibrations()), run_calibration),
 ]

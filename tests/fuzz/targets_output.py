@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import re
@@ -9,12 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hypothesis import strategies as st
 
 from fuzz.targets import Target, command_line
 from gemmscope.document import document
 from gemmscope.errors import UserError
+from gemmscope.paste.mix import mix_to_paste
 from gemmscope.results.base import Result
+from gemmscope.results.numerics import Mix
+from gemmscope.text import printable
+from gemmscope.toml import parse_toml
 from gemmscope.writers import figure, markdown, tables, terminal
 from gemmscope.writers import html as html_writer
 from support.poison import HOSTILE, poisoned
@@ -128,10 +134,32 @@ def gemm_list(cells: list[list[str]], folder: Path) -> str:
     return text + written
 
 
+def paste(case: tuple[list[str], str], folder: Path) -> str:
+    """Settings with these names of modules, as the frameworks parse them: no name adds a line, a flag or a setting."""
+    names, recipe = [name for name in case[0] if name] or ["x"], case[1]
+    linears = (*names, "mlp.down_proj")
+    texts = mix_to_paste(Mix(recipe=recipe, higher="BF16", last_layers=1, linears=linears, error=0.1), [*linears, "x.y"], 4)
+    for framework, text in texts.items():
+        if framework == "torchtitan":
+            try:
+                tables = parse_toml(text)
+            except UserError as error:
+                raise RuntimeError(text) from error
+            assert set(tables) == {"model", "compile", "quantize"}, "another table"
+        elif framework == "Megatron-LM":
+            flags, _, config = text.partition("\n# mix.yaml\n")
+            assert [line for line in flags.splitlines()[1:] if line and not line.startswith("#")] == [], "another line"
+            assert not config or set(yaml.safe_load(config)) == {"configs", "matchers"}, "another setting"
+        else:
+            ast.parse(text)
+    return "".join(map(printable, texts.values()))
+
+
 CELLS: Any = st.lists(st.lists(TEXT, max_size=3), min_size=1, max_size=4)
 TARGETS = [
     Target("output-writers", RESULTS_INPUT, write_everything, 9),
     Target("output-report", RESULTS_INPUT, report, 9),
     Target("output-arguments", st.lists(TEXT, min_size=1, max_size=3), hostile_arguments, 25),
+    Target("output-paste", st.tuples(st.lists(TEXT, max_size=3), st.sampled_from(["FP8Current", "MXFP8", "NVFP4"])), paste),
     Target("output-gemm-list", CELLS, gemm_list, 25),
 ]

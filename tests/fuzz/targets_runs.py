@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,20 @@ from support.predictions import bench_run, step_run
 from support.results import RESULTS
 from support.traces import RECORDED
 
-KINDS = (
-    "shapes", "shapes of experts", "bench", "bench with a fallback", "bench of bare GEMMs", "step", "verified step", "forecast",
-    "forecast of several GPUs", "sweep", "sweep of a plane", "explain", "compare", "explain recast_weights",
-)  # fmt: skip
+OF_KIND = {
+    "shapes": ("shapes", "shapes of experts"),
+    "bench": ("bench", "bench with a fallback", "bench of bare GEMMs"),
+    "step": ("step", "verified step"),
+    "sweep": ("measured sweep", "measured sweep of a plane"),
+    "forecast": ("forecast", "forecast of several GPUs", "sweep", "sweep of a plane"),
+    "plan": ("plan", "plan of experts", "plan of several models"),
+    "numerics": ("numerics", "numerics of synthetic tensors"),
+    "explain": ("explain", "explain recast_weights"),
+    "compare": ("compare",),
+    "fleet": ("fleet",),
+}
+"""Results of every kind of run file (`results/read.py`), by their names in `support/results.py`."""
+EVERY = tuple(name for names in OF_KIND.values() for name in names)
 MEASURED = ("bench", "bench with a fallback", "bench of bare GEMMs", "step", "verified step", "step of a small model")
 NUMBERS = [
     0,
@@ -59,10 +70,10 @@ WAYS = ["alike", "alike", "alike", "alike", "replace", "delete", "twice", "empty
 
 
 @st.composite
-def damages(draw: st.DrawFn) -> dict[str, Any]:
+def damages(draw: st.DrawFn, names: Sequence[str] = EVERY) -> dict[str, Any]:
     """Which result is damaged, and how: each change goes to a place that its numbers choose."""
     return {
-        "result": draw(st.sampled_from(KINDS)),
+        "result": draw(st.sampled_from(names)),
         "other": draw(st.sampled_from(MEASURED)),
         "changes": draw(
             st.lists(
@@ -189,7 +200,7 @@ def _commands(lines: list[list[str]]) -> str:
 
 
 TARGETS = [
-    Target("run files shown", damages(), show),
+    *(Target(f"run files of {kind} shown", damages(names), show, in_suite=4) for kind, names in OF_KIND.items()),
     Target("run files drawn", damages(), draw_figures, in_suite=10),
     Target("run files compared", damages(), compare),
     Target("run files against a trace", damages(), against, in_suite=20),

@@ -21,8 +21,14 @@ from hypothesis import strategies as st
 
 from fuzz.harness import Summary, fuzz
 from fuzz.targets import Target, collect
+from fuzz.targets_commands import COMMANDS, INPUTS, OUTPUTS, VALUES, options_of_command
+from fuzz.targets_configs import READER_INPUTS
+from fuzz.targets_runs import EVERY, OF_KIND
 from gemmscope.errors import UserError
+from gemmscope.model.readers import READERS
+from gemmscope.results.read import KINDS
 from support.processes import wait_until
+from support.results import RESULTS
 
 TARGETS = collect()
 
@@ -67,6 +73,33 @@ def test_hostile_inputs(server: Server, name: str) -> None:
     assert not summary.defects, "\n\n".join(map(str, summary.defects[:5]))
     assert summary.inputs > 0
     assert summary.values + summary.user_errors == summary.inputs
+
+
+def test_whatever_reads_files_has_a_strategy() -> None:
+    """Who adds a format of models, a kind of result, or an option that takes a file, adds a strategy."""
+    assert {reader.__name__.rpartition(".")[2] for reader in READERS} == set(READER_INPUTS)
+    assert set(OF_KIND) == set(KINDS)
+    assert {*EVERY} <= {*RESULTS}
+    options = {(command, name): declared for command in COMMANDS for name, declared in options_of_command(command).items()}
+    files = {key for key, declared in options.items() if key[1] not in OUTPUTS and declared.metavar in INPUTS}
+    unknown = {
+        (*key, declared.metavar)
+        for key, declared in options.items()
+        if key not in files and key[1] not in OUTPUTS and declared.metavar not in VALUES and not declared.choices
+    }
+    assert unknown == set(), "give their files a strategy in INPUTS, or list how their values are written in VALUES"
+    assert {name for _, name in files} >= {
+        "config",
+        "module",
+        "mix",
+        "runs",
+        "gemms",
+        "recording",
+        "checkpoint",
+        "traces",
+        "against",
+    }
+    assert {declared.metavar for declared in options.values()} >= {*INPUTS}
 
 
 # --- the harness itself ------------------------------------------------------------------------------------------------------

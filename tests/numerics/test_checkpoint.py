@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.model.spec import from_hyperparameters  # noqa: E402
+from gemmscope.numerics.evaluation import checkpoint  # noqa: E402
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint  # noqa: E402
 from gemmscope.numerics.evaluation.requests import model_linears  # noqa: E402
-from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
+from gemmscope.numerics.safetensors import read_header, write_tensors  # noqa: E402
 from support.refusals import refused  # noqa: E402
 
 SIZES = {
@@ -115,6 +118,70 @@ def test_fp8_weights_are_dequantized_and_that_is_said(tmp_path: Path) -> None:
     write_tensors(tmp_path / "b.safetensors", {key: stored}, {})
     with refused(key, f"{key}_scale_inv"):
         read_checkpoint(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (300,), (300, 1), (3, 2)])
+def test_fp8_weights_are_dequantized_in_pieces(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", 7 * 200)  # no multiple of the blocks
+    stored = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200] if shape == (3, 2) else scales.reshape(-1, 1)
+    key = "model.layers.0.mlp.down_proj.weight"
+    write_tensors(tmp_path / "a.safetensors", {key: stored, f"{key}_scale_inv": scales}, {})
+    weights, _ = checkpoint.find_weights([read_header(tmp_path / "a.safetensors")])
+    assert torch.equal(next(iter(weights.values())).load(), (stored.float() * wide).bfloat16())
+    write_tensors(tmp_path / "b.safetensors", {key: stored, f"{key}_scale_inv": torch.ones(4, 2)}, {})
+    with refused(key, "(4, 2)"):
+        read_checkpoint(tmp_path / "b.safetensors")
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+import torch
+from gemmscope.errors import UserError
+from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
+torch.set_num_threads(1)
+read_checkpoint(sys.argv[1])
+for path, size in zip(sys.argv[2::2], map(int, sys.argv[3::2])):
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * size + 2**27, -1))
+    try:
+        print(len(read_checkpoint(path).linears))
+    except UserError as error:
+        print(error.message)
+"""
+
+
+def test_memory_is_twice_the_largest_tensor_at_most(tmp_path: Path) -> None:
+    """And a constant of 128 MiB: in FP8 with scales, wide, and with scales that no linear has."""
+    key, size = "model.layers.0.mlp.down_proj.weight", 2**27
+    write_tensors(tmp_path / "small", weights(), {})
+    fp8, scales = torch.zeros(2**14, 2**13, dtype=torch.float8_e4m3fn), torch.ones(128, 64)
+    write_tensors(tmp_path / "fp8", {key: fp8, f"{key}_scale_inv": scales}, {})
+    write_tensors(tmp_path / "wide", {key: torch.zeros(128, 2**19, dtype=torch.bfloat16)}, {})
+    write_tensors(tmp_path / "scales", {key: fp8[:64, :64], f"{key}_scale_inv": torch.ones(3162, 3162)}, {})
+    files = [str(tmp_path / "fp8"), str(size), str(tmp_path / "wide"), str(size), str(tmp_path / "scales"), str(3162**2 * 4)]
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "small"), *files]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[:2] == ["1", "1"]
+    assert "(3162, 3162)" in ended.stdout
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST_LINEARS", 11), ("MOST_SAMPLED", 11), ("MOST_TENSORS", 13)])
+def test_too_many_are_one_message(limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tensors(tmp_path / "model.safetensors", weights(), {})
+    monkeypatch.setattr(checkpoint, limit, most + 1)
+    assert len(read_checkpoint(tmp_path).linears) == 12
+    monkeypatch.setattr(checkpoint, limit, most)
+    with refused(most):
+        read_checkpoint(tmp_path)
+
+
+def test_halves_of_characters_in_names(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {"layers.0.\ud800.weight": torch.ones(64, 64)}, {})
+    assert read_checkpoint(tmp_path / "a.safetensors").linears[0].name == "layers.0.?"
 
 
 def test_of_many_experts_some_are_sampled(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st  # noqa: E402
 from gemmscope.numerics import recording  # noqa: E402
 from gemmscope.numerics.evaluation.gemm_errors import SampledGemm, relative_error  # noqa: E402
 from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales  # noqa: E402
+from gemmscope.numerics.evaluation.requests import ErrorsRequest, TensorSource  # noqa: E402
+from gemmscope.numerics.evaluation.worker import errors_of  # noqa: E402
 from gemmscope.numerics.probes import compute_probes  # noqa: E402
 from gemmscope.numerics.quantizers import operands  # noqa: E402
 from gemmscope.numerics.recording import (  # noqa: E402
@@ -293,6 +295,19 @@ def test_one_clear_failure_for_nan_shapes_and_zero_outputs() -> None:
     silent = LinearErrors(recorded((x, w, torch.zeros_like(dy)))).of("MXFP8")
     assert [one.pass_name for one in silent.passes] == ["fprop"]  # what can be computed still is
     assert not silent.dropped
+
+
+@pytest.mark.parametrize(("key", "kept"), [("fprop/W/e4m3", 3), ("fprop/e4m3+e4m3", 1)])
+def test_a_truncated_probe_costs_its_linear_only(key: str, kept: int) -> None:
+    linear = recorded(tensors(tokens=128, inputs=64, outputs=32))
+    step = linear.steps[0].facts
+    cut = step.model_copy(update={"probes": {**step.probes, key: step.probes[key][:kept]}})
+    damaged = replace(linear, steps=(replace(linear.steps[0], facts=cut),))
+    request = ErrorsRequest(TensorSource("recording", ""), ("BF16", "FP8Current"))
+    for one, problems in ((damaged, (key, f"{kept} value")), (linear, ())):
+        errors = errors_of(one, request).errors
+        assert [bool(error.passes) for error in errors] == [not problems] * 2
+        assert all(part in error.failure for error in errors for part in problems)
 
 
 def with_nan(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from contextlib import contextmanager
@@ -34,6 +35,17 @@ ENDS = mix("NVFP4", first_layers=1, last_layers=2, linears=("mlp.down_proj", "se
 def test_a_recipe_that_is_not_mixed_is_as_step_writes_it() -> None:
     assert mix_to_paste(mix("MXFP8"), LINEARS, 32) == ready_to_paste("MXFP8")
     assert mix_to_paste(mix("BF16"), LINEARS, 32) == {}
+
+
+@pytest.mark.parametrize("name", ['a"\n--load x', "a\\", "\U0001f600\u2028x", "\ud800", 'x"]\n[job]\ny = ["'])
+def test_names_from_a_file_add_no_line_to_paste(name: str) -> None:
+    texts = mix_to_paste(mix("FP8Current", last_layers=1, linears=(name, "mlp.down_proj")), [*LINEARS, name], 4)
+    assert set(parse_toml(texts["torchtitan"])) == {"model", "compile", "quantize"}
+    flags, _, config = texts["Megatron-LM"].partition("\n# mix.yaml\n")
+    assert all(line.startswith("#") for line in filter(None, flags.split("\n")[1:]))
+    patterns = [matcher["pattern"] for matcher in yaml.safe_load(config)["matchers"].values()]
+    assert patterns[0] == f"*.{name}".encode("utf-8", "replace").decode()
+    ast.parse(texts["Transformer Engine"])
 
 
 class Module(SimpleNamespace):

@@ -40,7 +40,7 @@ def test_numbers_that_no_result_has(number: str, tmp_path: Path) -> None:
     data = change(run_data("bench"), "linears", "totals", 0, "total_ms", "value", to="NUMBER")
     path = tmp_path / "run.json"
     path.write_text(json.dumps(data).replace('"NUMBER"', number))
-    with pytest.raises(UserError, match="is not a number of a result"):
+    with pytest.raises(UserError, match="is not a valid number"):
         read_result(path)
 
 

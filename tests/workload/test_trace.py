@@ -140,6 +140,40 @@ def test_a_factory_that_leaves_a_child_running_does_not_block(tmp_path: Path) ->
     assert wait_until(lambda: not alive(int(note.read_text())))
 
 
+SLEEPS = """import time, torch
+def build():
+    time.sleep(3600)
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        while True:
+            try:
+                time.sleep(3600)
+            except ValueError:
+                pass
+def built():
+    return Slow(16, 16), torch.zeros(16, 16)
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), [("build", 3), ("built", 8)])
+def test_a_module_that_takes_too_long_is_one_message(
+    name: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    (tmp_path / "mine.py").write_text(SLEEPS)
+    monkeypatch.setenv("GEMMSCOPE_MODULE_SECONDS", "0.2")
+    with refused_with_hint("0.2 s", f"line {line}", hint=("GEMMSCOPE_MODULE_SECONDS",)):
+        trace_module(f"{tmp_path}/mine.py:{name}", None, None)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "two", "9" * 5000])
+def test_an_invalid_limit_is_one_message(seconds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SLEEPS)
+    monkeypatch.setenv("GEMMSCOPE_MODULE_SECONDS", seconds)
+    with refused("GEMMSCOPE_MODULE_SECONDS"):
+        trace_module(f"{tmp_path}/mine.py:build", None, None)
+
+
 def test_a_factory_that_leaves_a_thread_running_does_not_block(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="tracing needs torch")
     (tmp_path / "mine.py").write_text(

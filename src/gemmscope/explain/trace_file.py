@@ -15,15 +15,13 @@ from typing import Any
 
 from gemmscope.errors import UserError, option
 from gemmscope.files import replacing, text_into
-from gemmscope.reading import InputFile
+from gemmscope.reading import LIMITS, InputFile
 from gemmscope.toml import load_data
 
 PIECE = 4 << 20  # characters read at once
-LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
-LONGEST_HEAD = 16 << 20  # characters of everything besides the events
+LONGEST_EVENT, LONGEST_HEAD, MOST_EVENTS = (LIMITS["trace"][name] for name in ("event", "head", "entries"))
 MOST_MEMBERS = 10_000  # of the outermost object
 LONGEST_KEY = 100
-MOST_EVENTS = 20_000_000
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")

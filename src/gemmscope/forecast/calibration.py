@@ -28,7 +28,7 @@ from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.grouping import Key, grouped
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.parts import StepPart
-from gemmscope.reading import called, read_text
+from gemmscope.reading import LIMITS, called, read_text
 from gemmscope.recipe.precisions import timed_precisions
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.results.linears import Linears, OpTime
@@ -36,7 +36,6 @@ from gemmscope.toml import load_data
 from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass
 
-LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
 UNCERTAINTY = 0.03
 OTHER_STATE_UNCERTAINTY = 0.06  # where the other state of the chip was measured
@@ -123,7 +122,7 @@ def load(gpu: str) -> Calibration | None:
         return None
     except (OSError, ValueError):
         pass  # reading the file reports why
-    return _read(Calibration, read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
+    return _read(Calibration, read_text(path, LIMITS["calibration"]["bytes"], AGAIN), called(path), gpu, AGAIN)
 
 
 def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Calibration | None, list[Finding]]:

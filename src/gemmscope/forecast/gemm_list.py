@@ -19,13 +19,13 @@ from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, library_and_versio
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.reading import called, read_text
+from gemmscope.reading import LIMITS, called, read_text
 from gemmscope.recipe.precisions import precisions
 from gemmscope.text import csv_cell
 
 Kind = tuple[str, str | None]  # a format, and a library if one is named
 LARGEST_SIZE = 10**7
-LARGEST_FILE, MOST_COLUMNS, MOST_CELLS = 32 * 2**20, 1000, 10**6
+MOST_COLUMNS, MOST_CELLS = 1000, LIMITS["gemm_list"]["entries"]
 MOST_KINDS = 100  # formats and libraries
 REQUIRED = ("m", "k", "n", "format")
 ADDED = ("gemm_ms", "quantize_ms", "low_ms", "high_ms")
@@ -66,7 +66,7 @@ def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
     """The file's columns and rows; `-` is standard input."""
     if not path:
         raise UserError(f"{option('gemms')} is empty", HINT)
-    text, path = read_text(path, LARGEST_FILE, HINT), called(path)
+    text, path = read_text(path, LIMITS["gemm_list"]["bytes"], HINT), called(path)
     try:
         reader = csv.DictReader(io.StringIO(text), strict=True)
         columns = [str(name).strip() for name in reader.fieldnames or ()]

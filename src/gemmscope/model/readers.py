@@ -10,7 +10,7 @@ from pathlib import Path
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan, torchtitan_command, torchtitan_registry
 from gemmscope.model.spec import ModelSource
-from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
+from gemmscope.reading import LIMITS, LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 READERS = (hf, torchtitan, torchtitan_registry, bridge_recipe, bridge, torchtitan_command, megatron)
 """The first one that recognizes a text reads it."""
@@ -20,9 +20,7 @@ FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
     "a Megatron-Bridge YAML or recipe (FILE.py:FUNCTION), a torchtitan registry with a job (config_registry.py:NAME)"
 )
-LARGEST_FILE = 32 * 2**20
-LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller
-START_OF_LOG = 4 * 2**20  # bytes of a training log that are read: Megatron prints its arguments first
+LARGEST_FILE, LARGEST_TEXT, START_OF_LOG = (LIMITS[kind]["bytes"] for kind in ("config", "config_text", "log"))
 
 
 def read_config(reference: str) -> ModelSource:

@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
-from gemmscope.reading import called, parse_json
+from gemmscope.reading import called, check_numbers, parse_json
 from gemmscope.results.base import Part
 from gemmscope.results.numerics import Source
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
@@ -308,6 +308,7 @@ def _facts(file: TensorFile, path: str | Path) -> RecordingFacts:
             f"{called(path)} is a recording of version {shown(version)}; this gemmscope reads version {VERSION}",
             "record it again, or install the gemmscope version that wrote it",
         )
+    check_numbers(data, path, "record it again", finite=False)
     try:
         return RecordingFacts.model_validate(data)
     except ValidationError as error:

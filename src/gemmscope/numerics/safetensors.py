@@ -14,16 +14,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gemmscope.errors import UserError, shown
 from gemmscope.files import replacing
-from gemmscope.reading import called, open_input, parse_json
+from gemmscope.reading import LIMITS, called, open_input, parse_json, read_part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+LARGEST_HEADER = LIMITS["tensors"]["bytes"]
 DTYPES = {  # name in the file → PyTorch's name, and bytes of a value
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
     "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2),
@@ -53,8 +51,8 @@ class TensorFile:
     metadata: Mapping[str, str]
     data_bytes: int
 
-    def load(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one row of it, in memory of its own."""
+    def load(self, name: str, row: int | None = None, lines: range | None = None) -> Tensor:
+        """A tensor, or one row of it, or some lines of either, in memory of its own."""
         import torch
 
         tensor = self.tensors[name]
@@ -62,16 +60,13 @@ class TensorFile:
         if row is not None:
             shape, size = shape[1:], (end - begin) // shape[0]
             begin, end = begin + row * size, begin + (row + 1) * size
+        if lines is not None:
+            size, shape = (end - begin) // shape[0], (len(lines), *shape[1:])
+            begin, end = begin + lines.start * size, begin + lines.stop * size
         dtype = getattr(torch, DTYPES[tensor.dtype][0])
         if begin == end:
             return torch.empty(shape, dtype=dtype)
-        try:
-            data = np.fromfile(self.path, np.uint8, end - begin, offset=begin)
-        except OSError as error:
-            raise UserError(f"{called(self.path)} cannot be read: {error.strerror or error}") from None
-        if len(data) < end - begin:
-            raise UserError(f"{called(self.path)} became shorter while it was read", "copy it again")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+        return torch.frombuffer(read_part(self.path, begin, end - begin), dtype=dtype).reshape(shape)
 
 
 def read_header(path: str | Path, hint: str = "") -> TensorFile:
@@ -95,9 +90,15 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
         raise UserError(f"{name} is damaged: its metadata are not texts", hint)
     offset = 8 + length
     tensors = {key: _stored(key, value, offset, name, hint) for key, value in header.items()}
-    end = max((tensor.end for tensor in tensors.values()), default=offset)
+    end = offset
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != end:  # as the safetensors library demands: what overlaps would be read many times
+            raise UserError(f"{name} is damaged: its tensors overlap, or there are gaps between them", hint)
+        end = tensor.end
     if end > size:
         raise UserError(f"{name} is truncated: it has {size:,} bytes of {end:,}", "copy it again")
+    if end < size:
+        raise UserError(f"{name} is damaged: {size - end:,} bytes follow its last tensor", hint)
     return TensorFile(str(path), tensors, metadata, end - offset)
 
 

@@ -46,7 +46,7 @@ class TensorSummary:
 
 def random_for(seed: int, *parts: str | int) -> Random:
     """A generator of its own for each linear, step and purpose: no sample depends on what else is recorded."""
-    numbers = [part if isinstance(part, int) else crc32(part.encode()) for part in parts]
+    numbers = [part if isinstance(part, int) else crc32(part.encode("utf-8", "surrogatepass")) for part in parts]
     return np.random.default_rng([seed, *numbers])
 
 
@@ -102,21 +102,20 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
     scale = largest if largest > 0 else 1.0
     nonzero = torch.zeros((), dtype=torch.int64, device=tensor.device)
     exponents = torch.zeros(EXPONENTS, dtype=torch.int64, device=tensor.device)
-    rows, columns, maxima = [], torch.zeros(tensor.shape[1], device=tensor.device), []
-    for _, values in chunks(tensor, dtype):
+    row_energy, columns = (torch.zeros(size, device=tensor.device) for size in tensor.shape)
+    small = row_energy.new_empty([-(-size // SMALL_BLOCK) for size in tensor.shape]) if blocks else row_energy
+    for start, values in chunks(tensor, dtype):  # into tensors of the final size: pieces kept between others fragment the memory
         biased = (values.view(torch.int32) >> 23).to(torch.uint8)  # without the sign
         exponents += torch.bincount(biased.reshape(-1), minlength=EXPONENTS)
         nonzero += torch.count_nonzero(values)
         if blocks:
-            maxima.append(_block_maxima(values, SMALL_BLOCK))
+            small[start // SMALL_BLOCK : -(-(start + len(values)) // SMALL_BLOCK)] = _block_maxima(values, SMALL_BLOCK)
         squares = _squares(values, scale)
-        rows.append(squares.sum(1))
+        row_energy[start : start + len(values)] = squares.sum(1)
         columns += squares.sum(0)
     block_maxima: dict[int, Tensor] = {}
     if blocks:
-        small = torch.cat(maxima)
         block_maxima = {SMALL_BLOCK: small.to(dtype), BLOCK: _block_maxima(small, BLOCK // SMALL_BLOCK).to(dtype)}
-    row_energy = torch.cat(rows)
     facts = TensorFacts(
         amax=amax,
         norm=scale * sqrt(float(row_energy.sum(dtype=torch.float64))),
@@ -154,14 +153,14 @@ def _block_maxima(values: Tensor, size: int) -> Tensor:
 
 def weighted_energies(tensor: Tensor, dtype: torch.dtype, scale: float, weights: Tensor, *, by_column: bool) -> Tensor:
     """Sum of squares of every row, columns weighted; or of every column, rows weighted."""
-    rows, columns = [], torch.zeros(tensor.shape[1], device=tensor.device)
+    energies = torch.zeros(tensor.shape[by_column], device=tensor.device)
     for start, piece in chunks(tensor, dtype):
         squares = _squares(piece, scale)
         if by_column:
-            columns += weights[start : start + len(squares)] @ squares
+            energies += weights[start : start + len(squares)] @ squares
         else:
-            rows.append(squares @ weights)
-    return columns if by_column else torch.cat(rows)
+            energies[start : start + len(squares)] = squares @ weights
+    return energies
 
 
 def output_norm(first: Tensor, second: Tensor, dtype: torch.dtype) -> float | None:
@@ -265,7 +264,7 @@ def _sample_pass(
         tensors |= {
             f"{place}.rows": lines[:, kept].contiguous(),
             f"{place}.weights": torch.from_numpy(weights).float(),
-            f"{place}.row_amax": lines.abs().amax(1).float(),
+            f"{place}.row_amax": torch.stack([end.abs() for end in torch.aminmax(lines, dim=1)]).amax(0).float(),
             f"{place}.energy": energies[name][kept].float(),
         }
         for size in WEIGHT_BLOCKS if name == "W" else ():

@@ -73,10 +73,21 @@ def _as_recorded(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "*")
 
 
+def _in_quotes(name: str) -> str:
+    """A module's name inside the double quotes of TOML or YAML, or in a comment: a name from a file adds no line to paste.
+
+    >>> _in_quotes('experts.*.up"\\n--load')
+    'experts.up\\\\"\\\\U0000000a--load'
+    """
+    text = _as_recorded(name).encode("utf-8", "replace").decode()
+    escaped = {'"': '\\"', "\\": "\\\\"}
+    return "".join(escaped.get(one, one) if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
+
+
 def _torchtitan(mix: Mix, layers: int, titan: Mapping[str, Any]) -> str:
     """The converter and the names to leave out, which stay in BF16 whatever the mix says."""
     ends = [f"layers.{layer}." for layer in (*range(mix.first_layers), *range(layers - mix.last_layers, layers))]
-    names = [_name_in("torchtitan", name) or _as_recorded(name) for name in mix.linears]
+    names = [_name_in("torchtitan", name) or _in_quotes(name) for name in mix.linears]
     notes = [] if mix.higher == BASELINE else [f"torchtitan keeps these in {BASELINE}: one converter has one recipe"]
     if any("experts" in name for name in names):
         notes.append("experts are converted only by quantize.grouped_mm: remove them from its fqns")
@@ -95,12 +106,13 @@ def _megatron(mix: Mix, linears: Sequence[str], layers: int) -> str:
         notes.append(PER_LAYER)
     for linear in mix.linears:
         known_as = _name_in("megatron", linear)
-        patterns.append(f"*.{known_as or _as_recorded(linear)}")
+        patterns.append(f"*.{known_as or _in_quotes(linear)}")
         if known_as is None:
-            notes.append(f"{linear} is the recorded name: use its name in your Megatron-LM model")
+            notes.append(f"{_in_quotes(linear)} is the recorded name: use its name in your Megatron-LM model")
         elif others := [other for other in linears if _name_in("megatron", other) == known_as and other not in mix.linears]:
             notes.append(
-                f"{known_as} of Megatron-LM also holds {' and '.join(others)}, which stay in the higher precision with {linear}"
+                f"{known_as} of Megatron-LM also holds {' and '.join(map(_in_quotes, others))}, which stay in the higher "
+                f"precision with {_in_quotes(linear)}"
             )
     return megatron_text(mix.recipe, mix.higher, first=first, last=last, patterns=list(dict.fromkeys(patterns)), notes=notes)
 

@@ -9,18 +9,14 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError, shown
-from gemmscope.reading import called, enough_memory, parse_json, read_bytes
+from gemmscope.reading import LIMITS, called, check_numbers, enough_memory, parse_json, read_bytes
 from gemmscope.results.base import SCHEMA_VERSION, Result, command_of
 from gemmscope.results.fleet import FleetGpu
 
 KINDS = ["shapes", "bench", "step", "sweep", "forecast", "plan", "numerics", "explain", "compare", "fleet"]
-LARGEST = 64 << 20  # bytes: far more than any run file has
-MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each invalid one needs a kilobyte for its error
-# A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first invalid one.
-LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = 256 << 20, 6_000_000, 5_000
+LARGEST, MOST_VALUES = (LIMITS["run_file"][name] for name in ("bytes", "entries"))
+LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = (LIMITS["fleet"][name] for name in ("bytes", "entries", "gpu"))
 FLEET = re.compile(rb'"kind"\s*:\s*"fleet"')
-LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
-DEEPEST = 50  # levels of lists and objects
 EXPECTED = "give a run file written by --json"
 Validated = TypeVar("Validated")
 
@@ -121,21 +117,5 @@ def _json(path: Path) -> tuple[dict[str, Any], int]:
     rest = _count({name: value for name, value in data.items() if name != "gpus"}, MOST_VALUES) if fleet else values
     if rest > MOST_VALUES:
         raise UserError(f"{called(path)} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
-    for key in list(data):  # one after the other: two copies of everything would need twice the memory
-        data[_plain(key, path)] = _plain(data.pop(key), path)
+    check_numbers(data, path, EXPECTED)
     return data, values
-
-
-def _plain(value: Any, path: Path, depth: int = 1) -> Any:
-    """A value with lone surrogates replaced; a `UserError` for numbers and nesting that no result has."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # also NaN
-        raise UserError(f"{called(path)} is damaged: {shown(value)} is not a number of a result", EXPECTED)
-    if depth > DEEPEST:
-        raise UserError(f"{called(path)} is damaged: it is nested too deeply", EXPECTED)
-    if isinstance(value, list):
-        return [_plain(item, path, depth + 1) for item in value]
-    if isinstance(value, dict):
-        return {_plain(key, path): _plain(item, path, depth + 1) for key, item in value.items()}
-    return value

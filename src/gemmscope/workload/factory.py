@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gemmscope.errors import option
+from gemmscope.workload.confine import limited_time
 from gemmscope.workload.failures import TraceError, naming
 from gemmscope.workload.module_parts import named_tensors, tensors_in, with_tensors
 
@@ -74,6 +75,7 @@ class Built:
         return ", ".join(named[:MOST_INPUTS]) + (", …" if len(named) > MOST_INPUTS else "") or "no tensors"
 
 
+@limited_time()
 def load_factory(
     reference: str, micro_batch: int | None, sequence: int | None, device: str, built_on: str | None = None
 ) -> Built:
@@ -90,7 +92,7 @@ def load_factory(
     if not callable(factory):
         own = {key for key, value in vars(python_module).items() if getattr(value, "__module__", None) == python_module.__name__}
         callables = ", ".join(sorted(key for key in own if callable(getattr(python_module, key))))
-        raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
+        raise TraceError(f"{path} has no function {name!r}; it defines {callables or 'no function'}")
     given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
     accepted = _accepted(factory, name, given)
     stay = _OnMeta() if (built_on or device) == "meta" else contextlib.nullcontext()

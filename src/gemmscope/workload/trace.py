@@ -20,6 +20,7 @@ from gemmscope.folders import temporary_folder
 from gemmscope.grouping import grouped
 from gemmscope.model.limits import LARGEST
 from gemmscope.process import run_worker
+from gemmscope.workload.confine import module_seconds
 from gemmscope.workload.derive import HEAD, STEP, Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Convolution, Gemm, Op, Optimizer, Pass, gemm_size, why_high_precision
 from gemmscope.workload.scans import CausalConv, Scan
@@ -32,6 +33,7 @@ MOST_COUNTED = {**dict.fromkeys(("layer", "layers", "blocks", "depth", "depths")
 COUNTS = re.compile(rf"(?:{'|'.join(MOST_COUNTED)})$")
 LONGEST_LIST, LARGEST_REQUEST = 100_000, 4 * 2**20
 LONGEST_S = 600.0  # to trace a config; the largest models take a minute
+TRIES = 5  # of building and of running a module: on the meta device and on the CPU
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def trace_module(reference: str, micro_batch: int | None, sequence: int | None) 
         raise UserError(f"{option('module')} must be FILE.py:FUNCTION, not {reference!r}", example)
     if not os.path.isfile(path):  # noqa: PTH113 (no exception for any name); said at once: importing torch takes seconds
         raise UserError(f"{option('module')}: there is no file {shown(path)}", f"give the file that defines {name}")
-    return _ask_worker({"module": reference}, micro_batch, sequence)
+    return _ask_worker({"module": reference}, micro_batch, sequence, LONGEST_S + TRIES * module_seconds())
 
 
 def _require(package: str, why: str) -> None:
@@ -123,9 +125,7 @@ def _require(package: str, why: str) -> None:
             raise UserError(f"{name} is needed {why}, but it is not installed", f"pip install {name}, in gemmscope's environment")
 
 
-def _ask_worker(
-    request: dict[str, Any], micro_batch: int | None, sequence: int | None, time_limit_s: float = float("inf")
-) -> ModuleTrace:
+def _ask_worker(request: dict[str, Any], micro_batch: int | None, sequence: int | None, time_limit_s: float) -> ModuleTrace:
     _require("torch", "to trace a module")
     request |= {"micro_batch": micro_batch, "sequence": sequence}
     text = json.dumps(request)

@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter
 
 from gemmscope.workload import stand_ins
-from gemmscope.workload.confine import limited_memory, offline
+from gemmscope.workload.confine import limited_memory, limited_time, offline
 from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, outputs_of
 from gemmscope.workload.failures import TraceError, fails_on_meta, naming
 from gemmscope.workload.huggingface import (
@@ -171,7 +171,8 @@ def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
 def _run(built: Built, folder: Path | None = None, *, with_values: bool = False) -> ModuleTrace:
     """Trace on the meta device, or with values on the CPU."""
     longest_s = LONGEST_WITH_VALUES_S if with_values else math.inf
-    with naming("running the model on the CPU" if with_values else RUNNING, folder):
+    limited = limited_time() if folder is not None else contextlib.nullcontext()
+    with naming("running the model on the CPU" if with_values else RUNNING, folder), limited:
         return replace(trace_built(built, longest_s=longest_s), with_values=with_values)
 
 

@@ -10,6 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,18 +23,21 @@ from gemmscope.numerics.names import LinearName, name_linears
 from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.numerics.sample import few_experts, random_for, sample_linear
-from gemmscope.reading import called, parse_json, read_text
+from gemmscope.reading import LIMITS, called, parse_json, read_text
 from gemmscope.units import counted
 
 HINT = "give a safetensors file, a folder with such files, or a model.safetensors.index.json"
 INDEX = "model.safetensors.index.json"
-LARGEST_INDEX = 64 << 20  # bytes
-MOST_FILES = 10_000
+LARGEST_INDEX = LIMITS["checkpoint_index"]["bytes"]
+MOST_FILES, MOST_TENSORS, MOST_LINEARS, MOST_SAMPLED = (
+    LIMITS["checkpoint"][name] for name in ("files", "entries", "linears", "sampled")
+)
 NOT_LINEARS = ("embed", "wte", "wpe", "norm", "ln_", "conv", "rotary", "position", "router", "gate.weight", "relative_attention")
 FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")  # DeepSeek's of 128x128 blocks; one per tensor or row elsewhere
 SCALE_BLOCK = 128
-SMALLEST = 16  # features of a linear
+SMALLEST, LARGEST = 16, 1 << 19  # features of a linear: vocabularies have up to 262,208
+PIECE = 1 << 22  # FP8 values that are dequantized at a time
 PART = re.compile(r"-\d+-of-\d+")  # in the name of one of several files
 PREDICTION_LAYERS = 3  # at most, which a checkpoint may have beside the layers of the model
 
@@ -55,27 +60,30 @@ class StoredWeight:
 
     def load(self) -> Tensor:
         """[outputs, inputs]; FP8 weights with their scales applied, in bfloat16."""
-        weight = self.file.load(self.key, self.expert)
-        if self.stored.dtype.startswith("F8"):
-            weight = self._dequantized(weight)
+        weight = self._dequantized() if self.stored.dtype.startswith("F8") else self.file.load(self.key, self.expert)
         return weight.T if self.transposed else weight
 
-    def _dequantized(self, weight: Tensor) -> Tensor:
+    def _dequantized(self) -> Tensor:
+        """In pieces: no more memory than the result."""
         names = [f"{self.key.removesuffix('weight')}{ending}" for ending in FP8_SCALES]
         name = next((name for name in names if name in self.file.tensors), None)
         if name is None:
             raise UserError(f"{self.key} is FP8 without scales ({names[0]} is missing)", "use the checkpoint in BF16")
-        scales = self.file.load(name).float()
-        if scales.dim() == 2 and min(scales.shape) > 1:
-            rows, columns = weight.shape
-            scales = scales.repeat_interleave(SCALE_BLOCK, 0)[:rows].repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
-        elif scales.numel() == weight.shape[0]:
-            scales = scales.reshape(-1, 1)
-        if scales.numel() not in (1, weight.shape[0], weight.numel()):
-            raise UserError(
-                f"the scales of {self.key} have the shape {tuple(scales.shape)}, which is not known", "use the checkpoint in BF16"
-            )
-        return (weight.float() * scales).to(torch.bfloat16)
+        (rows, columns), shape = self.stored.shape[-2:], self.file.tensors[name].shape
+        expert = self.expert if self.expert is not None and shape[:1] == self.stored.shape[:1] else None
+        shape = shape if expert is None else shape[1:]
+        blocks = shape == (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+        if not blocks and shape not in ((rows,), (rows, 1)) and prod(shape) != 1:
+            raise UserError(f"the scales of {self.key} have the shape {shape}, which is not known", "use the checkpoint in BF16")
+        scales = self.file.load(name, expert).float()
+        scales = scales if blocks else scales.reshape(-1, 1).expand(rows, 1)
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16)
+        for start in range(0, rows, step := max(PIECE // columns, 1)):
+            lines = range(start, min(start + step, rows))
+            own = scales[torch.tensor(lines) // SCALE_BLOCK] if blocks else scales[start : lines.stop]
+            own = own.repeat_interleave(SCALE_BLOCK, 1)[:, :columns] if blocks else own
+            weight[start : lines.stop] = self.file.load(self.key, self.expert, lines).float() * own
+        return weight
 
 
 def read_checkpoint(
@@ -91,6 +99,11 @@ def read_checkpoint(
     if model is not None:
         check_model(called(path), weights, names, model)
     chosen = few_experts(names, seed)
+    if len(chosen) > MOST_SAMPLED:
+        raise UserError(
+            f"{called(path)} has {len(chosen):,} linears, more than the {MOST_SAMPLED:,} that can be compared",
+            "give one of its files",
+        )
     share = int(megabytes * 1e6 / len(chosen)) - 4000
     linears, kept, notes = [], dict[str, Tensor](), set[str]()
     for key in chosen:
@@ -123,7 +136,13 @@ def checkpoint_files(path: str | Path) -> list[TensorFile]:
         files = _indexed(index)
     if not files:
         raise UserError(f"{called(path)} is a folder without safetensors files", HINT)
-    return [read_header(file, HINT) for file in files]
+    read, tensors = list[TensorFile](), 0
+    for file in files:
+        read.append(read_header(file, HINT))
+        tensors += len(read[-1].tensors)
+        if tensors > MOST_TENSORS:
+            raise UserError(f"{called(path)} has more than {MOST_TENSORS:,} tensors", "give one of its files")
+    return read
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -146,7 +165,10 @@ def find_weights(files: Sequence[TensorFile]) -> tuple[dict[str, StoredWeight], 
     """The linears of a checkpoint: path → weight, and path → name."""
     conv1d = _has_conv1d(files)
     stored = [(file, key) for file in files for key in file.tensors]
-    weights = _oriented(dict(weight for file, key in stored for weight in _weights_of(file, key, conv1d=conv1d)))
+    pairs = (weight for file, key in stored for weight in _weights_of(file, key, conv1d=conv1d))
+    weights = _oriented(dict(islice(pairs, MOST_LINEARS + 1)))
+    if len(weights) > MOST_LINEARS:
+        raise UserError(f"{called(files[0].path)} has more than {MOST_LINEARS:,} linears", HINT)
     names = name_linears({key: weight.sizes for key, weight in weights.items()})
     names = {key: name for key, name in names.items() if name.is_recorded}
     return {key: weights[key] for key in names}, names
@@ -164,6 +186,8 @@ def _has_conv1d(files: Sequence[TensorFile]) -> bool:
 def _weights_of(file: TensorFile, key: str, *, conv1d: bool) -> Iterator[tuple[str, StoredWeight]]:
     stored = file.tensors[key]
     if stored.dtype not in FLOATS or len(stored.shape) not in (2, 3) or min(stored.shape[-2:]) < SMALLEST:
+        return
+    if max(stored.shape[-2:]) > LARGEST:
         return
     path, ending = key.removesuffix(".weight"), ".".join(key.split(".")[-3:])
     if any(part in ending for part in NOT_LINEARS):

@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import fmean
 
 from gemmscope import units
+from gemmscope.errors import UserError, shown
 from gemmscope.grouping import grouped
 from gemmscope.numerics.evaluation.gemm_errors import (
     GemmNoise,
@@ -29,7 +30,10 @@ from gemmscope.numerics.recording import (
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, PassError, StaleScale
+from gemmscope.units import counted
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
+
+LENGTHS = (2, 5)  # values of a probe: of the correlation of two operands, and of one operand
 
 
 class LinearErrors:
@@ -37,6 +41,9 @@ class LinearErrors:
 
     def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
         self.facts, self._seed = linear.facts, seed
+        probes = ((key, len(values)) for step in linear.sampled_steps for key, values in step.facts.probes.items())
+        if cut := next(((key, count) for key, count in probes if count < LENGTHS[key.count("/") > 1]), None):
+            raise UserError(f"its probe {shown(cut[0])} is truncated: it has {counted(cut[1], 'value')}")
         self._steps = [_on_device(step, device) for step in linear.sampled_steps]
         self._gemms = {  # of the steps in which a pass has an error
             name: [SampledGemm(step, name, seed) for step in self._steps if name in step.passes and not step.problem(name)]
