@@ -239,7 +239,7 @@ def test_failures_are_said_and_the_training_goes_on(
 
     monkeypatch.setattr("gemmscope.numerics.in_training.capture.sample_with_probes", fails)
     trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
-    assert capsys.readouterr().err == "gemmscope: no tensors were recorded: RuntimeError: out of memory\n"
+    assert capsys.readouterr().err == "gemmscope: no tensors are recorded, the training goes on: RuntimeError: out of memory\n"
     assert all(not module._forward_hooks for module in model.modules())
     assert not (tmp_path / "t.safetensors").exists()
 
@@ -272,7 +272,7 @@ def test_without_memory_for_probes_the_sample_is_kept(tmp_path: Path, monkeypatc
 def test_a_failure_outside_of_a_linear_ends_the_recording(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmscope.numerics.in_training.capture.first_tensor", lambda *_: 1 / 0)
+    monkeypatch.setattr("gemmscope.numerics.in_training.linears.first_tensor", lambda *_: 1 / 0)
     without = trained(prepared("eager"), None, loop=3)
     model = prepared("eager")
     within = trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
@@ -301,7 +301,7 @@ def test_nothing_to_record_is_said(
 def test_a_loop_that_ends_where_the_recording_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gemmscope.record_tensors(nn.Sequential(nn.Linear(32, 32)), tmp_path / "t", steps=2, after=1) as recording:
         recording.step()
-    assert "no tensors were recorded: the loop ran 1 step, 3 are needed" in capsys.readouterr().err
+    assert "no tensors are recorded, the training goes on: the loop ran 1 step, 3 are needed" in capsys.readouterr().err
 
 
 def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

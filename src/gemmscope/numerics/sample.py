@@ -102,7 +102,7 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
     scale = largest if largest > 0 else 1.0
     nonzero = torch.zeros((), dtype=torch.int64, device=tensor.device)
     exponents = torch.zeros(EXPONENTS, dtype=torch.int64, device=tensor.device)
-    rows, columns, maxima = [], torch.zeros(tensor.shape[1], device=tensor.device), []
+    rows, columns, maxima = [], torch.zeros(tensor.shape[1], dtype=torch.float32, device=tensor.device), []
     for _, values in chunks(tensor, dtype):
         biased = (values.view(torch.int32) >> 23).to(torch.uint8)  # without the sign
         exponents += torch.bincount(biased.reshape(-1), minlength=EXPONENTS)
@@ -154,7 +154,7 @@ def _block_maxima(values: Tensor, size: int) -> Tensor:
 
 def weighted_energies(tensor: Tensor, dtype: torch.dtype, scale: float, weights: Tensor, *, by_column: bool) -> Tensor:
     """Sum of squares of every row, columns weighted; or of every column, rows weighted."""
-    rows, columns = [], torch.zeros(tensor.shape[1], device=tensor.device)
+    rows, columns = [], torch.zeros(tensor.shape[1], dtype=torch.float32, device=tensor.device)
     for start, piece in chunks(tensor, dtype):
         squares = _squares(piece, scale)
         if by_column:

@@ -12,53 +12,49 @@ import torch
 from torch import Tensor, nn
 
 from gemmscope.grouping import grouped
-from gemmscope.numerics.in_training.capture import (
-    GROUPED,
-    NORM_MLP,
-    Guard,
-    LinearHooks,
-    LinearPlace,
-    StepCapture,
-    kind_of,
-    module_weights,
-)
-from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, RerunModule, is_compiled, original_module
+from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
+from gemmscope.numerics.in_training.experts import ExpertHooks
+from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, LinearHooks, kind_of, module_weights
+from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
+from gemmscope.training import Guard
 from gemmscope.units import counted
 
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
 FACTS_BYTES = 5_500
 MAXIMA_BYTES = 260  # of a step without samples
+COMPILED = "compiled modules do not show their linears: run the recorded steps with TORCH_COMPILE_DISABLE=1"
 SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
 
 
 @dataclass(frozen=True)
 class RecordingPlan:
-    """Where the linears are: plain modules, and modules that run a second time."""
+    """Where the linears are, and what is known of them before they run."""
 
     linears: list[tuple[nn.Module, list[LinearPlace]]]
-    regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]]
     facts: Mapping[str, LinearFacts]
     """By the key of their place: those that are recorded, without steps."""
     notes: tuple[str, ...]
+    compiled: int = 0
+    """Linears inside compiled modules, which cannot be seen."""
 
 
 class ModelRecorder:
     """Hooks on a model in recorded steps, and what they recorded."""
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guarded: Guard) -> None:
+    def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guard: Guard) -> None:
         if isinstance(model, (list, tuple)):  # as Megatron keeps the parts of a pipeline stage
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
         self._model_name = type(original_module(model, "FullyShardedDataParallel")).__name__
-        self._settings, self._guarded = settings, guarded
+        self._settings, self._guard = settings, guard
         self._plan = make_plan(model, settings)
         self._linears = dict(self._plan.facts)
         """With the steps that were recorded."""
         self._share = share_of([facts.name for facts in self._linears.values()], settings)
         self._capture: StepCapture | None = None
-        self._hooks: list[LinearHooks | RerunModule] = []
+        self._hooks: list[LinearHooks | ExpertHooks] = []
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
 
@@ -66,10 +62,10 @@ class ModelRecorder:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
         histories = {key: linear.steps for key, linear in self._linears.items()}
-        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded, histories)
+        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guard, histories)
         self._capture = capture
-        self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
-        self._hooks += [RerunModule(module, linears, capture) for module, linears in self._plan.regions]
+        for module, places in self._plan.linears:  # one by one, so that an error leaves none behind
+            self._hooks.append((ExpertHooks if places[0].parameter else LinearHooks)(module, places, capture))
 
     def end_step(self) -> None:
         """Remove the hooks, and keep what was recorded."""
@@ -91,6 +87,8 @@ class ModelRecorder:
 
     def remove(self) -> None:
         """Remove the hooks."""
+        if self._capture is not None:
+            self._capture.end()
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
@@ -118,9 +116,8 @@ class ModelRecorder:
 
 def _nothing(plan: RecordingPlan) -> str:
     if not plan.facts:
-        return "the model has no known linears"
-    compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
-    return f"none of the model's {len(plan.facts)} linears ran and got a gradient{'' if plan.regions else compiled}"
+        return COMPILED if plan.compiled else "the model has no known linears"
+    return f"none of the model's {len(plan.facts)} linears ran and got a gradient; {COMPILED}; CUDA graphs cannot be recorded"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -136,27 +133,23 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
 
 def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
-    modules = list(find_modules(model, settings["seed"]))
+    found = list(find_modules(model, settings["seed"]))
+    modules = [(path, module, own) for path, module, compiled, own in found if not compiled]
+    hidden = sum(len(own) for *_, compiled, own in found if compiled)
     places = {place.key: place for *_, own in modules for place in own}
     named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
     counts = few_experts(named, settings["seed"])
     names, notes = _fitting(_unique({key: named[key] for key in counts}), settings)
     notes += tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
-        for path, module, _, own in modules
+        for path, module, own in modules
         if kind_of(module) and not own
     )
+    if hidden:
+        notes += (f"{counted(hidden, 'linear')} inside compiled modules: not recorded; {COMPILED}",)
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
-    plain: list[tuple[nn.Module, list[LinearPlace]]] = []
-    inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]] = {}
-    for _, module, region, all_places in modules:
-        own = [place for place in all_places if place.key in names]
-        if own and region is None and kind_of(module) not in ("", NORM_MLP):
-            plain.append((module, own))
-        elif own:
-            root = region if region is not None else module
-            inside.setdefault(id(root), (root, []))[1].append((module, own))
+    own = [(module, [place for place in own if place.key in names]) for _, module, own in modules]
     facts = {
         key: LinearFacts(
             name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=places[key].kind, inputs=places[key].inputs,
@@ -164,7 +157,7 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
         )
         for key, name in names.items()
     }  # fmt: skip
-    return RecordingPlan(plain, list(inside.values()), facts, notes)
+    return RecordingPlan([(module, places) for module, places in own if places], facts, notes, hidden)
 
 
 def _named(places: Mapping[str, LinearPlace]) -> dict[str, LinearName]:
@@ -184,16 +177,32 @@ def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
     return replace(name, layer=numbers[0] - 1) if name.layer is not None and numbers else name
 
 
-def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, nn.Module | None, list[LinearPlace]]]:
-    """Every module that has linears: its path, the outermost compiled module around it, and its linears; of experts some."""
-    compiled: list[tuple[str, nn.Module]] = []
+def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, bool, list[LinearPlace]]]:
+    """Every module that has linears: its path, whether it is inside a compiled module, and its linears; of experts some."""
+    compiled: set[int] = set()
     for path, module in model.named_modules():
-        while compiled and not (path == compiled[-1][0] or path.startswith(f"{compiled[-1][0]}.") or not compiled[-1][0]):
-            compiled.pop()
-        if is_compiled(module) and not compiled:
-            compiled.append((path, module))
+        if is_compiled(module):
+            compiled |= {id(one) for one in module.modules()}
         if kind_of(module) or _three_dimensional(module):
-            yield path, module, compiled[-1][1] if compiled else None, places_of(path, module, seed)
+            yield path, module, id(module) in compiled, places_of(path, module, seed)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is the wrapper that `torch.compile(module)` returns."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled: by a wrapper, `module.compile()`, or `module.forward = torch.compile(module.forward)`."""
+    calls = (module.__dict__.get("forward"), getattr(module, "_compiled_call_impl", None))
+    return is_wrapper(module) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+
+
+def original_module(module: nn.Module, *wrappers: str) -> nn.Module:
+    """The module inside the wrappers of `torch.compile` and of data parallelism, and inside those that are named."""
+    while is_wrapper(module) or type(module).__name__ in ("DistributedDataParallel", *wrappers):
+        module = module._orig_mod if is_wrapper(module) else module.module
+    return module
 
 
 def _three_dimensional(module: nn.Module) -> list[str]:
