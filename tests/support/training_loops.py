@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import gemmscope
+from gemmscope.numerics.recording import read_recording
 
 WIDTH, STEPS, RECORDED = 16, 5, (1, 3)  # the first recorded step and the first one after them
 OBSERVERS = ("record", "trace", "both")
@@ -45,13 +46,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Loop:
-    """One kind of training. `complete`: every linear can be recorded; `traced`: a trace can be taken."""
+    """One kind of training. `recorded`: whether some linears can be recorded, `complete`: whether all can; `traced`: whether a
+    trace can be taken."""
 
     name: str
     start: Callable[[str], Training]
+    recorded: bool = True
     complete: bool = True
     traced: bool = True
-    compiles: bool = False
 
 
 class Block(nn.Module):
@@ -104,7 +106,7 @@ class Experts(nn.Module):
 
 
 def _grouped(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    return functional.grouped_mm(x, weights, offs=offsets)
+    return functional.grouped_mm(x.bfloat16(), weights.bfloat16(), offs=offsets).float()
 
 
 class Mixture(nn.Module):
@@ -554,16 +556,13 @@ def compiled_autograd(model: Any, x: Tensor, _: Training) -> Tensor:
 
 def compiled_loops() -> Iterator[Loop]:
     whole = partial(torch.compile, backend=BACKEND)
-    for name, build, step, complete in (
-        ("compiled as a whole", lambda: whole(Network()), plain, False),
-        ("compiled by layer", by_layer, plain, False),
-        ("compiled by layer, copied", by_layer, averaged, False),
-        ("a compiled function in experts", two_layers(partial(Experts, "grouped", compiled=True)), plain, True),
-        ("compiled autograd", two_layers(lambda: nn.Sequential(Block(), Experts("loop"))), compiled_autograd, False),
-    ):
-        yield Loop(name, loop_of(build, step), complete, compiles=True)
+    yield Loop("compiled as a whole", loop_of(lambda: whole(Network())), recorded=False)
+    yield Loop("compiled by layer", loop_of(by_layer))
+    yield Loop("compiled by layer, copied", loop_of(by_layer, averaged))
+    yield Loop("a compiled function in experts", loop_of(two_layers(partial(Experts, "grouped", compiled=True))))
     again = loop_of(Around, observed=lambda model: model.inside, tokens=growing)
-    yield Loop("fullgraph, compiled again in a recorded step", again, complete=False, compiles=True)
+    yield Loop("fullgraph, compiled again in a recorded step", again, recorded=False)
+    yield Loop("compiled autograd", loop_of(lambda: Network(Block()), compiled_autograd))
 
 
 def parallel_loops() -> Iterator[Loop]:
@@ -626,6 +625,8 @@ class Outcome:
 
     left: dict[str, str]
     recorded: bool = True
+    missing: tuple[str, ...] = ()
+    """Linears that were not recorded."""
     traced: bool = True
 
 
@@ -661,7 +662,10 @@ def run(loop: Loop, observers: str, folder: Path, device: str = "cpu") -> Outcom
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     left |= dict(_left("state", states))
-    return Outcome(left, recording is None or recording.recorded, trace is None or trace.recorded)
+    recorded = recording is not None and recording.recorded
+    linears = read_recording(folder / "recording.safetensors").linears if recorded else []
+    missing = tuple(f"{one.name}: {one.facts.failure}" for one in linears if one.facts.failure)
+    return Outcome(left, recording is None or recorded, missing, trace is None or trace.recorded)
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
@@ -675,7 +679,9 @@ def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for place, module in value.named_modules():
             own = {key: one for key, one in vars(module).items() if not key.startswith("_") or key in ("_parameters", "_buffers")}
             yield from _left(f"{name}.{place}", {key: one for key, one in own.items() if not callable(one)})
-            yield f"{name}.{place}.hooks", str((len(module._forward_hooks), len(module._forward_pre_hooks)))
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            # copies of observers' hooks do nothing: `contextlib.nullcontext().__exit__`
+            yield f"{name}.{place}.hooks", str([one for one in hooks if getattr(one, "__module__", "") != "contextlib"])
         yield f"{name}.class", type(value).__name__
     elif isinstance(value, torch.optim.Optimizer):
         yield from _left(name, [one for state in value.state.values() for one in state.values()])

@@ -85,6 +85,8 @@ class StepCapture:
         self.step, self.budget, self.seed, self.histories = step, budget, seed, histories
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
+        self.halves: set[str] = set()
+        """Linears without the gradient that they should get."""
         self.ended = False
         self._guard = guard
         self._hooks: list[Hook] = []
@@ -235,6 +237,7 @@ class StepCapture:
                 tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
                 taken.facts = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
             elif taken.facts is None and taken.x is not None:
+                self.halves |= {key} if len(taken.passes) > 1 else set()
                 self._complete(taken)
             if taken.facts is not None:
                 recorded[key] = (taken.facts, taken.kept)

@@ -57,6 +57,7 @@ class ModelRecorder:
         self._hooks: list[LinearHooks | ExpertHooks] = []
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
+        self._halves: set[str] = set()
 
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
@@ -80,6 +81,7 @@ class ModelRecorder:
             self._linears[key] = linear.model_copy(update={**seen, "steps": (*linear.steps, facts)})
             kept |= {tensor_key(linear.name, facts.step, name): tensor for name, tensor in tensors.items()}
         self._problems |= capture.problems
+        self._halves = capture.halves
         if kept:
             self._kept[capture.step] = kept
             for step in sorted(self._kept)[: -self._settings["samples"]]:
@@ -99,10 +101,13 @@ class ModelRecorder:
         if not any(linear.steps for linear in linears):
             return next(iter(self._problems.values()), "") or _nothing(self._plan)
         steps = sorted({step.step for linear in linears for step in linear.steps})
+        notes = self._plan.notes
+        if self._halves:
+            notes += (f"{counted(len(self._halves), 'linear')}: no gradient of the output was seen, as with compiled autograd",)
         versions = {"torch": torch.__version__, **self._settings["packages"]}
         facts = RecordingFacts(
             source="recording", model=self._model_name, steps=tuple(steps), seed=self._settings["seed"],
-            rank=self._settings["rank"], packages=versions, notes=self._plan.notes, linears=linears,
+            rank=self._settings["rank"], packages=versions, notes=notes, linears=linears,
         )  # fmt: skip
         write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
         return ""
