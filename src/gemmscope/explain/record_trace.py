@@ -101,8 +101,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             say("gemmscope: PyTorch finds no GPU to profile: the trace will have no kernels, and gemmscope explain needs them")
         activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
         planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
-        self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
         self._others = _OtherProfilers(self._other_began)
+        self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
         self._call(self._profiler.__enter__)
         self._watch()
 
@@ -131,14 +131,14 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock.stop()
         profiler, self._profiler = self._profiler, None
         others, self._others = self._others, None
-        if profiler is None or others is None:
-            return
-        profiler.on_trace_ready = None  # what is complete was written before
-        try:
-            with others.ours():
-                profiler.__exit__(None, None, None)
-        finally:
-            others.forget()
+        if others is not None:
+            try:
+                if profiler is not None:
+                    profiler.on_trace_ready = None  # what is complete was written before
+                    with others.ours():
+                        profiler.__exit__(None, None, None)
+            finally:
+                others.forget()
 
     def _watch(self) -> None:
         """Read the clock from the first recorded step on, until the trace is written."""
@@ -170,7 +170,8 @@ class _OtherProfilers:
         from torch.autograd import profiler
 
         self._module, self._began = profiler, began
-        known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)]
+        scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict  # a schedule may have prepared one that does not run yet
+        known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
         self._running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
         self._ours = False
         names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")

@@ -47,7 +47,7 @@ class ModelRecorder:
     def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guard: Guard) -> None:
         if isinstance(model, (list, tuple)):  # as Megatron keeps the parts of a pipeline stage
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
-        self._model_name = type(original_module(model, "FullyShardedDataParallel")).__name__
+        self._model_name = _encodable(type(original_module(model, "FullyShardedDataParallel")).__name__)
         self._settings, self._guard = settings, guard
         self._plan = make_plan(model, settings)
         self._linears = dict(self._plan.facts)
@@ -185,11 +185,17 @@ def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
 def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, bool, list[LinearPlace]]]:
     """Every module that has linears: its path, whether it is inside a compiled module, and its linears; of experts some."""
     compiled: set[int] = set()
-    for path, module in model.named_modules():
+    for name, module in model.named_modules():
+        path = _encodable(name)
         if is_compiled(module):
             compiled |= {id(one) for one in module.modules()}
         if kind_of(module) or _three_dimensional(module):
             yield path, module, id(module) in compiled, places_of(path, module, seed)
+
+
+def _encodable(name: str) -> str:
+    """A name that a file can hold: halves of characters are written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -220,7 +226,7 @@ def _three_dimensional(module: nn.Module) -> list[str]:
 
 def places_of(path: str, module: Any, seed: int) -> list[LinearPlace]:
     """The linears of one module: one, or those of some experts; none if it is not supported."""
-    kind, name = kind_of(module), type(module).__name__
+    kind, name = kind_of(module), _encodable(type(module).__name__)
     if not kind:
         return _parameter_places(path, module, seed)
     if kind == NORM_MLP:
@@ -246,13 +252,13 @@ def places_of(path: str, module: Any, seed: int) -> list[LinearPlace]:
 
 def _parameter_places(path: str, module: nn.Module, seed: int) -> list[LinearPlace]:
     """Some experts of every parameter that holds the weights of all."""
-    places = []
+    places, kind = [], _encodable(type(module).__name__)
     for name in _three_dimensional(module):
         count, outputs, inputs = getattr(module, name).shape
         if getattr(module, "is_transposed", False):  # as Hugging Face marks them
             outputs, inputs = inputs, outputs
         places += [
-            LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number, (0, 1), type(module).__name__, count, name)
+            LinearPlace(_encodable(f"{path}.{name}.{number}"), inputs, outputs, number, (0, 1), kind, count, name)
             for number in _chosen(count, seed, path)
         ]
     return places
