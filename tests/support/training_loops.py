@@ -87,7 +87,7 @@ class Experts(nn.Module):
         self.counts: dict[str, int] = {}
         self.running = torch.zeros(())
         self.generator: torch.Generator | None = None
-        self.multiply = torch.compile(_grouped, backend="aot_eager", fullgraph=True) if compiled else _grouped
+        self.multiply = torch.compile(_grouped, backend=BACKEND, fullgraph=True) if compiled else _grouped
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH) * (1.0 if self.noise is None else self.noise(self))
@@ -562,7 +562,11 @@ def compiled_loops() -> Iterator[Loop]:
     yield Loop("a compiled function in experts", loop_of(two_layers(partial(Experts, "grouped", compiled=True))), complete=False)
     again = loop_of(Around, observed=lambda model: model.inside, tokens=growing)
     yield Loop("fullgraph, compiled again in a recorded step", again, recorded=False)
-    yield Loop("compiled autograd", loop_of(lambda: Network(Block()), compiled_autograd))
+
+
+def slow_loops() -> list[Loop]:
+    """They take half a minute."""
+    return [Loop("compiled autograd", loop_of(lambda: Network(Block()), compiled_autograd))]
 
 
 def parallel_loops() -> Iterator[Loop]:
@@ -680,8 +684,9 @@ def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
             own = {key: one for key, one in vars(module).items() if not key.startswith("_") or key in ("_parameters", "_buffers")}
             yield from _left(f"{name}.{place}", {key: one for key, one in own.items() if not callable(one)})
             hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            kinds = [str(getattr(hook, "__qualname__", type(hook))) for hook in hooks]
             # copies of observers' hooks do nothing: `contextlib.nullcontext().__exit__`
-            yield f"{name}.{place}.hooks", str([one for one in hooks if getattr(one, "__module__", "") != "contextlib"])
+            yield f"{name}.{place}.hooks", str([kind for kind in kinds if "nullcontext" not in kind])
         yield f"{name}.class", type(value).__name__
     elif isinstance(value, torch.optim.Optimizer):
         yield from _left(name, [one for state in value.state.values() for one in state.values()])
@@ -696,11 +701,11 @@ def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, one in value.items():
             yield from _left(f"{name}.{key}", one)
-    elif isinstance(value, (list, tuple)) and len(value) < 100:  # noqa: PLR2004
+    elif isinstance(value, (list, tuple)) and len(value) < 100:
         for number, one in enumerate(value):
             yield from _left(f"{name}.{number}", one)
     else:
-        yield name, repr(value)
+        yield name, repr(value) if isinstance(value, (bool, int, float, str, bytes, tuple, type(None))) else type(value).__name__
 
 
 def _digest(tensor: Tensor) -> str:

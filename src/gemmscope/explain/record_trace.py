@@ -170,7 +170,9 @@ class _OtherProfilers:
         from torch.autograd import profiler
 
         self._module, self._began = profiler, began
-        scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict  # a schedule may have prepared one that does not run yet
+        scheduled = (
+            "ProfilerStep" in profiler.KinetoStepTracker._step_dict
+        )  # a schedule may have prepared one that does not run yet
         known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
         self._running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
         self._ours = False
@@ -194,7 +196,9 @@ class _OtherProfilers:
 
     def forget(self) -> None:
         """Watch no longer, unless someone else has replaced the calls since."""
-        vars(self._module).update({name: call for name, call in self._calls.items() if vars(self._module)[name] is self._watched[name]})
+        vars(self._module).update(
+            {name: call for name, call in self._calls.items() if vars(self._module)[name] is self._watched[name]}
+        )
         self._began = lambda: None
 
     def _called(self, name: str, *arguments: Any, **settings: Any) -> Any:

@@ -21,7 +21,14 @@ from gemmscope.numerics.in_training.hooks import Hook
 from gemmscope.training import Guard
 from gemmscope.workload.ops import Pass
 
-GEMMS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten._grouped_mm": 0, "transformers.grouped_mm_fallback": 0}
+GEMMS = {
+    "aten.mm": 0,
+    "aten.bmm": 0,
+    "aten.addmm": 1,
+    "aten.baddbmm": 1,
+    "aten._grouped_mm": 0,
+    "transformers.grouped_mm_fallback": 0,
+}
 """Operators, and where X is among their arguments; W [., inputs, outputs] follows it."""
 COPIES = ("aten._to_copy", "aten.clone")  # as autocast makes them
 

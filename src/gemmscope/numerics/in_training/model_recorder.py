@@ -138,9 +138,9 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
 
 def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
-    found = list(find_modules(model, settings["seed"]))
-    modules = [(path, module, own) for path, module, compiled, own in found if not compiled]
-    hidden = sum(len(own) for *_, compiled, own in found if compiled)
+    everything = list(find_modules(model, settings["seed"]))
+    modules = [(path, module, own) for path, module, compiled, own in everything if not compiled]
+    hidden = sum(len(own) for *_, compiled, own in everything if compiled)
     places = {place.key: place for *_, own in modules for place in own}
     named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
     counts = few_experts(named, settings["seed"])
@@ -206,7 +206,8 @@ def is_wrapper(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled: by a wrapper, `module.compile()`, or `module.forward = torch.compile(module.forward)`."""
     calls = (module.__dict__.get("forward"), getattr(module, "_compiled_call_impl", None))
-    return is_wrapper(module) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+    compiled = is_wrapper(module) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+    return compiled and not torch._dynamo.config.disable
 
 
 def original_module(module: nn.Module, *wrappers: str) -> nn.Module:
