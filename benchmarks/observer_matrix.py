@@ -1,5 +1,5 @@
 """Whether observers change a training: every kind of loop in tests/support/training_loops.py, and loops with Transformer Engine,
-torchao and CUDA, with `record_tensors`, `trace_me` and both. Losses, weights, gradients and random states are compared bit for bit.
+torchao and CUDA, with `record_tensors`, `trace_me` and both. Losses, weights and random states are compared bit for bit.
 
     python benchmarks/observer_matrix.py                           # on the CPU, without loops that need a GPU
     python benchmarks/observer_matrix.py --device cuda             # on a GPU, compiled with Inductor

@@ -157,7 +157,7 @@ def test_names_with_halves_of_characters(tmp_path: Path) -> None:
         recording.step()
     names = [linear.name for linear in read_recording(tmp_path / "t\udc80").linears]
     assert names[0] == "up\\udc80"
-    assert len(names) == 5  # noqa: PLR2004
+    assert len(names) == 5
 
 
 @pytest.mark.parametrize("how", ["loop", "batched", "grouped"])
@@ -172,7 +172,7 @@ def test_what_is_recorded_of_experts(how: str, cast: bool, tmp_path: Path) -> No
         loss.backward()
         recording.step()
     linears = [linear for linear in read_recording(tmp_path / "t").linears if linear.facts.kind == "Experts"]
-    assert len(linears) == 4  # noqa: PLR2004
+    assert len(linears) == 4
     for linear in linears:
         (step,) = linear.sampled_steps
         name, number = linear.name.split(".")[-2:]

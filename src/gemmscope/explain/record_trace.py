@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from gemmscope.say import say
 from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
+PROFILER_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
 
 
@@ -68,7 +69,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self._wanted = rank in ranks
         self._passed = 0
         self._profiler: Any = None
-        self._others: _OtherProfilers | None = None
+        self._others: Any = None
         self._clock: _Clock | None = None
 
     def __enter__(self) -> trace_me:
@@ -108,12 +109,9 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
 
     def _call(self, method: Callable[..., object], *arguments: object) -> None:
         """Call our profiler, unless it would begin while another one runs."""
-        others = self._others
-        assert others is not None
-        if others.running() and self._passed in (self.after - 1, self.after):
+        if self._others.running and self._passed in (self.after - 1, self.after):
             raise UserError("another profiler is running")
-        with others.ours():
-            method(*arguments)
+        self._others.ours(method, *arguments)
 
     def _other_began(self) -> None:
         """Step aside before another profiler begins, if ours has begun."""
@@ -131,14 +129,10 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock.stop()
         profiler, self._profiler = self._profiler, None
         others, self._others = self._others, None
+        if profiler is not None:
+            profiler.on_trace_ready = None  # what is complete was written before
         if others is not None:
-            try:
-                if profiler is not None:
-                    profiler.on_trace_ready = None  # what is complete was written before
-                    with others.ours():
-                        profiler.__exit__(None, None, None)
-            finally:
-                others.forget()
+            others.forget(profiler)
 
     def _watch(self) -> None:
         """Read the clock from the first recorded step on, until the trace is written."""
@@ -169,42 +163,36 @@ class _OtherProfilers:
         from torch.autograd import _profiler_enabled as profiler_enabled
         from torch.autograd import profiler
 
-        self._module, self._began = profiler, began
-        scheduled = (
-            "ProfilerStep" in profiler.KinetoStepTracker._step_dict
-        )  # a schedule may have prepared one that does not run yet
+        self._module, self._began, self._ours = profiler, began, False
+        # a profiler with a schedule may be prepared, and not run yet
+        scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
         known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
-        self._running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
-        self._ours = False
-        names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
-        self._calls = {name: getattr(profiler, name) for name in names}
-        self._watched = {name: partial(self._called, name) for name in names}
+        self.running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
+        self._calls = {name: getattr(profiler, name) for name in PROFILER_CALLS}
+        self._watched = {name: partial(self._called, name) for name in self._calls}
         vars(profiler).update(self._watched)
 
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """Calls of our own profiler."""
+    def ours(self, method: Callable[..., object], *arguments: object) -> None:
+        """Call our own profiler."""
         self._ours = True
         try:
-            yield
+            method(*arguments)
         finally:
             self._ours = False
 
-    def running(self) -> bool:
-        """Whether another one runs."""
-        return self._running
-
-    def forget(self) -> None:
-        """Watch no longer, unless someone else has replaced the calls since."""
-        vars(self._module).update(
-            {name: call for name, call in self._calls.items() if vars(self._module)[name] is self._watched[name]}
-        )
-        self._began = lambda: None
+    def forget(self, own: Any) -> None:
+        """End our own profiler, and watch no longer, unless someone else has replaced the calls since."""
+        try:
+            if own is not None:
+                self.ours(own.__exit__, None, None, None)
+        finally:
+            calls = vars(self._module)
+            calls.update({name: call for name, call in self._calls.items() if calls[name] is self._watched[name]})
 
     def _called(self, name: str, *arguments: Any, **settings: Any) -> Any:
         if not self._ours:
-            self._running = name != "_disable_profiler"
-            if self._running:
+            self.running = name != "_disable_profiler"
+            if self.running:
                 self._began()
         return self._calls[name](*arguments, **settings)
 

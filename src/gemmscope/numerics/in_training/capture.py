@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gemmscope.errors import in_a_line
-from gemmscope.numerics.in_training.hooks import Hook, gradient_hook
+from gemmscope.numerics.in_training.hooks import Hook, unchanged
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
 from gemmscope.training import Guard
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
-
 
 CHANGED = "its input was changed in place before the backward pass"
 
@@ -45,14 +45,8 @@ class LinearPlace:
     """Of an expert whose weight is part of a parameter [experts, ., .]: the parameter's name in its module."""
 
 
-@dataclass(frozen=True)
-class ComputedLinear:
-    """A linear inside a module that does not show it: X [M, K], W [N, K] and dY [M, N]."""
-
-    x: Tensor
-    weight: Tensor
-    dy: Tensor
-    passes: tuple[Pass, ...]
+ComputedLinear = tuple[Tensor, Tensor, Tensor, tuple[Pass, ...]]
+"""A linear inside a module that does not show it: X [M, K], W [N, K], dY [M, N], and the passes that run."""
 
 
 @dataclass
@@ -85,8 +79,6 @@ class StepCapture:
         self.step, self.budget, self.seed, self.histories = step, budget, seed, histories
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
-        self.halves: set[str] = set()
-        """Linears without the gradient that they should get."""
         self.ended = False
         self._guard = guard
         self._hooks: list[Hook] = []
@@ -162,26 +154,26 @@ class StepCapture:
             if x._version != version:
                 self.problems |= dict.fromkeys((place.key for place in places), CHANGED)
                 return
-            for place, linear in zip(places, linears(dy), strict=True):
-                taken = Taken(place, dtype, lambda linear=linear: linear.weight, linear.passes, tokens=len(linear.x))  # type: ignore[misc]
+            for place, (own, weight, gradient, passes) in zip(places, linears(dy), strict=True):
+                taken = Taken(place, dtype, partial(weight.view_as, weight), passes, tokens=len(own))
                 self.linears[place.key] = taken
                 if self.budget is None:
-                    given: dict[TensorName, Tensor] = {"X": linear.x, "W": linear.weight, "dY": linear.dy}
-                    taken.amax = {name: amax_of(tensor, dtype) for name, tensor in given.items()}
-                else:
-                    self._hold(taken, linear.x)
-                    self.got_gradient(taken, linear.dy)
+                    taken.amax = {"X": amax_of(own, dtype), "W": amax_of(weight, dtype)}
+                self._hold(taken, own)
+                self.got_gradient(taken, gradient)
 
         self._on_gradient(output, arrived)
 
     def _on_gradient(self, output: Tensor, action: Callable[[Tensor], None]) -> None:
-        width = output.shape[-1]
+        tensor, width = unchanged(output), output.shape[-1]
 
         def arrived(gradients: tuple[Tensor | None, ...]) -> None:
-            if number is not None and (gradient := gradients[number]) is not None:
+            if (gradient := gradients[tensor_number]) is not None:
                 action(local(gradient.detach()).reshape(-1, width))
 
-        number = gradient_hook(output, self.hook(arrived))
+        tensor_number = tensor.output_nr
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self.hook(arrived))
 
     def is_done(self, place: LinearPlace) -> bool:
         """Whether a gradient of this linear has arrived."""
@@ -237,7 +229,6 @@ class StepCapture:
                 tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
                 taken.facts = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
             elif taken.facts is None and taken.x is not None:
-                self.halves |= {key} if len(taken.passes) > 1 else set()
                 self._complete(taken)
             if taken.facts is not None:
                 recorded[key] = (taken.facts, taken.kept)

@@ -6,10 +6,9 @@ is no reason for `torch.compile` to compile again or to run eagerly (`ignore_com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import local as thread_local
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture, local, recomputes, running_passes
 from gemmscope.numerics.in_training.hooks import Hook
 from gemmscope.training import Guard
-from gemmscope.workload.ops import Pass
 
 GEMMS = {
     "aten.mm": 0,
@@ -37,8 +35,7 @@ class ExpertHooks:
     """Watches the GEMMs of a module's experts while it runs."""
 
     def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
-        self._module, self._places, self._capture = module, places, capture
-        self._running = thread_local()
+        self._module, self._places, self._capture, self._running = module, places, capture, 0
         # runs even if the recording ends while the module runs
         self._last = Hook(self._after, Guard("no experts are recorded", lambda: None), quiet=False)
         self._handles = [
@@ -47,36 +44,28 @@ class ExpertHooks:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks; while the module runs, once it has run."""
-        while self._modes and (self._modes[-1] is None or self._modes[-1].is_active()):
-            self._leave()
-        if not self._modes:
+        """Remove the hooks; while the module runs an operator, once it has run."""
+        self._leave()
+        if not self._running:
             self._last.end()
             for handle in self._handles:
                 handle.remove()
 
-    @property
-    def _modes(self) -> list[GemmMode | None]:
-        """Of the calls that run in this thread, the innermost last."""
-        modes: list[GemmMode | None] = self._running.__dict__.setdefault("modes", [])
-        return modes
-
     def _before(self, *_: Any) -> None:
-        wanted = torch.is_grad_enabled() and not recomputes() and not all(map(self._capture.is_done, self._places))
-        mode = GemmMode(self._module, self._places, self._capture) if wanted else None
-        if mode is not None:
-            mode.__enter__()
-        self._modes.append(mode)
-
-    def _leave(self) -> None:
-        mode = self._modes.pop() if self._modes else None
-        if mode is not None:
-            mode.leave()
+        if torch.is_grad_enabled() and not recomputes() and not all(map(self._capture.is_done, self._places)):
+            GemmMode(self, self._module, self._places, self._capture).__enter__()
+            self._running += 1
 
     def _after(self, *_: Any) -> None:
         self._leave()
-        if self._capture.ended and not self._modes:
+        if self._capture.ended:
             self.remove()
+
+    def _leave(self) -> None:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, GemmMode) and mode.owner is self:
+                mode.leave()
+                self._running -= 1
 
 
 @dataclass(frozen=True)
@@ -95,40 +84,25 @@ class Stacked:
         return self.first + distance // step if inside else None
 
 
-@dataclass(frozen=True)
-class ExpertGemm:
-    """One GEMM of an expert: X, W [outputs, inputs], and its rows of the output."""
-
-    place: LinearPlace
-    x: Tensor
-    weight: Tensor
-    output: Tensor
-    rows: slice | None
-    passes: tuple[Pass, ...]
-
-
 class GemmMode(TorchDispatchMode):  # type: ignore[misc]
     """Sees every GEMM with the weights of an expert. The node that its output gets exists when the next operator is called."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
+    def __init__(self, owner: ExpertHooks, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
         super().__init__()
-        self._places, self._capture = places, capture
+        self.owner, self._places, self._capture = owner, places, capture
         self._see, self._take = capture.hook(self._seen), capture.hook(self._taken)
-        self._waiting: list[ExpertGemm] = []
+        self._waiting: list[Callable[[], None]] = []
         names = dict.fromkeys(place.parameter for place in places)
         self._weights = [Stacked(name, local(getattr(module, name).detach())) for name in names]
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """What `ignore_compile_internals` is part of in earlier versions of PyTorch."""
-        return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code runs as it does without this mode."""
         return True
+
+    is_infra_mode = ignore_compile_internals  # what it is part of in earlier versions of PyTorch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._waiting:
@@ -139,67 +113,54 @@ class GemmMode(TorchDispatchMode):  # type: ignore[misc]
             self._see(name, args, kwargs or {}, output)
         return output
 
-    def is_active(self) -> bool:
-        """Whether it is among the modes now: not while it handles an operator."""
-        return any(mode is self for mode in _get_current_dispatch_mode_stack())
-
     def leave(self) -> None:
         """The module has run: remove this mode, wherever it is among the modes, and keep no tensor."""
-        above = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        _push_mode(self)
+        modes = _get_current_dispatch_mode_stack()
+        above = modes[modes.index(self) + 1 :]
+        for _ in above:
+            _pop_mode()
         self.__exit__(None, None, None)
-        for mode in reversed(above):
+        for mode in above:
             _push_mode(mode)
         self._take()
         self._weights, self._waiting = [], []
 
     def _seen(self, name: str, args: Any, kwargs: Any, output: Tensor) -> None:
         """After an operator ran: remember copies of weights, and GEMMs with weights."""
-        position = GEMMS.get(name, 0)
-        weight = args[position + 1] if name in GEMMS else args[0]
-        if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter) or weight.dim() not in (2, 3):
+        position = GEMMS.get(name, -1)
+        weight = args[position + 1]
+        if type(weight) not in (Tensor, nn.Parameter) or weight.dim() not in (2, 3):
             return
         for stacked in self._weights:
-            if (first := stacked.expert_of(weight)) is not None:
-                if name in COPIES:
-                    copied = output if output.dim() == 3 else output.unsqueeze(0)  # noqa: PLR2004
-                    self._weights.append(Stacked(stacked.parameter, copied.detach(), first))
-                else:
-                    grouped = "grouped" in name
-                    offsets = kwargs.get("offs", args[2] if grouped and len(args) > 2 else None)  # noqa: PLR2004
-                    places = [place for place in self._places if place.parameter == stacked.parameter]
-                    self._waiting += _gemms(places, first, args[position], weight, output, offsets)
+            if (first := stacked.expert_of(weight)) is None:
+                continue
+            if name in COPIES:
+                self._weights.append(Stacked(stacked.parameter, output.detach().reshape(-1, *output.shape[-2:]), first))
                 return
+            offsets = kwargs.get("offs", args[2] if "grouped" in name and len(args) > 2 else None)
+            ends = offsets.tolist() if offsets is not None else None
+            for place in self._places:
+                if place.parameter == stacked.parameter:
+                    self._part(place, (place.expert or 0) - first, args[position], weight, output, ends)
+            return
+
+    def _part(
+        self, place: LinearPlace, index: int, x: Tensor, weight: Tensor, output: Tensor, ends: Sequence[int] | None
+    ) -> None:
+        """What of a GEMM belongs to one expert; `weight` is [inputs, outputs] of expert 0, or [., ., .] from it on."""
+        passes, rows = running_passes(dgrad=x.requires_grad, wgrad=weight.requires_grad), None
+        if not 0 <= index < (len(weight) if weight.dim() == 3 else 1):
+            return
+        if weight.dim() == 3:
+            tokens = output.shape[-2]
+            rows = slice(index * tokens, (index + 1) * tokens) if ends is None else slice(([0, *ends])[index], ends[index])
+            x, weight = x[index if ends is None else rows], weight[index]
+        x, weight = x.detach().reshape(-1, x.shape[-1]), weight.detach().T
+        place = replace(place, inputs=weight.shape[1], outputs=weight.shape[0])
+        given = partial(weight.view_as, weight)
+        self._waiting.append(partial(self._capture.left, place, x, output, given, rows, passes=passes, hold=True))
 
     def _taken(self) -> None:
         """The outputs have their nodes: take X, and wait for dY."""
-        waiting, self._waiting = self._waiting, []
-        for gemm in waiting:
-            place = replace(gemm.place, inputs=gemm.weight.shape[1], outputs=gemm.weight.shape[0])
-            x = gemm.x.reshape(-1, gemm.x.shape[-1])
-            self._capture.left(place, x, gemm.output, partial(_same, gemm.weight), gemm.rows, passes=gemm.passes, hold=True)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _gemms(
-    places: list[LinearPlace], first: int, x: Tensor, weight: Tensor, output: Tensor, offsets: Tensor | None
-) -> Iterator[ExpertGemm]:
-    """What of a GEMM belongs to the recorded experts; `weight` [inputs, outputs] is that of expert `first`, or [., ., .] from it on."""
-    passes = running_passes(dgrad=x.requires_grad, wgrad=weight.requires_grad)
-    x, weight, ends = x.detach(), weight.detach(), offsets.tolist() if offsets is not None else None
-    for place in places:
-        index = (place.expert or 0) - first
-        if weight.dim() == 2 and index == 0:  # noqa: PLR2004
-            yield ExpertGemm(place, x, weight.T, output, None, passes)
-        elif weight.dim() == 3 and 0 <= index < len(weight):  # noqa: PLR2004
-            tokens = output.shape[-2]
-            start, end = (
-                (index * tokens, (index + 1) * tokens) if ends is None else (ends[index - 1] if index else 0, ends[index])
-            )
-            own = x[start:end] if ends is not None else x[index]
-            yield ExpertGemm(place, own, weight[index].T, output, slice(start, end), passes)
+        while self._waiting:
+            self._waiting.pop(0)()

@@ -27,10 +27,8 @@ class Hook:
         self._guard, self._quiet = guard, quiet
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # a constant to compilers
-            return
-        action = self._action
-        if action is None or not _observable():
+        # the first condition is a constant to compilers
+        if torch.compiler.is_compiling() or (action := self._action) is None or not _observable():
             return
         with unseen() if self._quiet else nullcontext():
             self._guard.run(action, *arguments)
@@ -45,8 +43,8 @@ class Hook:
 
 def _observable() -> bool:
     """Whether tensors have values of their own now: not while a graph is captured or traced, nor inside `torch.func`."""
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return not (captured or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None)
+    inside = torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not (inside or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
 @contextmanager
@@ -56,20 +54,9 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def gradient_hook(output: Tensor, hook: Hook) -> int | None:
-    """Call the hook with the gradients of the node that made an output. Returns which of them is that of the output.
-
-    The node receives the gradient even if the output is changed in place, for example by an activation.
-    """
-    tensor = _unchanged(output)
-    if tensor.grad_fn is None:
-        return None
-    tensor.grad_fn.register_prehook(hook)
-    return int(tensor.output_nr)
-
-
-def _unchanged(output: Tensor) -> Tensor:
-    """The base of the output, if the output is a view of all of it."""
+def unchanged(output: Tensor) -> Tensor:
+    """The tensor whose node receives the gradient of an output even if it is changed in place, for example by an activation: the
+    base of the output, if the output is a view of all of it."""
     base = output._base
     whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
     return base if whole and base.requires_grad else output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemmscope.errors import UserError
 from gemmscope.grouping import grouped
 from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
 from gemmscope.numerics.in_training.experts import ExpertHooks
@@ -19,6 +20,7 @@ from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
+from gemmscope.say import say
 from gemmscope.training import Guard
 from gemmscope.units import counted
 
@@ -29,16 +31,8 @@ COMPILED = "compiled modules do not show their linears: run the recorded steps w
 SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
 
 
-@dataclass(frozen=True)
-class RecordingPlan:
-    """Where the linears are, and what is known of them before they run."""
-
-    linears: list[tuple[nn.Module, list[LinearPlace]]]
-    facts: Mapping[str, LinearFacts]
-    """By the key of their place: those that are recorded, without steps."""
-    notes: tuple[str, ...]
-    compiled: int = 0
-    """Linears inside compiled modules, which cannot be seen."""
+Plan = tuple[list[tuple[nn.Module, list[LinearPlace]]], dict[str, LinearFacts], tuple[str, ...]]
+"""Modules with their linears; what is known of each linear before it runs, by the key of its place; what is not recorded."""
 
 
 class ModelRecorder:
@@ -47,17 +41,17 @@ class ModelRecorder:
     def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guard: Guard) -> None:
         if isinstance(model, (list, tuple)):  # as Megatron keeps the parts of a pipeline stage
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
-        self._model_name = _encodable(type(original_module(model, "FullyShardedDataParallel")).__name__)
+        self._model_name = _class_name(model)
         self._settings, self._guard = settings, guard
-        self._plan = make_plan(model, settings)
-        self._linears = dict(self._plan.facts)
+        self._places, self._linears, self._notes = make_plan(model, settings)
+        if not self._linears:
+            raise UserError("; ".join(self._notes) or "the model has no known linears")
         """With the steps that were recorded."""
         self._share = share_of([facts.name for facts in self._linears.values()], settings)
         self._capture: StepCapture | None = None
         self._hooks: list[LinearHooks | ExpertHooks] = []
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
-        self._halves: set[str] = set()
 
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
@@ -65,7 +59,7 @@ class ModelRecorder:
         histories = {key: linear.steps for key, linear in self._linears.items()}
         capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guard, histories)
         self._capture = capture
-        for module, places in self._plan.linears:  # one by one, so that an error leaves none behind
+        for module, places in self._places:  # one by one, so that an error leaves none behind
             self._hooks.append((ExpertHooks if places[0].parameter else LinearHooks)(module, places, capture))
 
     def end_step(self) -> None:
@@ -81,7 +75,6 @@ class ModelRecorder:
             self._linears[key] = linear.model_copy(update={**seen, "steps": (*linear.steps, facts)})
             kept |= {tensor_key(linear.name, facts.step, name): tensor for name, tensor in tensors.items()}
         self._problems |= capture.problems
-        self._halves = capture.halves
         if kept:
             self._kept[capture.step] = kept
             for step in sorted(self._kept)[: -self._settings["samples"]]:
@@ -99,15 +92,13 @@ class ModelRecorder:
         """Write the file. Returns an empty string, or why there is nothing to write."""
         linears = tuple(self._described(key, linear) for key, linear in self._linears.items())
         if not any(linear.steps for linear in linears):
-            return next(iter(self._problems.values()), "") or _nothing(self._plan)
+            nothing = f"none of the model's {len(linears)} linears ran and got a gradient; {COMPILED}"
+            return next(iter(self._problems.values()), f"{nothing}; CUDA graphs cannot be recorded")
         steps = sorted({step.step for linear in linears for step in linear.steps})
-        notes = self._plan.notes
-        if self._halves:
-            notes += (f"{counted(len(self._halves), 'linear')}: no gradient of the output was seen, as with compiled autograd",)
         versions = {"torch": torch.__version__, **self._settings["packages"]}
         facts = RecordingFacts(
             source="recording", model=self._model_name, steps=tuple(steps), seed=self._settings["seed"],
-            rank=self._settings["rank"], packages=versions, notes=notes, linears=linears,
+            rank=self._settings["rank"], packages=versions, notes=self._notes, linears=linears,
         )  # fmt: skip
         write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
         return ""
@@ -117,12 +108,6 @@ class ModelRecorder:
         steps = tuple(step if step.step in self._kept else step.model_copy(update={"passes": {}}) for step in linear.steps)
         failure = self._problems.get(key, "" if steps else "it did not run in a recorded step, or got no gradient")
         return linear.model_copy(update={"steps": steps, "failure": failure})
-
-
-def _nothing(plan: RecordingPlan) -> str:
-    if not plan.facts:
-        return COMPILED if plan.compiled else "the model has no known linears"
-    return f"none of the model's {len(plan.facts)} linears ran and got a gradient; {COMPILED}; CUDA graphs cannot be recorded"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -136,7 +121,7 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     return int((settings["megabytes"] * 1e6 - header - maxima) / max(len(names), 1) / settings["samples"])
 
 
-def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
+def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
     everything = list(find_modules(model, settings["seed"]))
     modules = [(path, module, own) for path, module, compiled, own in everything if not compiled]
@@ -152,6 +137,7 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
     )
     if hidden:
         notes += (f"{counted(hidden, 'linear')} inside compiled modules: not recorded; {COMPILED}",)
+        say(f"gemmscope: {notes[-1]}")
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
     own = [(module, [place for place in own if place.key in names]) for _, module, own in modules]
@@ -162,7 +148,7 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
         )
         for key, name in names.items()
     }  # fmt: skip
-    return RecordingPlan([(module, places) for module, places in own if places], facts, notes, hidden)
+    return [(module, places) for module, places in own if places], facts, notes
 
 
 def _named(places: Mapping[str, LinearPlace]) -> dict[str, LinearName]:
@@ -198,23 +184,18 @@ def _encodable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that `torch.compile(module)` returns."""
-    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled: by a wrapper, `module.compile()`, or `module.forward = torch.compile(module.forward)`."""
     calls = (module.__dict__.get("forward"), getattr(module, "_compiled_call_impl", None))
-    compiled = is_wrapper(module) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+    compiled = hasattr(module, "_orig_mod") or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
     return compiled and not torch._dynamo.config.disable
 
 
-def original_module(module: nn.Module, *wrappers: str) -> nn.Module:
-    """The module inside the wrappers of `torch.compile` and of data parallelism, and inside those that are named."""
-    while is_wrapper(module) or type(module).__name__ in ("DistributedDataParallel", *wrappers):
-        module = module._orig_mod if is_wrapper(module) else module.module
-    return module
+def _class_name(module: nn.Module) -> str:
+    """The class of the module inside the wrappers of `torch.compile` and of data parallelism."""
+    while hasattr(module, "_orig_mod") or type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        module = getattr(module, "_orig_mod", None) or module.module
+    return _encodable(type(module).__name__)
 
 
 def _three_dimensional(module: nn.Module) -> list[str]:

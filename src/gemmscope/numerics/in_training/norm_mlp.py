@@ -45,16 +45,9 @@ def mlp_linears(module: Any, x: Tensor, dy: Tensor) -> tuple[ComputedLinear, Com
         arriving = dy.to(x.dtype) @ second
         kept = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)  # not those of the training
         with torch.enable_grad(), kept:
-            leaf = before.requires_grad_()
-            hidden = _activated(module.activation, leaf)
-            (gradient,) = torch.autograd.grad(hidden, leaf, arriving)
-    trained = (getattr(module, f"{name}_weight").requires_grad for name in ("fc1", "fc2"))
-    passes = [running_passes(dgrad=True, wgrad=wgrad) for wgrad in trained]
-    return ComputedLinear(normal, first, gradient, passes[0]), ComputedLinear(hidden.detach(), second, dy, passes[1])
-
-
-def _activated(name: str, x: Tensor) -> Tensor:
-    if name in GATED:
-        gate, up = x.chunk(2, dim=-1)
-        return ACTIVATIONS[GATED[name]](gate) * up
-    return ACTIVATIONS[name](x)
+            gate, *up = before.requires_grad_().chunk(2 if module.activation in GATED else 1, dim=-1)
+            active = ACTIVATIONS[GATED.get(module.activation, module.activation)](gate)
+            hidden = active * up[0] if up else active
+            (gradient,) = torch.autograd.grad(hidden, before, arriving)
+    passes = [running_passes(dgrad=True, wgrad=getattr(module, f"{name}_weight").requires_grad) for name in ("fc1", "fc2")]
+    return (normal, first, gradient, passes[0]), (hidden.detach(), second, dy, passes[1])
