@@ -17,11 +17,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import gemmscope  # noqa: E402
+from gemmscope.numerics import probes  # noqa: E402
 from gemmscope.numerics.in_training import capture, experts, hooks  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from support import training_loops  # noqa: E402
 from support.training_loops import Block, Experts, Loop, Network, differences  # noqa: E402
 
+PROBES = probes.compute_probes
 LOOPS = [*training_loops.loops(), *training_loops.compiled_loops()]
 TRACED = (  # with a profiler, a run takes a second; benchmarks/observer_matrix.py runs all
     "plain", "numpy_random in experts", "non-reentrant checkpoints of experts", "average by deepcopy", "torch.save and pickle",
@@ -181,3 +183,19 @@ def test_what_is_recorded_of_experts(how: str, cast: bool, tmp_path: Path) -> No
         assert step.facts.passes["wgrad"].norm == pytest.approx(
             float(gradient.norm()), rel=0.02 if cast or how == "grouped" else 1e-4
         )
+
+
+def test_the_default_type_changes_nothing_in_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With probes: they make tensors, too."""
+    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", PROBES)
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 32), torch.randn(24, 16)
+        torch.set_default_dtype(dtype)
+        try:
+            with gemmscope.record_tensors(nn.Sequential(model), tmp_path / str(dtype), steps=1, after=0) as recording:
+                model(x).square().sum().backward()
+                recording.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert (tmp_path / "torch.float32").read_bytes() == (tmp_path / "torch.float64").read_bytes()
