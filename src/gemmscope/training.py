@@ -1,9 +1,14 @@
-"""Facts about the user's own training process, for files that are written from inside it: its rank and its packages."""
+"""What runs inside the user's own training process: facts about it, and the guard that keeps its errors out of the training."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError, in_a_line
+from gemmscope.say import say
 
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
 
@@ -43,3 +48,30 @@ def package_versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions
+
+
+class Guard:
+    """Runs the parts of an observer. The first exception, or the first reason to give up, ends the observation with one line; the
+    training never sees it."""
+
+    def __init__(self, outcome: str, end: Callable[[], None]) -> None:
+        """`outcome`: what is missing then. `end`: removes everything from the training."""
+        self.failed = False
+        self._outcome, self._end = outcome, end
+
+    def run(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Call a function, unless the observation has failed."""
+        if self.failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:
+            self.give_up(error.message if isinstance(error, UserError) else in_a_line(error))
+
+    def give_up(self, reason: str) -> None:
+        """End the observation."""
+        if not self.failed:
+            self.failed = True
+            with suppress(Exception):
+                self._end()
+            say(f"gemmscope: {self._outcome}, the training goes on: {reason}")

@@ -61,8 +61,12 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, value in values.items():
         setattr(profiler, name, value)
+    autograd = ModuleType("torch.autograd")
+    calls = dict.fromkeys(("_prepare_profiler", "_enable_profiler", "_disable_profiler"), lambda *_: None)
+    low_level = SimpleNamespace(**calls, KinetoStepTracker=SimpleNamespace(_step_dict={}), profile=Profiler)
+    autograd.profiler, autograd._profiler_enabled = low_level, lambda: False  # type: ignore[attr-defined]
     module.cuda, module.profiler, module.__version__ = cuda, profiler, "2.9"  # type: ignore[attr-defined]
-    for name, stand_in in (("torch", module), ("torch.profiler", profiler), ("torch.cuda", cuda)):
+    for name, stand_in in (("torch", module), ("torch.profiler", profiler), ("torch.cuda", cuda), ("torch.autograd", autograd)):
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(Profiler, "fails", "")
     monkeypatch.delenv("RANK", raising=False)
@@ -129,7 +133,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.delenv("RANK", raising=False)
     trace, passed = train(tmp_path / "t.json.gz")
     assert (trace.recorded, passed) == (False, 6)
-    assert "the training continues" in capsys.readouterr().err
+    assert "the training goes on" in capsys.readouterr().err
 
 
 def test_an_exception_of_the_training_is_its_own(torch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

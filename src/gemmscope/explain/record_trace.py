@@ -9,7 +9,8 @@
 
 It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
 and after that it costs nothing. torch is the user's own, imported only when the recording begins. Whatever goes wrong is said on
-standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs.
+standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs. PyTorch has one
+profiler per process: where the training uses it at the same time, this recording steps aside.
 
 What is written is small (`slim_file`): GPU work, the calls that launched it, the operators of those calls (with the shapes of
 their inputs), functions of frameworks, step marks and annotations. Python frames, allocator events, arrows and PyTorch operators
@@ -18,10 +19,12 @@ that launched nothing are dropped.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,9 +34,10 @@ from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE, as_tab
 from gemmscope.explain.trace_file import EventStream, write_trace
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
-from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
+PROFILER_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
 
 
@@ -60,41 +64,33 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after
         self.recorded = False
-        self._finished = self._failed = False
+        self._finished = False
+        self._guard = Guard("no trace is recorded", self._stop)
         self._wanted = rank in ranks
         self._passed = 0
         self._profiler: Any = None
+        self._others: Any = None
         self._clock: _Clock | None = None
 
     def __enter__(self) -> trace_me:
         if self._wanted:
-            self._guarded(self._start)
+            self._guard.run(self._start)
         return self
 
     def step(self) -> None:
         """Count one training step: call it after `optimizer.step()`."""
         self._passed += 1
         if self._profiler is not None:
-            self._guarded(self._step)
+            self._guard.run(self._step)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        self._guarded(self._stop)
-        if self._wanted and not self._finished and not self._failed and kind is None:
+        self._guard.run(self._stop)
+        if self._wanted and not self._finished and not self._guard.failed and kind is None:
             needed = self.after + self.steps
             say(
                 f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
                 f"call trace.step() after every step, or use an after= smaller than {self.after}"
             )
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Run it; if it fails, say so, give up recording, and let the training go on."""
-        try:
-            action()
-        except Exception as error:
-            self._failed = True
-            with suppress(Exception):
-                self._stop()
-            say(f"gemmscope: no trace is recorded, the training continues: {type(error).__name__}: {error}")
 
     def _start(self) -> None:
         if problem := why_not_writable(self.path):
@@ -106,12 +102,24 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             say("gemmscope: PyTorch finds no GPU to profile: the trace will have no kernels, and gemmscope explain needs them")
         activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
         planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
+        self._others = _OtherProfilers(self._other_began)
         self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
-        self._profiler.__enter__()
+        self._call(self._profiler.__enter__)
         self._watch()
 
+    def _call(self, method: Callable[..., object], *arguments: object) -> None:
+        """Call our profiler, unless it would begin while another one runs."""
+        if self._others.running and self._passed in (self.after - 1, self.after):
+            raise UserError("another profiler is running")
+        self._others.ours(method, *arguments)
+
+    def _other_began(self) -> None:
+        """Step aside before another profiler begins, if ours has begun."""
+        if self._passed >= self.after - 1:
+            self._guard.give_up("another profiler began")
+
     def _step(self) -> None:
-        self._profiler.step()
+        self._call(self._profiler.step)
         self._watch()
         if self._finished:
             self._stop()
@@ -120,9 +128,11 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         if self._clock is not None:
             self._clock.stop()
         profiler, self._profiler = self._profiler, None
+        others, self._others = self._others, None
         if profiler is not None:
             profiler.on_trace_ready = None  # what is complete was written before
-            profiler.__exit__(None, None, None)
+        if others is not None:
+            others.forget(profiler)
 
     def _watch(self) -> None:
         """Read the clock from the first recorded step on, until the trace is written."""
@@ -143,6 +153,48 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             return
         self.recorded = True
         say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
+
+
+class _OtherProfilers:
+    """Knows whether another profiler of this process runs. Two at once end in a segmentation fault of PyTorch."""
+
+    def __init__(self, began: Callable[[], None]) -> None:
+        """`began`: called before another one begins."""
+        from torch.autograd import _profiler_enabled as profiler_enabled
+        from torch.autograd import profiler
+
+        self._module, self._began, self._ours = profiler, began, False
+        # a profiler with a schedule may be prepared, and not run yet
+        scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
+        known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
+        self.running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
+        self._calls = {name: getattr(profiler, name) for name in PROFILER_CALLS}
+        self._watched = {name: partial(self._called, name) for name in self._calls}
+        vars(profiler).update(self._watched)
+
+    def ours(self, method: Callable[..., object], *arguments: object) -> None:
+        """Call our own profiler."""
+        self._ours = True
+        try:
+            method(*arguments)
+        finally:
+            self._ours = False
+
+    def forget(self, own: Any) -> None:
+        """End our own profiler, and watch no longer, unless someone else has replaced the calls since."""
+        try:
+            if own is not None:
+                self.ours(own.__exit__, None, None, None)
+        finally:
+            calls = vars(self._module)
+            calls.update({name: call for name, call in self._calls.items() if calls[name] is self._watched[name]})
+
+    def _called(self, name: str, *arguments: Any, **settings: Any) -> Any:
+        if not self._ours:
+            self.running = name != "_disable_profiler"
+            if self.running:
+                self._began()
+        return self._calls[name](*arguments, **settings)
 
 
 class _Clock:

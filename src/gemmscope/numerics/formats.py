@@ -126,7 +126,7 @@ Rule = Callable[[Tensor, NumberFormat, Tensor], Scales]
 def _scales(encode_scales: Tensor, *, power_of_two: bool) -> Scales:
     encode_scales = floor_to_power_of_two(encode_scales) if power_of_two else encode_scales
     inverse = encode_scales.reciprocal()
-    one = torch.ones((), device=inverse.device)
+    one = torch.ones((), dtype=torch.float32, device=inverse.device)
     return Scales(encode_scales, one, inverse, inverse) if inverse.dim() == 0 else Scales(encode_scales, inverse, inverse, one)
 
 
@@ -146,7 +146,7 @@ def torchao(amax: Tensor, target: NumberFormat, _: Tensor, *, power_of_two: bool
 
 def _mx(exponents: Tensor, encode_scales: Tensor) -> Scales:
     stored = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-    return Scales(encode_scales, e8m0_values(exponents), stored, torch.ones((), device=exponents.device))
+    return Scales(encode_scales, e8m0_values(exponents), stored, torch.ones((), dtype=torch.float32, device=exponents.device))
 
 
 def mx_rceil(amax: Tensor, target: NumberFormat, _: Tensor) -> Scales:
@@ -218,8 +218,8 @@ class AmaxHistory:
     """
 
     def __init__(self, target: NumberFormat, length: int = 1024, device: torch.device | str = "cpu") -> None:
-        self.maxima = torch.zeros(length, device=device)
-        self.amax = torch.full((), target.max, device=device)
+        self.maxima = torch.zeros(length, dtype=torch.float32, device=device)
+        self.amax = torch.full((), target.max, dtype=torch.float32, device=device)
 
     def push(self, amax: Tensor) -> None:
         """Add the maximum of a finished step, and drop the oldest one."""

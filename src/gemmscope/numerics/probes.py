@@ -228,7 +228,7 @@ def _measured(
 
 def _first_directions(other: Tensor, scale: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Directions [R, d] in which `other` is largest, by subspace iteration, and its Gram matrix in them [d, d]."""
-    basis = torch.randn(other.shape[1], DIRECTIONS, generator=generator, device=other.device)
+    basis = torch.randn(other.shape[1], DIRECTIONS, generator=generator, dtype=torch.float32, device=other.device)
     for _ in range(ITERATIONS):
         basis = torch.linalg.qr(basis).Q
         outputs = [(piece.float() / scale) @ basis for piece in other.split(PIECE)]
@@ -263,7 +263,7 @@ def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[in
 
 def _outputs(stacked: Tensor, other: Tensor, scale: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of every row: the squared norm of its output, and that output times the one of its exact row, the first `count` rows."""
-    squares, across = (torch.zeros(len(stacked), device=stacked.device) for _ in range(2))
+    squares, across = (torch.zeros(len(stacked), dtype=torch.float32, device=stacked.device) for _ in range(2))
     for piece in other.split(PIECE):
         dtype = other.dtype if other.is_cuda else torch.float32  # bfloat16 is slow on CPUs
         output = (stacked.to(dtype) @ (piece / scale).to(dtype).T).float()
@@ -277,7 +277,7 @@ def _expected(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same for stochastic rounding, for errors that are uncorrelated in the domain in which values are rounded: of every draw
     [draws, s], and of their mean [s]."""
-    energy = torch.zeros(rows.shape[1], device=rows.device)
+    energy = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
     for piece in other.split(PIECE):
         energy += _rotated(piece.float() / scale, signs).square().sum(0)
     exact, errors = _rotated(rows, signs), [_rotated(error, signs) for error in drawn]

@@ -136,7 +136,10 @@ class Quantizer:
         return maxima, tensor_amax
 
     def _cast(self, x: Tensor) -> QuantizedOperand:
-        rounded, one = x.to(HIGH_PRECISION.get(self.format, x.dtype)).float(), torch.ones((), device=x.device)
+        rounded, one = (
+            x.to(HIGH_PRECISION.get(self.format, x.dtype)).float(),
+            torch.ones((), dtype=torch.float32, device=x.device),
+        )
         return QuantizedOperand(rounded, rounded.isinf() & x.isfinite(), one, one, rounded)
 
 

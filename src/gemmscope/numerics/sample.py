@@ -102,7 +102,7 @@ def summary(tensor: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> Tens
     scale = largest if largest > 0 else 1.0
     nonzero = torch.zeros((), dtype=torch.int64, device=tensor.device)
     exponents = torch.zeros(EXPONENTS, dtype=torch.int64, device=tensor.device)
-    row_energy, columns = (torch.zeros(size, device=tensor.device) for size in tensor.shape)
+    row_energy, columns = (torch.zeros(size, dtype=torch.float32, device=tensor.device) for size in tensor.shape)
     small = row_energy.new_empty([-(-size // SMALL_BLOCK) for size in tensor.shape]) if blocks else row_energy
     for start, values in chunks(tensor, dtype):  # into tensors of the final size: pieces kept between others fragment the memory
         biased = (values.view(torch.int32) >> 23).to(torch.uint8)  # without the sign
@@ -153,7 +153,7 @@ def _block_maxima(values: Tensor, size: int) -> Tensor:
 
 def weighted_energies(tensor: Tensor, dtype: torch.dtype, scale: float, weights: Tensor, *, by_column: bool) -> Tensor:
     """Sum of squares of every row, columns weighted; or of every column, rows weighted."""
-    energies = torch.zeros(tensor.shape[by_column], device=tensor.device)
+    energies = torch.zeros(tensor.shape[by_column], dtype=torch.float32, device=tensor.device)
     for start, piece in chunks(tensor, dtype):
         squares = _squares(piece, scale)
         if by_column:

@@ -1,32 +1,30 @@
 """Takes X, W and dY of a linear while the user's training runs, without changing it.
 
-X is what the module is called with, dY the gradient of its output, taken by a hook on that tensor. Hooks exist only in recorded
-steps. Nothing is copied until both are there: X is held by reference, as autograd itself holds it. Where activations are
+X is what the module is called with, dY the gradient of its output, taken by a hook on the node that made it. Hooks exist only in
+recorded steps. Nothing is copied until both are there: X is held by reference, as autograd itself holds it. Where activations are
 recomputed, X comes from the recomputation, and each linear is taken once. No hook returns anything, nothing is changed in place,
-no random number of the training is used.
+no random number of the training is used, and no module runs a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gemmscope.errors import in_a_line
+from gemmscope.numerics.in_training.hooks import Hook, unchanged
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import StepFacts, TensorFacts
 from gemmscope.numerics.sample import amax_of, random_for
-from gemmscope.workload.module_parts import tensors_in
+from gemmscope.training import Guard
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-"""Makes a function safe to call in the training: it does not raise."""
+CHANGED = "its input was changed in place before the backward pass"
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,10 @@ class LinearPlace:
     """Of its layer, on this rank."""
     parameter: str = ""
     """Of an expert whose weight is part of a parameter [experts, ., .]: the parameter's name in its module."""
+
+
+ComputedLinear = tuple[Tensor, Tensor, Tensor, tuple[Pass, ...]]
+"""A linear inside a module that does not show it: X [M, K], W [N, K], dY [M, N], and the passes that run."""
 
 
 @dataclass
@@ -70,18 +72,32 @@ class StepCapture:
     """One recorded step: every linear once, from the first forward pass that gets a gradient."""
 
     def __init__(
-        self, step: int, budget: int | None, seed: int, guarded: Guard, histories: Mapping[str, Sequence[StepFacts]]
+        self, step: int, budget: int | None, seed: int, guard: Guard, histories: Mapping[str, Sequence[StepFacts]]
     ) -> None:
         """`budget`: bytes for the samples of each linear; None where only maxima are recorded. `histories`: the steps before, of
         every linear."""
-        self.step, self.budget, self.seed, self.guarded, self.histories = step, budget, seed, guarded, histories
+        self.step, self.budget, self.seed, self.histories = step, budget, seed, histories
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
+        self.ended = False
+        self._guard = guard
+        self._hooks: list[Hook] = []
+
+    def hook(self, action: Callable[..., object], *, quiet: bool = True) -> Hook:
+        """A hook that is ended with the step."""
+        self._hooks.append(Hook(action, self._guard, quiet=quiet))
+        return self._hooks[-1]
+
+    def end(self) -> None:
+        """Release everything that the training may still hold hooks of."""
+        for hook in self._hooks:
+            hook.end()
+        self.ended, self._hooks = True, []
 
     def entered(self, place: LinearPlace, x: Tensor) -> None:
         """Before the module runs: here X arrives where it is recomputed, even if the module's last output is not needed again."""
         taken = self.linears.get(place.key)
-        if taken is not None and taken.waits and _recomputes():
+        if taken is not None and taken.waits and recomputes():
             taken.waits = False
             self._hold(taken, x)
             if taken.dy is not None:
@@ -99,34 +115,65 @@ class StepCapture:
         hold: bool = False,
     ) -> None:
         """After the module ran: `x` [M, K]; of `output`, `rows` belong to this linear. `passes`: those that run.
-        `hold`: X will not be recomputed.
+        `hold`: X is a part of a tensor, and is copied where others wait until it is recomputed.
 
         A later call replaces an earlier one without a gradient, which may never get one. A frozen linear whose input needs no
         gradient runs fprop alone: it is captured at once, because nothing else keeps its X until the backward pass.
         """
         frozen = not output.requires_grad
-        if self.is_done(place) or (frozen and not torch.is_grad_enabled()) or not len(x) or _recomputes() or captures_graph():
+        if self.is_done(place) or (frozen and not torch.is_grad_enabled()) or not len(x) or recomputes():
             return
         taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
         self.linears[place.key] = taken
         if self.budget is None:
             with self._one_linear(place):
                 taken.amax = {"X": amax_of(x, taken.dtype), "W": amax_of(_usable(weight(), place), taken.dtype)}
-        elif "_checkpoint_hook" in _saving_hook() and not hold and not frozen:
-            taken.waits = True
+        elif will_recompute() and not frozen:
+            if hold:
+                self._hold(taken, x.detach().clone())
+            taken.waits = not hold
         else:
             self._hold(taken, x)
         if frozen:
             if self.budget is not None:
                 self._complete(taken)
             return
-        width = output.shape[-1]
+        self._on_gradient(output, lambda dy: self.got_gradient(taken, dy[rows] if rows is not None else dy))
 
-        def arrived(gradient: Tensor) -> None:
-            dy = local(gradient.detach()).reshape(-1, width)
-            self.got_gradient(taken, dy[rows] if rows is not None else dy)
+    def computed(
+        self, places: Sequence[LinearPlace], x: Tensor, output: Tensor, linears: Callable[[Tensor], Iterable[ComputedLinear]]
+    ) -> None:
+        """After a module ran that hides its linears: their tensors are computed from dY of the module, `linears(dy)`."""
+        if recomputes() or not output.requires_grad or all(map(self.is_done, places)):
+            return
+        dtype, version = gemm_dtype(x), x._version
 
-        unchanged(output).register_hook(self.guarded(arrived))
+        def arrived(dy: Tensor) -> None:
+            if all(map(self.is_done, places)):
+                return
+            if x._version != version:
+                self.problems |= dict.fromkeys((place.key for place in places), CHANGED)
+                return
+            for place, (own, weight, gradient, passes) in zip(places, linears(dy), strict=True):
+                taken = Taken(place, dtype, partial(weight.view_as, weight), passes, tokens=len(own))
+                self.linears[place.key] = taken
+                if self.budget is None:
+                    taken.amax = {"X": amax_of(own, dtype), "W": amax_of(weight, dtype)}
+                self._hold(taken, own)
+                self.got_gradient(taken, gradient)
+
+        self._on_gradient(output, arrived)
+
+    def _on_gradient(self, output: Tensor, action: Callable[[Tensor], None]) -> None:
+        tensor, width = unchanged(output), output.shape[-1]
+
+        def arrived(gradients: tuple[Tensor | None, ...]) -> None:
+            if (gradient := gradients[tensor_number]) is not None:
+                action(local(gradient.detach()).reshape(-1, width))
+
+        tensor_number = tensor.output_nr
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self.hook(arrived))
 
     def is_done(self, place: LinearPlace) -> bool:
         """Whether a gradient of this linear has arrived."""
@@ -152,11 +199,10 @@ class StepCapture:
         x, dy, key = taken.x, taken.dy, taken.place.key
         taken.x = taken.dy = None
         if x is not None and x._version != taken.version:
-            self.problems[key] = "its input was changed in place before the backward pass"
+            self.problems[key] = CHANGED
             x = None
-        on_gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
-        # outside of the training's autocast and autograd
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), on_gpu, self._one_linear(taken.place):
+        # outside of the training's autocast, whose cache `torch.autocast` would clear, and of its autograd
+        with torch.no_grad(), torch._C._DisableAutocast(), self._one_linear(taken.place):
             weight = _usable(taken.weight(), taken.place)
             x, dy = _same_tokens(x, dy, *taken.place.tp)
             taken.facts, taken.kept = sample_with_probes(
@@ -189,11 +235,6 @@ class StepCapture:
         return recorded
 
 
-def captures_graph() -> bool:
-    """Whether a CUDA graph is being captured, which allows no synchronization."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """The type in which the GEMM reads its operands without quantization."""
     kind = x.device.type
@@ -215,16 +256,6 @@ def local(tensor: Tensor) -> Tensor:
 def running_passes(*, dgrad: bool, wgrad: bool) -> tuple[Pass, ...]:
     """The GEMMs that run: dgrad where X needs a gradient, wgrad where the weight is not frozen."""
     return tuple(name for name, runs in zip(OPERANDS, (True, dgrad, wgrad), strict=True) if runs)
-
-
-def unchanged(output: Tensor) -> Tensor:
-    """The tensor that receives the gradient of an output even if the output is changed in place, for example by an activation.
-
-    That is the base of the output, if the output is a view of all of it.
-    """
-    base = output._base
-    whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
-    return base if whole and base.requires_grad else output
 
 
 def _usable(weight: Tensor, place: LinearPlace) -> Tensor:
@@ -258,102 +289,11 @@ def _saving_hook() -> str:
     return str(getattr(hooks[0], "__qualname__", "")) if hooks else ""
 
 
-def _recomputes() -> bool:
+def recomputes() -> bool:
+    """Whether `torch.utils.checkpoint` runs a part of the model again, in the backward pass."""
     return "_recomputation_hook" in _saving_hook()
 
 
-def first_tensor(*groups: Any) -> Tensor | None:
-    """The first tensor among arguments or outputs."""
-    return next(iter(tensors_in(groups)), None)
-
-
-PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear", "Conv1D"}
-NORM_LINEAR, NORM_MLP, GROUPED = "LayerNormLinear", "LayerNormMLP", "GroupedLinear"
-OURS = {*PLAIN, NORM_LINEAR, NORM_MLP, GROUPED}
-PACKAGES = ("transformer_engine", "megatron", "transformers")
-
-
-def kind_of(module: nn.Module) -> str:
-    """The linear that a module is, by the first of its classes that is known; empty if it is not one."""
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention, which does not call it
-        return ""
-    for base in type(module).__mro__:
-        if base is nn.Linear or (base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES):
-            return base.__name__
-    return ""
-
-
-def module_weights(module: nn.Module) -> list[Tensor]:
-    """One weight, or several that one GEMM reads, as Q, K and V in Transformer Engine."""
-    names = getattr(module, "weight_names", None) or ["weight"]
-    return [weight for name in names if isinstance(weight := getattr(module, name, None), Tensor)]
-
-
-class LinearHooks:
-    """The hooks on one linear module in one recorded step."""
-
-    def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
-        self._module, self._places, self._capture = module, places, capture
-        self._kind = kind_of(module)
-        self._handles = [
-            module.register_forward_pre_hook(capture.guarded(self._before), with_kwargs=True),
-            module.register_forward_hook(capture.guarded(self._after), with_kwargs=True),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken = [self._capture.linears.get(place.key) for place in self._places]
-        if any(one is not None and one.waits for one in taken):
-            for place, x, _ in self._inputs(args, kwargs):
-                self._capture.entered(place, x)
-
-    def _after(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        result = first_tensor(output)
-        if result is None or all(map(self._capture.is_done, self._places)):
-            return
-        needs_dgrad = self._kind == NORM_LINEAR or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))[:1])
-        for place, x, rows in self._inputs(args, kwargs):
-            passes = running_passes(dgrad=needs_dgrad, wgrad=any(one.requires_grad for one in self._weights(place)))
-            self._capture.left(place, x, result, partial(self._weight, place), rows, passes=passes)
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[LinearPlace, Tensor, slice | None]]:
-        """X of every place, and the rows of the call that it has."""
-        given = first_tensor(args, kwargs)
-        if given is None:
-            return
-        x = local(given.detach())
-        x = x.reshape(-1, x.shape[-1])
-        if self._kind == NORM_LINEAR:
-            x = normalized(self._module, x)
-        if self._kind != GROUPED:
-            yield self._places[0], x, None
-            return
-        splits = args[1] if len(args) > 1 else kwargs["m_splits"]
-        ends = torch.as_tensor(splits).cumsum(0).tolist()
-        for place in self._places:
-            number = place.expert or 0
-            rows = slice(ends[number - 1] if number else 0, ends[number])
-            yield place, x[rows], rows
-
-    def _weights(self, place: LinearPlace) -> list[Tensor]:
-        return module_weights(self._module) if place.expert is None else [getattr(self._module, f"weight{place.expert}")]
-
-    def _weight(self, place: LinearPlace) -> Tensor:
-        weights = self._weights(place)
-        weight = weights[0] if len(weights) == 1 else torch.cat([local(one.detach()) for one in weights])
-        return weight.detach().T if self._kind == "Conv1D" else weight
-
-
-def normalized(module: Any, x: Tensor) -> Tensor:
-    """The input of Transformer Engine's LayerNormLinear and LayerNormMLP after their norm, in the type of x."""
-    values, weight = x.float(), local(module.layer_norm_weight.detach()).float()
-    if getattr(module, "zero_centered_gamma", False):
-        weight = weight + 1
-    if getattr(module, "normalization", "LayerNorm") != "RMSNorm":
-        values = values - values.mean(-1, keepdim=True)
-    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + module.eps) * weight
-    bias = getattr(module, "layer_norm_bias", None)
-    return (values if bias is None else values + local(bias.detach()).float()).to(x.dtype)
+def will_recompute() -> bool:
+    """Whether `torch.utils.checkpoint` will run this part of the model again."""
+    return "_checkpoint_hook" in _saving_hook()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,54 +11,45 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemmscope.errors import UserError
 from gemmscope.grouping import grouped
-from gemmscope.numerics.in_training.capture import (
-    GROUPED,
-    NORM_MLP,
-    Guard,
-    LinearHooks,
-    LinearPlace,
-    StepCapture,
-    kind_of,
-    module_weights,
-)
-from gemmscope.numerics.in_training.rerun import ACTIVATIONS, GATED, RerunModule, is_compiled, original_module
+from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
+from gemmscope.numerics.in_training.experts import ExpertHooks
+from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, LinearHooks, kind_of, module_weights
+from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
 from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
 from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
 from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
+from gemmscope.say import say
+from gemmscope.training import Guard
 from gemmscope.units import counted
 
 TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
 FACTS_BYTES = 5_500
 MAXIMA_BYTES = 260  # of a step without samples
+COMPILED = "compiled modules do not show their linears: run the recorded steps with TORCH_COMPILE_DISABLE=1"
 SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
 
 
-@dataclass(frozen=True)
-class RecordingPlan:
-    """Where the linears are: plain modules, and modules that run a second time."""
-
-    linears: list[tuple[nn.Module, list[LinearPlace]]]
-    regions: list[tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]]
-    facts: Mapping[str, LinearFacts]
-    """By the key of their place: those that are recorded, without steps."""
-    notes: tuple[str, ...]
+Plan = tuple[list[tuple[nn.Module, list[LinearPlace]]], dict[str, LinearFacts], tuple[str, ...]]
+"""Modules with their linears; what is known of each linear before it runs, by the key of its place; what is not recorded."""
 
 
 class ModelRecorder:
     """Hooks on a model in recorded steps, and what they recorded."""
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guarded: Guard) -> None:
+    def __init__(self, model: nn.Module | Sequence[nn.Module], settings: Mapping[str, Any], guard: Guard) -> None:
         if isinstance(model, (list, tuple)):  # as Megatron keeps the parts of a pipeline stage
             model = model[0] if len(model) == 1 else nn.ModuleDict({f"{CHUNK}{number}": one for number, one in enumerate(model)})
-        self._model_name = type(original_module(model, "FullyShardedDataParallel")).__name__
-        self._settings, self._guarded = settings, guarded
-        self._plan = make_plan(model, settings)
-        self._linears = dict(self._plan.facts)
+        self._model_name = _class_name(model)
+        self._settings, self._guard = settings, guard
+        self._places, self._linears, self._notes = make_plan(model, settings)
+        if not self._linears:
+            raise UserError("; ".join(self._notes) or "the model has no known linears")
         """With the steps that were recorded."""
         self._share = share_of([facts.name for facts in self._linears.values()], settings)
         self._capture: StepCapture | None = None
-        self._hooks: list[LinearHooks | RerunModule] = []
+        self._hooks: list[LinearHooks | ExpertHooks] = []
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
 
@@ -66,10 +57,10 @@ class ModelRecorder:
         """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
         sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
         histories = {key: linear.steps for key, linear in self._linears.items()}
-        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guarded, histories)
+        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guard, histories)
         self._capture = capture
-        self._hooks = [LinearHooks(module, places, capture) for module, places in self._plan.linears]
-        self._hooks += [RerunModule(module, linears, capture) for module, linears in self._plan.regions]
+        for module, places in self._places:  # one by one, so that an error leaves none behind
+            self._hooks.append((ExpertHooks if places[0].parameter else LinearHooks)(module, places, capture))
 
     def end_step(self) -> None:
         """Remove the hooks, and keep what was recorded."""
@@ -91,6 +82,8 @@ class ModelRecorder:
 
     def remove(self) -> None:
         """Remove the hooks."""
+        if self._capture is not None:
+            self._capture.end()
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
@@ -99,12 +92,13 @@ class ModelRecorder:
         """Write the file. Returns an empty string, or why there is nothing to write."""
         linears = tuple(self._described(key, linear) for key, linear in self._linears.items())
         if not any(linear.steps for linear in linears):
-            return next(iter(self._problems.values()), "") or _nothing(self._plan)
+            nothing = f"none of the model's {len(linears)} linears ran and got a gradient; {COMPILED}"
+            return next(iter(self._problems.values()), f"{nothing}; CUDA graphs cannot be recorded")
         steps = sorted({step.step for linear in linears for step in linear.steps})
         versions = {"torch": torch.__version__, **self._settings["packages"]}
         facts = RecordingFacts(
             source="recording", model=self._model_name, steps=tuple(steps), seed=self._settings["seed"],
-            rank=self._settings["rank"], packages=versions, notes=self._plan.notes, linears=linears,
+            rank=self._settings["rank"], packages=versions, notes=self._notes, linears=linears,
         )  # fmt: skip
         write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
         return ""
@@ -114,13 +108,6 @@ class ModelRecorder:
         steps = tuple(step if step.step in self._kept else step.model_copy(update={"passes": {}}) for step in linear.steps)
         failure = self._problems.get(key, "" if steps else "it did not run in a recorded step, or got no gradient")
         return linear.model_copy(update={"steps": steps, "failure": failure})
-
-
-def _nothing(plan: RecordingPlan) -> str:
-    if not plan.facts:
-        return "the model has no known linears"
-    compiled = "; if it is compiled, pass the module that torch.compile returned; CUDA graphs cannot be recorded"
-    return f"none of the model's {len(plan.facts)} linears ran and got a gradient{'' if plan.regions else compiled}"
 
 
 def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -134,29 +121,26 @@ def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     return int((settings["megabytes"] * 1e6 - header - maxima) / max(len(names), 1) / settings["samples"])
 
 
-def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
+def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     """Find the linears of a model. Of many experts some are chosen, of too many linears those of some layers."""
-    modules = list(find_modules(model, settings["seed"]))
+    everything = list(find_modules(model, settings["seed"]))
+    modules = [(path, module, own) for path, module, compiled, own in everything if not compiled]
+    hidden = sum(len(own) for *_, compiled, own in everything if compiled)
     places = {place.key: place for *_, own in modules for place in own}
     named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
     counts = few_experts(named, settings["seed"])
     names, notes = _fitting(_unique({key: named[key] for key in counts}), settings)
     notes += tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
-        for path, module, _, own in modules
+        for path, module, own in modules
         if kind_of(module) and not own
     )
+    if hidden:
+        notes += (f"{counted(hidden, 'linear')} inside compiled modules: not recorded; {COMPILED}",)
+        say(f"gemmscope: {notes[-1]}")
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
-    plain: list[tuple[nn.Module, list[LinearPlace]]] = []
-    inside: dict[int, tuple[nn.Module, list[tuple[nn.Module, list[LinearPlace]]]]] = {}
-    for _, module, region, all_places in modules:
-        own = [place for place in all_places if place.key in names]
-        if own and region is None and kind_of(module) not in ("", NORM_MLP):
-            plain.append((module, own))
-        elif own:
-            root = region if region is not None else module
-            inside.setdefault(id(root), (root, []))[1].append((module, own))
+    own = [(module, [place for place in own if place.key in names]) for _, module, own in modules]
     facts = {
         key: LinearFacts(
             name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=places[key].kind, inputs=places[key].inputs,
@@ -164,7 +148,7 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> RecordingPlan:
         )
         for key, name in names.items()
     }  # fmt: skip
-    return RecordingPlan(plain, list(inside.values()), facts, notes)
+    return [(module, places) for module, places in own if places], facts, notes
 
 
 def _named(places: Mapping[str, LinearPlace]) -> dict[str, LinearName]:
@@ -184,16 +168,34 @@ def _global_layer(name: LinearName, key: str, model: nn.Module) -> LinearName:
     return replace(name, layer=numbers[0] - 1) if name.layer is not None and numbers else name
 
 
-def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, nn.Module | None, list[LinearPlace]]]:
-    """Every module that has linears: its path, the outermost compiled module around it, and its linears; of experts some."""
-    compiled: list[tuple[str, nn.Module]] = []
-    for path, module in model.named_modules():
-        while compiled and not (path == compiled[-1][0] or path.startswith(f"{compiled[-1][0]}.") or not compiled[-1][0]):
-            compiled.pop()
-        if is_compiled(module) and not compiled:
-            compiled.append((path, module))
+def find_modules(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module, bool, list[LinearPlace]]]:
+    """Every module that has linears: its path, whether it is inside a compiled module, and its linears; of experts some."""
+    compiled: set[int] = set()
+    for name, module in model.named_modules():
+        path = _encodable(name)
+        if is_compiled(module):
+            compiled |= {id(one) for one in module.modules()}
         if kind_of(module) or _three_dimensional(module):
-            yield path, module, compiled[-1][1] if compiled else None, places_of(path, module, seed)
+            yield path, module, id(module) in compiled, places_of(path, module, seed)
+
+
+def _encodable(name: str) -> str:
+    """A name that a file can hold: halves of characters are written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled: by a wrapper, `module.compile()`, or `module.forward = torch.compile(module.forward)`."""
+    calls = (module.__dict__.get("forward"), getattr(module, "_compiled_call_impl", None))
+    compiled = hasattr(module, "_orig_mod") or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+    return compiled and not torch._dynamo.config.disable
+
+
+def _class_name(module: nn.Module) -> str:
+    """The class of the module inside the wrappers of `torch.compile` and of data parallelism."""
+    while hasattr(module, "_orig_mod") or type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        module = getattr(module, "_orig_mod", None) or module.module
+    return _encodable(type(module).__name__)
 
 
 def _three_dimensional(module: nn.Module) -> list[str]:
@@ -206,7 +208,7 @@ def _three_dimensional(module: nn.Module) -> list[str]:
 
 def places_of(path: str, module: Any, seed: int) -> list[LinearPlace]:
     """The linears of one module: one, or those of some experts; none if it is not supported."""
-    kind, name = kind_of(module), type(module).__name__
+    kind, name = kind_of(module), _encodable(type(module).__name__)
     if not kind:
         return _parameter_places(path, module, seed)
     if kind == NORM_MLP:
@@ -232,13 +234,13 @@ def places_of(path: str, module: Any, seed: int) -> list[LinearPlace]:
 
 def _parameter_places(path: str, module: nn.Module, seed: int) -> list[LinearPlace]:
     """Some experts of every parameter that holds the weights of all."""
-    places = []
+    places, kind = [], _encodable(type(module).__name__)
     for name in _three_dimensional(module):
         count, outputs, inputs = getattr(module, name).shape
         if getattr(module, "is_transposed", False):  # as Hugging Face marks them
             outputs, inputs = inputs, outputs
         places += [
-            LinearPlace(f"{path}.{name}.{number}", inputs, outputs, number, (0, 1), type(module).__name__, count, name)
+            LinearPlace(_encodable(f"{path}.{name}.{number}"), inputs, outputs, number, (0, 1), kind, count, name)
             for number in _chosen(count, seed, path)
         ]
     return places

@@ -10,21 +10,21 @@
 It skips `after` steps, records the maxima of X, W and dY of every linear in `steps` steps, samples the tensors in the last one,
 and writes one file. Before and after that, it costs one comparison per step. It never changes the training: the losses are
 bit-identical. Errors are reported on standard error and never raised once the training runs, so the training continues.
+No module runs a second time for it, so what compiled modules do not show is not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from math import inf
 from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gemmscope.errors import UserError, in_a_line
+from gemmscope.errors import UserError
 from gemmscope.say import say
-from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
 from gemmscope.units import counted
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         rank = own_rank()
         self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after
-        self.recorded = self._entered = self._failed = False
+        self.recorded = self._entered = False
+        self._guard = Guard("no tensors are recorded", self._release)
         self._settings: dict[str, Any] = {
             "steps": steps, "samples": samples, "megabytes": megabytes, "seed": seed, "rank": rank, "packages": package_versions()
         }  # fmt: skip
@@ -90,20 +91,20 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
                 last = self.after + self.steps
                 say(f"gemmscope: {problem}: the tensors cannot be written, unless this changes before step {last}")
             if self._passed == self._next:
-                self._guarded(self._advance)()
+                self._guard.run(self._advance)
         return self
 
     def step(self) -> None:
         """Count one training step: call it after `optimizer.step()`."""
         self._passed += 1
         if self._passed == self._next:
-            self._guarded(self._advance)()
+            self._guard.run(self._advance)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
-        if not self._wanted or self._failed or self.recorded:
+        if not self._wanted or self._guard.failed or self.recorded:
             return
         if self._recorder is not None:
-            self._guarded(self._finish)()
+            self._guard.run(self._finish)
         elif kind is None:
             say(
                 f"gemmscope: nothing was recorded: the loop ran {counted(self._passed, 'step')}, "
@@ -120,7 +121,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         if self._recorder is None:
             from gemmscope.numerics.in_training.model_recorder import ModelRecorder
 
-            self._recorder = ModelRecorder(self._model, self._settings, self._guarded)
+            self._recorder = ModelRecorder(self._model, self._settings, self._guard)
         else:
             self._recorder.end_step()
         if self._passed == self.after + self.steps:
@@ -131,35 +132,21 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
 
     def _finish(self) -> None:
         """Write what was recorded. The running step counts as far as it came."""
-        recorder, self._recorder, self._next = self._recorder, None, -1
+        recorder = self._recorder
         assert recorder is not None
         recorder.end_step()
         problem = recorder.write(self.path)
-        self._model = None
         if problem and self._passed <= self.after:  # the loop ended before one recorded step did
             problem = f"the loop ran {counted(self._passed, 'step')}, {self.after + self.steps} are needed; {problem}"
         if problem:
-            self._failed = True
-            say(f"gemmscope: no tensors were recorded: {problem}")
-        else:
-            self.recorded = True
-            say(f"gemmscope: wrote {self.path}; now: gemmscope numerics {self.path}")
+            self._guard.give_up(problem)
+            return
+        self._release()
+        self.recorded = True
+        say(f"gemmscope: wrote {self.path}; now: gemmscope numerics {self.path}")
 
-    def _guarded(self, action: Callable[..., None]) -> Callable[..., None]:
-        """Run a function; if it fails, report it, stop recording, and let the training go on."""
-
-        def safe(*args: Any, **kwargs: Any) -> None:
-            if self._failed:
-                return
-            try:
-                action(*args, **kwargs)
-            except Exception as error:
-                self._failed, self._next = True, -1
-                recorder, self._recorder = self._recorder, None
-                with suppress(Exception):
-                    if recorder is not None:
-                        recorder.remove()
-                message = error.message if isinstance(error, UserError) else in_a_line(error)
-                say(f"gemmscope: no tensors are recorded, the training goes on: {message}")
-
-        return safe
+    def _release(self) -> None:
+        """Remove everything from the model, and forget it."""
+        recorder, self._recorder, self._model, self._next = self._recorder, None, None, -1
+        if recorder is not None:
+            recorder.remove()
