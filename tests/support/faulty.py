@@ -70,13 +70,13 @@ class Forked:
 
 
 def _worker(module: str) -> Any:
-    """The worker's class. Each of its bursts is made different: two bursts may have equal times, and are not one counted twice."""
+    """The worker's class. It makes each of its bursts different: two bursts of equal times are not one that is counted twice."""
     worker = getattr(importlib.import_module(module), {"bench": "Worker", "step": "StepWorker"}[module.split(".")[1]])
     say = worker.say
 
     def saying(self: Any, message: Any) -> None:
         if isinstance(message, Sampled):
-            mark_ms = int.from_bytes(os.urandom(6), "big") * 1e-20  # at most 3 femtoseconds
+            mark_ms = int.from_bytes(os.urandom(6), "big") * 1e-20  # at most 3 ns
             message = replace(message, times_ms={task: [times[0] + mark_ms, *times[1:]] for task, times in message.times_ms.items()})
         say(self, message)
 
