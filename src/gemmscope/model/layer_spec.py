@@ -295,7 +295,7 @@ class LayerSpec:
     streams: StreamsSpec | None = None
     input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
     # Instead of the residual stream alone, each block reads a mean of it and so many earlier states (Kimi-K3); None: it does not.
-    earlier_states: int | None = None
+    earlier_states: float | None = None
 
     @property
     def is_moe(self) -> bool:

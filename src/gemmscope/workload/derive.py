@@ -215,7 +215,7 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     yield from layer_input_ops(model, layer, run)
 
 
-def earlier_states(run: RunSpec, hidden: int, states: int) -> Elementwise:
+def earlier_states(run: RunSpec, hidden: int, states: float) -> Elementwise:
     """A mean of several states, weighted by their scores: the product of each one's norm with a vector."""
     rows, copies = shard_rows(run)
     return Elementwise(

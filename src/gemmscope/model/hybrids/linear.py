@@ -90,7 +90,8 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
     every = check_size(
         family.facts["state_every"], family.number("state_every"), "layers"
     )  # a state is kept before every so many
-    return [replace(layer, earlier_states=index // every + 1) for index, layer in enumerate(layers)]
+    states = sum(index // every + 1 for index in range(count)) / count  # on average, so that equal layers stay equal
+    return [replace(layer, earlier_states=states) for layer in layers]
 
 
 def earlier_states_ends(_family: FamilyConfig, hidden: int, _count: int) -> dict[str, Any]:
