@@ -18,7 +18,7 @@ from gemmscope.forecast.coefficients import Coefficients
 from gemmscope.forecast.gemm import GemmModel, model
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.step import StepForecast
-from gemmscope.forecast.step_estimate import speedup
+from gemmscope.forecast.step_estimate import gpu_speedup
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.workload.derive import derive
@@ -158,15 +158,15 @@ def steps(measured: Calibration | None) -> Iterator[str]:
         described = from_hyperparameters(gated=sizes.pop("gated_mlp"), **sizes)
         forecast = StepForecast(Forecaster(gpu("h200"), "sustained", measured=measured), described, run, derive(described, run))
         slow, baseline = (real["BF16"] + real["BF16_again"]) / 2, forecast.step("BF16")
-        times_off.append(abs(baseline.total.value / slow - 1))
-        lines.append(f"{name} | BF16 | {slow:.1f} | {baseline.total.value:.1f} | {baseline.total.value / slow - 1:+.1%} | | |")
+        times_off.append(abs(baseline.time_ms / slow - 1))
+        lines.append(f"{name} | BF16 | {slow:.1f} | {baseline.time_ms:.1f} | {baseline.time_ms / slow - 1:+.1%} | | |")
         for recipe in ("FP8Current", "FP8Delayed", "FP8Block"):
             forecasted = forecast.step(recipe)
-            gain, truth = speedup(baseline, forecasted, in_common()).interval(), slow / real[recipe]
+            gain, truth = gpu_speedup(baseline, forecasted, in_common()).interval(), slow / real[recipe]
             off.append(abs(gain.value / truth - 1))
-            times_off.append(abs(forecasted.total.value / real[recipe] - 1))
+            times_off.append(abs(forecasted.time_ms / real[recipe] - 1))
             inside += gain.low <= truth <= gain.high
-            times = f"{real[recipe]:.1f} | {forecasted.total.value:.1f} | {forecasted.total.value / real[recipe] - 1:+.1%}"
+            times = f"{real[recipe]:.1f} | {forecasted.time_ms:.1f} | {forecasted.time_ms / real[recipe] - 1:+.1%}"
             forecast_gain = f"{gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]"
             lines.append(f"{name} | {recipe} | {times} | {truth:.3f} | {forecast_gain} | {gain.value / truth - 1:+.1%}")
     yield table("model | recipe | step ms | forecast ms | error | speedup | forecast [90%] | error", lines)

@@ -18,7 +18,7 @@ class UserError(Exception):
         self.message, self.hint = printable(message, keep=""), printable(hint, keep="")  # both may quote files
         super().__init__(self.message)
 
-    def rename(self, names: Mapping[str, str]) -> None:
+    def name_keywords(self, names: Mapping[str, str]) -> None:
         """Name arguments as a function of Python does that has other names for some of them."""
         self.message, self.hint = (
             _OPTION.sub(lambda match: option(names.get(match[1], match[1]), match[2]), text) for text in (self.message, self.hint)

@@ -70,7 +70,9 @@ def takes(
             try:
                 return function(*arguments, **keywords)
             except UserError as error:
-                error.rename({declared.name: keyword for keyword, declared in SPECS[function.__qualname__].options().items()})
+                error.name_keywords(
+                    {declared.name: keyword for keyword, declared in SPECS[function.__qualname__].options().items()}
+                )
                 raise
 
         return call
