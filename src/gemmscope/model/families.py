@@ -54,7 +54,7 @@ def language_part(model_type: str, config: Mapping[str, Any]) -> Any:
     """The language part of a multimodal config, with its model type where that is known from the whole.
 
     >>> language_part("qwen3_5", {"text_config": {"hidden_size": 64}})
-    {'model_type': 'qwen3_5_text', 'hidden_size': 64}
+    {'hidden_size': 64, 'model_type': 'qwen3_5_text'}
     """
     facts, part = _facts().get(model_type, {}), config.get("text_config")
     if isinstance(part, Mapping):
