@@ -200,9 +200,8 @@ class StreamedFiles:
             keeper = commands.Keeper(result, own=self._paths.values())
             for name, path in self._paths.items():
                 keeper.place(path)
-                page = writers.html.page
-                content = result.to_json() if name == "json" else page([commands.document(result)], refresh_s=REFRESH_S)
-                keeper.write(path, content)
+                html = writers.html.page
+                keeper.write(path, result.to_json() if name == "json" else html([commands.document(result)], refresh_s=REFRESH_S))
         except UserError as error:
             self._failed = True
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")
