@@ -16,6 +16,7 @@ from torch import Tensor
 from gemmscope.numerics.probes import sample_with_probes
 from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
 from gemmscope.numerics.sample import random_for
+from gemmscope.roles import key_of
 
 TOKENS = 1024
 LARGEST = 2048  # features: all sizes are scaled down by one factor until the largest fits
@@ -81,13 +82,15 @@ def synthetic_recording(
     kept: dict[str, Tensor] = {}
     linears = []
     for name, (inputs, outputs) in smaller.items():
-        generator = torch.Generator().manual_seed(int(random_for(seed, name, kind).integers(2**62)))
+        op, _, layer = name.partition(",")
+        drawn = f"{key_of(op)},{layer}"  # a change of the name that people see changes no number
+        generator = torch.Generator().manual_seed(int(random_for(seed, drawn, kind).integers(2**62)))
         x, w, dy = (tensor.to(torch.bfloat16) for tensor in MAKERS[kind](tokens, inputs, outputs, generator))
-        facts, tensors = sample_with_probes(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, name))
+        facts, tensors = sample_with_probes(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, drawn))
         kept |= {tensor_key(name, 0, key): tensor for key, tensor in tensors.items()}
         linears.append(
             LinearFacts(
-                name=name, linear=name, op=name.partition(",")[0], kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16",
+                name=name, linear=name, op=op, kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16",
                 steps=(facts,),
             )
         )  # fmt: skip
