@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gemmscope.explain.record_trace import trace_me
+from gemmscope.explain.recorded_trace import read_trace
 from support.traces import steady
 
 
@@ -87,6 +88,15 @@ def test_it_records(torch: SimpleNamespace, tmp_path: Path, capsys: pytest.Captu
     assert (trace.recorded, passed) == (True, 6)
     assert (tmp_path / "t.json.gz").exists()
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_steps_before_the_recording_are_timed(torch: SimpleNamespace, tmp_path: Path) -> None:
+    """Eight steps come before the one in which the profiler warms up: the last five are kept, and none without such steps."""
+    for after, kept in ((10, 5), (4, 2), (0, 0)):
+        train(tmp_path / "t.json.gz", steps=12, after=after)
+        times = read_trace(tmp_path / "t.json.gz").facts["plain_steps_ms"]
+        assert len(times) == kept
+        assert all(time > 0 for time in times)
 
 
 def test_a_missing_folder_is_said_at_entry(torch: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

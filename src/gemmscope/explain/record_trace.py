@@ -7,10 +7,11 @@
             train(batch)
             trace.step()                                   # 2: after every optimizer step
 
-It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
-and after that it costs nothing. torch is the user's own, imported only when the recording begins. Whatever goes wrong is said on
-standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs. PyTorch has one
-profiler per process: where the training uses it at the same time, this recording steps aside.
+It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file, with the
+times of the steps before, which the profiler does not slow down. Before and after that it costs nothing. torch is the user's own,
+imported only when the recording begins. Whatever goes wrong is said on standard error, as early as it can be known, and the
+training goes on: nothing here raises once the training runs. PyTorch has one profiler per process: where the training uses it at
+the same time, this recording steps aside.
 
 What is written is small (`slim_file`): GPU work, the calls that launched it, the operators of those calls (with the shapes of
 their inputs), functions of frameworks, step marks and annotations. Python frames, allocator events, arrows and PyTorch operators
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +41,7 @@ from gemmscope.training import Guard, own_rank, package_versions, why_not_writab
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 PROFILER_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
+PLAIN_STEPS = 5  # times of steps without the profiler that are kept: the last ones before the recording
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
 
 
@@ -71,6 +75,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self._profiler: Any = None
         self._others: Any = None
         self._clock: _Clock | None = None
+        self._ends: list[float] = []  # of steps before the recording
 
     def __enter__(self) -> trace_me:
         if self._wanted:
@@ -119,6 +124,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._guard.give_up("another profiler began")
 
     def _step(self) -> None:
+        if self._passed < self.after:  # the profiler does nothing until the last one of these
+            self._ends.append(time.perf_counter())
         self._call(self._profiler.step)
         self._watch()
         if self._finished:
@@ -147,7 +154,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             with temporary_folder() as folder:
                 raw = folder / "trace.json"
                 profiler.export_chrome_trace(str(raw))
-                slim_file(raw, self.path, _facts(self._clock))
+                plain_ms = [1000 * (end - begin) for begin, end in pairwise(self._ends)]
+                slim_file(raw, self.path, {**_facts(self._clock), "plain_steps_ms": plain_ms[-PLAIN_STEPS:]})
         except Exception as error:  # the training goes on
             say(f"gemmscope: {error if isinstance(error, UserError) else f'{self.path} was not written: {error}'}")
             return
