@@ -215,7 +215,7 @@ class SystemOptions(Options):
             "Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.",
             metavar="NAME",
             names="stacks",
-            default="that of the model's file, else nvidia",
+            default="that of the model's file, else any that runs on the GPU",
         ),
     ] = None
     network: Annotated[
