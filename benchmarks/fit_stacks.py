@@ -56,7 +56,7 @@ PRIORS = {
     "cuDNN attention of 2024 9.0": (0.25, 0.15), "loss of PyTorch": (0.3, 0.2), "norms of PyTorch": (0.3, 0.2),
     "overlap of 2023 and 2024": (-0.2, 0.4), "torchao in training": (-0.1, 0.25), "PyTorch": (0.03, 0.05),
     "GEMMs of 2023 and 2024 8.0": (-0.02, 0.04), "GEMMs of 2023 and 2024 9.0": (0.05, 0.05),
-    "GEMMs of 2023 and 2024 10.0": (0.0, 0.08), "FP8 GEMMs of 2025 10.0": (0.05, 0.08), "500 W and 2.4 TB/s 9.0": (0.1, 0.05),
+    "GEMMs of 2023 and 2024 10.0": (0.0, 0.08), "FP8 GEMMs of 2025 10.0": (0.05, 0.08), "500 W and 2.4 TB/s h100": (0.1, 0.05),
     "doubling": (0.01, 0.01), "once": (4.0, 2.0), "step nvidia": (0.0, 0.03), "step nvidia-26.04": (0.0, 0.03),
 }  # fmt: skip
 OF_A_STACK, UNUSED = (0.0, 0.07), (0.0, 0.0001)
@@ -132,7 +132,8 @@ def factors_of(stack: str, row: dict[str, str]) -> Factors:
             or (part not in AT and part != WHOLE)
         ):
             continue
-        known_here = f"{name} {architecture}" if f"{name} {architecture}" in PRIORS or set(facts["at"]) > {"other"} else name
+        place = row["gpu"] if row["gpu"] in facts["at"] else architecture
+        known_here = f"{name} {place}" if set(facts["at"]) > {"other"} else name
         factors.append((known_here, part, 1.0))
     return factors
 

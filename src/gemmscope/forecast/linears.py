@@ -13,7 +13,7 @@ from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.stacks import REFERENCE, Software, software_on
+from gemmscope.forecast.stacks import Software, reference
 from gemmscope.forecast.training import (
     Quantizing,
     facts,
@@ -89,7 +89,7 @@ class Forecaster:
     ) -> None:
         """`forward_only`: a linear that runs forward alone quantizes its weight for that direction. `software`: it runs steps."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
-        self.software = software or software_on(chip, REFERENCE)
+        self.software = software or reference(chip)
         self._forward_only = forward_only
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}

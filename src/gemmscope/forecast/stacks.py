@@ -147,8 +147,8 @@ class SoftwareStack:
         table, known = _facts(), {"step": _multiplier(self.step)}
         for name in (*table["all"], *self.uses):
             facts = table["multipliers"][name]
-            at = facts["at"].get(chip.architecture, facts["at"]["other"])
-            known[facts["part"]] = known.get(facts["part"], ONE).and_also(_multiplier(at))
+            place = next((place for place in (chip.name, chip.architecture) if place in facts["at"]), "other")
+            known[facts["part"]] = known.get(facts["part"], ONE).and_also(_multiplier(facts["at"][place]))
         once_ms, spread = self.once_ms
         return Software(self.name, self.title, known, once_ms, (once_ms * spread) ** 2, self.per_doubling)
 
@@ -197,6 +197,12 @@ def mixture(chip: GpuSpec) -> Software:
     return Software(MIXTURE, _facts()["mixture"]["title"], mixed, mean(times), variance, doubling)
 
 
+def reference(chip: GpuSpec) -> Software:
+    """What `gemmscope step` would run on this GPU, which is what the coefficients were measured with."""
+    software = stacks()[REFERENCE].on(chip)
+    return replace(software, title=_facts()["reference"]["title"], multipliers={**software.multipliers, "runs": ONE})
+
+
 def software_on(
     chip: GpuSpec, name: str | None = None, of_file: str = "", recipes: Iterable[str] = (), *, gpus: int = 1
 ) -> Software:
@@ -204,7 +210,7 @@ def software_on(
     `gemmscope step` would run there. `recipes`: those that were asked for; a stack that is named must run them.
     """
     if name is None and of_file not in stacks():
-        return mixture(chip) if gpus > 1 else stacks()[REFERENCE].on(chip)
+        return mixture(chip) if gpus > 1 else reference(chip)
     chosen = stacks().get(of_file if name is None else name.strip().lower())
     if chosen is None:
         similar = closest(str(name), stacks(), 1)
