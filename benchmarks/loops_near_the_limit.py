@@ -143,8 +143,10 @@ def serve(case: str, recipes: list[str], *, tiny: bool) -> None:
     """The process of a case: for every line of input, a burst of each recipe; after "graphs", bursts of the captured steps."""
     import torch
 
-    made = {recipe: (hf_loop(case, recipe, tiny=tiny) if case.startswith("hf-") else te_loop(case, recipe)) for recipe in recipes}
-    steps = {recipe: step for recipe, (step, _) in made.items()}
+    loops = {
+        recipe: (hf_loop(case, recipe, tiny=tiny) if case.startswith("hf-") else te_loop(case, recipe)) for recipe in recipes
+    }
+    steps = {recipe: step for recipe, (step, _) in loops.items()}
     about_s = {}
     for recipe, step in steps.items():
         for _ in range(3):
@@ -158,7 +160,7 @@ def serve(case: str, recipes: list[str], *, tiny: bool) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "graphs":
-            steps = {recipe: captured(*made[recipe]) for recipe in recipes} if not tiny else steps
+            steps = {recipe: captured(*loops[recipe]) for recipe in recipes} if not tiny else steps
         times: dict[str, list[float]] = {}
         for recipe in random.sample(recipes, len(recipes)):
             times[recipe] = burst(steps[recipe], about_s[recipe], tiny=tiny)

@@ -141,8 +141,10 @@ def _summed(
     deepest = measurements.deepest(name)
     if value is None or deepest is None or (middle := quantity(deepest)[0]) is None:
         return None
-    each = quantity(deepest)[1]
-    return Interval(value, value * min(each) / middle, value * max(each) / middle) if len(each) > 1 else Interval(value)
+    times_ms = quantity(deepest)[1]
+    return (
+        Interval(value, value * min(times_ms) / middle, value * max(times_ms) / middle) if len(times_ms) > 1 else Interval(value)
+    )
 
 
 def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:
