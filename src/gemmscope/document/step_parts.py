@@ -318,8 +318,9 @@ def _because(best: StepTime) -> list[str]:
     lines = []
     if best.waterfall:
         lines.append(phrase("step-gemms", speedup=best.waterfall[0].speedup, why=_why(best)).rstrip())
-    if best.gpu_speedup is not None and best.speedup is not None and best.gpu_speedup != best.speedup:
-        lines.append(_limits(best, best.gpu_speedup, best.speedup))
+    of_gpu, launched = best.gpu_speedup, best.speedup
+    if of_gpu is not None and launched is not None and units.speedup(of_gpu) != units.speedup(launched):
+        lines.append(_limits(best, of_gpu, launched))
     if best.verified is not None:
         verified = best.verified
         lines.append(phrase("step-verified", layers=verified.depth, speedup=verified.actual, error=verified.error))
