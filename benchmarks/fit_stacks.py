@@ -1,6 +1,7 @@
 """Fits the multipliers of software (coefficients/stacks.toml) to published runs, and forecasts each family of sources without it.
 
-    python benchmarks/fit_stacks.py RUNS.csv
+    python benchmarks/fit_stacks.py RUNS.csv            prints the fit, and each family left out
+    python benchmarks/fit_stacks.py RUNS.csv --write    also writes docs/measured/other_software.toml, for docs/accuracy.md
 
 RUNS.csv has a row for each published run: source, family, software, gpu, gpus, the model (`preset:NAME` or `config:FILE` beside
 the table), the layout, tokens/s of one GPU, and the confidence in all of this. Rows of low confidence are left out. The table is
@@ -43,6 +44,7 @@ from gemmscope.gpu.specs import gpu
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
 
+OUT = Path(__file__).resolve().parent.parent / "docs/measured/other_software.toml"
 NOISE, OUTLIER, MOST_ROWS = 0.07, 0.15, 4
 ONCE_MS = 10.0  # the unit of what a step takes once
 COMPILED = {"torchtitan": "torchtitan", "fms-fsdp": "pytorch-compiled"}
@@ -260,22 +262,54 @@ def spreads_of(known: Sequence[LeftOut]) -> tuple[float, float]:
     return min(product(RUNS_SPREAD, EXPERTS_SPREAD), key=unlikely)
 
 
-def show(title: str, errors: dict[str, list[tuple[float, float]]]) -> None:
-    """Errors of tokens/s by source, and how well their bars hold. Pairs: error of the logarithm, half-width of the bar."""
-    print(f"\n{title}")
-    medians, inside, scores = {}, {}, {}
+class Score(NamedTuple):
+    """How runs of a source were forecast: errors of tokens/s, and how well the error bars hold."""
+
+    runs: int
+    median: float
+    signed: float
+    inside: float
+    half_width: float
+    interval: float  # the interval score: the width of the bar, and 20 times what lies outside
+
+
+def scores(errors: dict[str, list[tuple[float, float]]]) -> dict[str, Score]:
+    """The score of each source, and `all`: one vote per source. Pairs: error of the logarithm, half-width of the bar."""
+    known_scores = {}
     for source, known in sorted(errors.items()):
-        off = [exp(error) - 1 for error, _ in known]
-        medians[source], inside[source] = median(map(abs, off)), mean(abs(error) <= width for error, width in known)
-        scores[source] = mean(2 * width + 20 * max(abs(error) - width, 0.0) for error, width in known)
+        off, widths = [exp(error) - 1 for error, _ in known], [width for _, width in known]
+        inside = mean(abs(error) <= width for error, width in known)
+        interval = mean(2 * width + 20 * max(abs(error) - width, 0.0) for error, width in known)
+        known_scores[source] = Score(len(known), median(map(abs, off)), median(off), inside, median(widths), interval)
+    votes = list(zip(*known_scores.values(), strict=True))
+    widths = [width for known in errors.values() for _, width in known]
+    return {
+        **table,
+        "all": Score(sum(votes[0]), median(votes[1]), median(votes[2]), mean(votes[3]), median(widths), mean(votes[5])),
+    }
+
+
+def show(title: str, known_scores: dict[str, Score]) -> None:
+    """Print a table of scores."""
+    print(f"\n{title}")
+    for source, of in known_scores.items():
         print(
-            f"  {source:18} {len(known):3} runs, off by {medians[source]:5.1%} (median), {median(off):+6.1%} signed, "
-            f"{inside[source]:4.0%} inside the bar, half-width {median(width for _, width in known):.2f}"
+            f"  {source:18} {of.runs:3} runs, off by {of.median:5.1%} (median), {of.signed:+6.1%} signed, {of.inside:4.0%} "
+            f"inside the bar, half-width {of.half_width:.2f}, interval score {of.interval:.2f}"
         )
-    print(
-        f"  median of the medians {median(medians.values()):.1%}, {mean(inside.values()):.0%} inside, interval score "
-        f"{mean(scores.values()):.2f}, half-width {median(width for known in errors.values() for _, width in known):.2f}"
-    )
+
+
+def written(tables: dict[str, dict[str, Score]]) -> str:
+    """The scores as TOML."""
+    lines = ["# Written by benchmarks/fit_stacks.py --write: tokens/s of runs whose family was left out of the fit."]
+    for title, known_scores in tables.items():
+        lines.append(f"\n[{title}]")
+        lines += [
+            f'"{source}" = {{ runs = {of.runs}, median = {of.median:.3f}, signed = {of.signed:.3f}, inside = {of.inside:.2f}, '
+            f"half_width = {of.half_width:.2f}, interval = {of.interval:.2f} }}"
+            for source, of in known_scores.items()
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def by_source(known: Iterable[tuple[LeftOut, float]]) -> dict[str, list[tuple[float, float]]]:
@@ -308,8 +342,10 @@ def main() -> None:
     """Fit, and forecast each family without it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    place = parser.parse_args().runs
-    command.software_on = lambda *_: Software("none", "no software", {})
+    parser.add_argument("--write", action="store_true", help="write the figures for the documentation")
+    asked = parser.parse_args()
+    place = asked.runs
+    command.software_on = lambda *_, **__: Software("none", "no software", {})
     rows = [row for row in csv.DictReader(place.open()) if row["confidence"] != "low" and row["split"] != "reference"]
     runs = [run for run in (read_run(row, place.parent) for row in rows) if run is not None]
     names = sorted({name for run in runs for factors in run.factors.values() for name, *_ in factors})
@@ -318,17 +354,22 @@ def main() -> None:
     for name, deviation in zip(names, np.sqrt(np.diag(fitted.covariance)), strict=True):
         value = fitted.values[name]
         print(f"{name:36} {value * ONCE_MS if name == ONCE else exp(value):7.3f}, spread {deviation:.3f}")
-    show("one factor per GPU generation, each family left out", generation_only(runs))
+    tables = {"generation": scores(generation_only(runs))}
+    show("one factor per GPU generation, each family left out", tables["generation"])
     for named in (True, False):
         known, widths = [], []
         for others, of_family in left_out(runs, names, named=named):
             spreads = spreads_of([one for _, inner in left_out(others, names, named=named) for one in inner])
             widths.append(spreads)
             known += [(one, one.half_width(spreads)) for one in of_family]
-        show(f"each family left out, its stack {'named' if named else 'not named'}", by_source(known))
+        title = "named" if named else "unnamed"
+        tables[title] = scores(by_source(known))
+        show(f"each family left out, its stack {title}", tables[title])
         print("  spreads in each fold:", ", ".join(f"{runs} and {experts}" for runs, experts in widths))
         whole = spreads_of([one for one, _ in known])
         print(f"  spreads from all families: runs {whole[0]}, experts {whole[1]}")
+    if asked.write:
+        OUT.write_text(written(tables), "utf-8")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,21 @@ def runs_summary() -> str:
     return "\n".join(lines)
 
 
+def other_software() -> str:
+    """Runs of other software, each family left out of the fit: errors of tokens/s by source, and how well the bars hold."""
+    known = parse_toml((DOCS / "measured/other_software.toml").read_text("utf-8"))
+    lines = [
+        "| source | runs | stack named: error | inside | bar | unnamed: error | inside | bar |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for source in known["named"]:
+        cells = [known[way][source] for way in ("named", "unnamed")]
+        shown = [f"{of['median']:.1%} | {of['inside']:.0%} | ±{of['half_width']:.0%}" for of in cells]
+        name = "**one vote per source**" if source == "all" else source
+        lines.append(f"| {name} | {cells[0]['runs']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def fitted_runs() -> str:
     """The runs that were fitted."""
     return _table([comparison for comparison in compared() if comparison.run.fitted])
