@@ -135,7 +135,7 @@ class SoftwareStack:
 
     name: str
     title: str
-    gpus: Sequence[str]
+    gpus: Sequence[str] = ()
     uses: Sequence[str] = ()
     step: tuple[float, float] = (1.0, 0.0)
     once_ms: tuple[float, float] = (0.0, 0.0)
@@ -174,7 +174,7 @@ def stacks() -> dict[str, SoftwareStack]:
 
 def stacks_on(chip: GpuSpec) -> list[SoftwareStack]:
     """The stacks that run on a GPU."""
-    return [stack for stack in stacks().values() if chip.architecture in stack.gpus]
+    return [stack for stack in stacks().values() if not stack.gpus or chip.architecture in stack.gpus]
 
 
 def mixture(chip: GpuSpec) -> Software:
