@@ -18,7 +18,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
-from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.megatron_settings import FACTS, SIZE_LIKE, MegatronSettings, Unknown
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.reading import LIMITS
 from gemmscope.toml import inherited, load_data
@@ -29,7 +29,6 @@ SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla"
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
 MOST_VALUES, LONGEST_NUMBER = LIMITS["config_text"]["entries"], 400
-SIZE_LIKE = re.compile(r"num_\w+|\w+_(?:size|dim|rank|layers|types|pattern|heads|groups|experts)")
 DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
 
