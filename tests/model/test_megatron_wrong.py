@@ -171,7 +171,7 @@ def test_any_printed_value(name: str, value: str):
         ("--enable-mhc-connections", "--enable-mhc-connections replaces the residual stream by several"),
         ("--flextron", "--flextron trains models of several sizes"),
         ("--spec my.layers my_spec", "--spec my.layers my_spec is code that builds the layers"),
-        ("--spec megatron.core.models.hybrid.hybrid_layer_specs gated_delta_product_stack_spec", "is code that builds the layers"),
+        ("--spec megatron.core.models.hybrid gated_delta_product_stack_spec", "is code that builds the layers"),
     ],
 )
 def test_flags_that_change_the_layers_are_refused(flags: str, says: str):

@@ -100,13 +100,17 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
     findings = _check_script(arguments, spell)
     findings += [finding("setting-repeated", setting=spell(name)) for name in arguments.repeated]
     # One that several branches set to the same value counts whatever holds.
-    of_branch = [spell(name) for name, times in arguments.conditional.items() if times == 1 or (times and name in arguments.repeated)]
-    findings += [finding("settings-in-condition", settings=of_branch)] if of_branch else []
+    branches = arguments.conditional.items()
+    listed = {
+        "settings-in-condition": [spell(name) for name, n in branches if n == 1 or (n and name in arguments.repeated)],
+        "frozen-parts-not-modelled": [spell(name) for name in arguments.unknown if name.startswith("freeze_")],
+    }
+    findings += [finding(code, settings=names) for code, names in listed.items() if names]
     groups_are_used = arguments.values.get("group_query_attention") or arguments.values.get("multi_latent_attention")
     if not groups_are_used and arguments.values.get("num_query_groups") not in (None, "1"):  # 1 is in every printed list
         findings.append(finding("query-groups-ignored", setting=spell("num_query_groups"), switch=spell("group_query_attention")))
     misspelled = dict(_misspellings(arguments))
-    findings += [finding("setting-misspelled", setting=spell(name), suggestion=spell(meant)) for name, meant in misspelled.items()]
+    findings += [finding("setting-misspelled", setting=spell(name), suggestion=spell(own)) for name, own in misspelled.items()]
     settings = MegatronSettings(
         _to_core(arguments.values), spell, assign,
         swiglu_keeps_parameters=True, q_lora_rank=None, kv_lora_rank=32, positions="max_position_embeddings",
