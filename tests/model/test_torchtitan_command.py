@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.model import readers, torchtitan_command
-from support.reading import checked, codes, facts
+from support.reading import checked, facts
 
 SCRIPT = """
 #!/usr/bin/bash

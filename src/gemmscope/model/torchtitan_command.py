@@ -119,7 +119,7 @@ def _job_of(named: dict[str, object]) -> dict[str, dict[str, object]]:
     if config not in jobs:
         raise UserError(
             f"--config {config} is not one of torchtitan's own jobs of {family}",
-            f"{did_you_mean(config, jobs)}for one of your own, give its registry: {option('config', 'config_registry.py:NAME')}; or "
-            f"name the model with --model.name {family} --model.flavor {next(iter(families()[family]['flavors']))}",
+            f"{did_you_mean(config, jobs)}for one of your own, give its registry, {option('config', 'config_registry.py:NAME')}; "
+            f"or name the model: --model.name {family} --model.flavor {next(iter(families()[family]['flavors']))}",
         )
     return jobs[config]
