@@ -14,6 +14,7 @@ from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.results.step import StepTime, StepTimes, Variant
 from gemmscope.step.answer import step_times, wants_graphs
 from gemmscope.step.step_measurements import StepMeasurements
+from gemmscope.step.waterfall import step_findings
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 
@@ -128,9 +129,20 @@ def test_graphs_decide_if_they_were_asked_for() -> None:
     assert nothing.decided_by == "launched"
 
 
+def test_both_clocks_are_said_where_they_differ() -> None:
+    """A step that waits for launches runs at a higher clock."""
+    fast, slow = ({"late": late, "sm_mhz": clock} for late, clock in ((0.6, 1950.0), (0.0, 1710.0)))
+    launched = store({"BF16": steady(150.0, fast), "FP8Current": steady(140.0, fast)})
+    graphs = store({"BF16": steady(143.0, slow), "FP8Current": steady(118.8, slow)}, captured=True)
+    [said] = [entry for entry in step_findings(answer(launched, graphs)) if entry.code == "launched-at-higher-clock"]
+    assert (said.facts["launched_mhz"], said.facts["captured_mhz"]) == (1950.0, 1710.0)
+    assert "launched-at-higher-clock" not in {entry.code for entry in step_findings(answer(*esm2()))}
+
+
 def test_without_graphs_kernels_tell_the_gpu_time() -> None:
     """Where a step cannot be captured, and launches may be the limit."""
     times = answer(esm2()[0])
+    assert [entry.facts["recipes"] for entry in step_findings(times) if entry.code == "gpu-time-of-kernels"] == [["FP8Current"]]
     low = time_of(times, "FP8Current")
     assert low.gpu_ms is not None
     assert (low.gpu_ms.value, low.gpu_time_from) == (pytest.approx(113.5), "kernels")

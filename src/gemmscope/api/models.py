@@ -73,8 +73,8 @@ def load(
         gated_mlp: With hidden_size: use a gated MLP (SwiGLU) instead of a plain one.
         mtp_layers: Number of multi-token prediction (MTP) layers after the last layer, each with its own loss (DeepSeek-V3: 1).
             [default: from the model file; 0 for Hugging Face]
-        ignore_key: A key of the config.json that nothing reads and that changes no size, whatever its name says. Repeat the
-            option for several.
+        ignore_key: A key of the config.json, or a flag of the script without its dashes, that nothing reads and that changes no
+            size, whatever its name says. Repeat the option for several.
     """
     given = locals()
     options = from_python(ModelOptions, given).given()

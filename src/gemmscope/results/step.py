@@ -85,6 +85,8 @@ class CapturedTime(Part):
     step_ms: Interval
     speedup: Interval | None = None
     """Over BF16, captured too."""
+    sm_mhz: float | None = None
+    """Clock of the GPU: a step that waits for launches runs at a higher one."""
 
 
 class StepTime(Part):
@@ -112,6 +114,8 @@ class StepTime(Part):
     gpu_time_from: Literal["graph", "timely rounds", "kernels"] | None = None
     """How the GPU time of a measured step was measured: the step as a CUDA graph, the rounds in which the CPU launched early
     enough, or the timestamps of its kernels."""
+    sm_mhz: float | None = None
+    """Clock of the GPU in the rounds as launched."""
     rounds: int | None = None
     """Of bursts as launched."""
     late_rounds: int = 0

@@ -70,6 +70,7 @@ def step_times(
             gpu_speedup=_gpu_speedup(measurements, captured, name, on_gpu) if name != BASELINE else None,
             gpu_time_from=source,
             launch_ms=_summed(measurements, name, lambda variant: (variant.host_ms, variant.host_each_ms)),
+            sm_mhz=measurements.sm_mhz(name),
             rounds=rounds,
             late_rounds=late,
             peak_bytes=_peak_bytes(measurements, name, totals),
@@ -159,7 +160,7 @@ def _captured(captured: StepMeasurements, name: str) -> CapturedTime | None:
     """The step of a recipe as a CUDA graph; None if it could not be captured."""
     step_ms = captured.step(name)
     speedup = captured.speedup(name) if name != BASELINE else None
-    return CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
+    return CapturedTime(step_ms=step_ms, speedup=speedup, sm_mhz=captured.sm_mhz(name)) if step_ms is not None else None
 
 
 def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:

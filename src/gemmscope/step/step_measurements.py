@@ -80,6 +80,11 @@ class StepMeasurements(ResultStore[VariantResult]):
         rounds = [any(states) for states in zip(*late, strict=False)]
         return sum(rounds), len(rounds)
 
+    def sm_mhz(self, recipe: str) -> float | None:
+        """The median clock of the GPU while a recipe's steps ran; None where the driver does not tell."""
+        clocks = [state["sm_mhz"] for result in self.of(recipe) for state in result.states if state.get("sm_mhz")]
+        return float(median(clocks)) if clocks else None
+
     def step(self, recipe: str, left_out: tuple[str, ...] = ()) -> Interval | None:
         """Milliseconds of the whole model's step as launched. Where the CPU was late, it is the median of the rounds, and the
         interval is their range."""

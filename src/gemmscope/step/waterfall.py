@@ -35,6 +35,7 @@ IN_BF16 = ("bf16", "bf16")
 
 
 RUN_TO_RUN = 0.02  # the same step on another day or machine
+OTHER_CLOCK = 1.03
 NO_GAIN = 0.25  # a smaller share of the predicted gain is not explained by dilution
 
 
@@ -279,6 +280,12 @@ def _captured(times: StepTimes) -> Iterator[Finding]:
         )
     for name, reason in times.not_captured.items():
         yield finding("step-not-captured", recipe=name, reason=reason)
+    clocks = {time.recipe: (time.sm_mhz, captured.sm_mhz) for time, captured in both if time.sm_mhz and captured.sm_mhz}
+    if faster := {name: pair for name, pair in clocks.items() if pair[0] > OTHER_CLOCK * pair[1]}:
+        name, (launched_mhz, captured_mhz) = max(faster.items(), key=lambda entry: entry[1][0] / entry[1][1])
+        yield finding("launched-at-higher-clock", recipe=name, launched_mhz=launched_mhz, captured_mhz=captured_mhz)
+    if by_kernels := [time.recipe for time in times.recipes if time.gpu_time_from == "kernels"]:
+        yield finding("gpu-time-of-kernels", recipes=by_kernels)
 
 
 def _of_recipe(time: StepTime) -> Iterator[Finding]:
