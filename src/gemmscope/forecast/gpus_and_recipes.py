@@ -61,8 +61,9 @@ def choose_recipes(
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is None and other:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
-            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
-                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        borrowed = [name for name in chosen if name != BASELINE and ((named is None and other) or only_torchao(recipe(name)))]
+        if borrowed and not torchao_known(chip):
+            findings.append(finding("torchao-not-measured", recipes=borrowed))
         left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
         findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
         if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
@@ -94,11 +95,7 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
     architectures()[chip.architecture]  # without it, the table says nothing about this GPU
-    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
-        return impossible
-    if only_torchao(recipe(name)) and not torchao_known(chip):
-        return "torchao's kernels were measured only on Hopper, and other architectures run different kernels"
-    return ""
+    return support(name, chip.capability).why_not(chip.name, chip.capability)
 
 
 def common_fields(command: str, state: ClockState) -> dict[str, Any]:
