@@ -1,28 +1,49 @@
 """What every forecast starts from: the GPUs that were named, their state, and the recipes that they run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gemmscope.bench.choose import named_recipes
 from gemmscope.choices import CLOCK_STATES, ClockState
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.communication import network_facts
 from gemmscope.forecast.gemm import model
 from gemmscope.forecast.training import only_torchao, torchao_known
-from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.gpu.specs import GpuSpec, described, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
 from gemmscope.options.measuring import RecipeOptions
+from gemmscope.reading import LIMITS, read_text
 from gemmscope.recipe.frameworks import backends, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import architectures, support
+from gemmscope.toml import parse_toml
 
 
 def chips_of(names: Sequence[str]) -> list[GpuSpec]:
     """The GPUs in the order they were named, each once."""
     if not names:
         raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
-    return list({(spec := gpu(name)).name: spec for name in names}.values())
+    return list({(spec := _described(name) if name.endswith(".toml") else gpu(name)).name: spec for name in names}.values())
+
+
+def _described(file: str) -> GpuSpec:
+    """The GPU that a TOML file of the user describes. Its architecture must be known, and a GPU with measured collectives."""
+    hint = 'a GPU file has facts such as like = "h100" and bandwidth_tbps = 2.4'
+    spec = described(parse_toml(read_text(file, LIMITS["gpu"]["bytes"], hint)), Path(file).stem.lower())
+    if spec.architecture not in architectures():
+        raise UserError(f"{file}: compute capability {spec.architecture} is not known", f"known: {', '.join(architectures())}")
+    if spec.collectives_of not in (able := [chip.collectives_of for chip in gpus().values()]):
+        raise UserError(
+            f"{file} lacks collectives_of: a GPU whose collectives were measured", f"one of {', '.join(sorted(set(able)))}"
+        )
+    if spec.network not in network_facts()["networks"]:
+        raise UserError(
+            f"{file}: {shown(spec.network)} is not a known network", f"known: {', '.join(network_facts()['networks'])}"
+        )
+    return spec
 
 
 def one_chip(names: Sequence[str]) -> GpuSpec:

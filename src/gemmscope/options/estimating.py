@@ -51,7 +51,8 @@ class ForecastOptions(RecipeOptions, SystemOptions):
     gpu: Annotated[
         list[str],
         Option(
-            "GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.",
+            "GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own. "
+            "An unknown name lists all names.",
             metavar="NAME,...",
             names="gpus",
             parse=names,
