@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -453,7 +454,9 @@ def interrupted(model: Any, x: Tensor, training: Training) -> Tensor:
     with contextlib.suppress(KeyboardInterrupt), FlopCounterMode(display=False):
         model(x)
     handle.remove()
-    return plain(model, x, training)
+    loss = plain(model, x, training)
+    training.kept.append(len(_get_current_dispatch_mode_stack()))
+    return loss
 
 
 def in_threads(model: Any, x: Tensor, training: Training) -> Tensor:

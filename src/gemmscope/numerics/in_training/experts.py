@@ -54,6 +54,7 @@ class ExpertHooks:
                 handle.remove()
 
     def _before(self, *_: Any) -> None:
+        self._forget_interrupted()
         if torch.is_grad_enabled() and not recomputes() and not all(map(self._capture.is_done, self._places)):
             mode = GemmMode(self._module, self._places, self._capture)
             mode.__enter__()
@@ -61,16 +62,34 @@ class ExpertHooks:
 
     def _after(self, *_: Any) -> None:
         self._leave()
-        # one that is not there: after a KeyboardInterrupt, the end of another mode removed it
-        self._modes = [mode for mode in self._modes if mode.thread != get_ident()]
+        self._forget_interrupted()
         if self._capture.ended:
             self.remove()
+
+    def _forget_interrupted(self) -> None:
+        """After a KeyboardInterrupt, the end of another mode has removed ours from the top: remove that one in its place."""
+        active = _get_current_dispatch_mode_stack()
+        for mode in [one for one in self._modes if one.thread == get_ident() and one not in active]:
+            self._modes.remove(mode)
+            if kept := [one for one in active if one in mode.below]:
+                take_off(kept[-1], _pop_mode)
 
     def _leave(self) -> None:
         for mode in _get_current_dispatch_mode_stack():
             if mode in self._modes:
                 mode.leave()
                 self._modes.remove(mode)
+
+
+def take_off(mode: TorchDispatchMode, remove: Callable[[], object]) -> None:
+    """Remove a mode, wherever it is among the modes. `remove`: does so where it is the last one."""
+    modes = _get_current_dispatch_mode_stack()
+    above = modes[modes.index(mode) + 1 :]
+    for _ in above:
+        _pop_mode()
+    remove()
+    for one in above:
+        _push_mode(one)
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,7 @@ class GemmMode(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
         super().__init__()
         self.thread, self._places, self._capture = get_ident(), places, capture
+        self.below = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
         self._see, self._take = capture.hook(self._seen), capture.hook(self._taken)
         self._waiting: list[Callable[[], None]] = []
         names = dict.fromkeys(place.parameter for place in places)
@@ -121,13 +141,7 @@ class GemmMode(TorchDispatchMode):  # type: ignore[misc]
 
     def leave(self) -> None:
         """The module has run: remove this mode, wherever it is among the modes, and keep no tensor."""
-        modes = _get_current_dispatch_mode_stack()
-        above = modes[modes.index(self) + 1 :]
-        for _ in above:
-            _pop_mode()
-        self.__exit__(None, None, None)
-        for mode in above:
-            _push_mode(mode)
+        take_off(self, partial(self.__exit__, None, None, None))
         self._take()
         self._weights, self._waiting = [], []
 
