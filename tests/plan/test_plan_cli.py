@@ -63,7 +63,7 @@ def test_the_next_command_runs_and_says_the_same(run: Run) -> None:
     assert command[:2] == ["gemmscope", "forecast"]
     outcome = run(" ".join([*command[1:], "--json", "-"]))
     assert outcome.code == 0, outcome.err
-    assert f"{best.step_ms.value:.2f}"[:6] in outcome.out
+    assert f"{best.step_ms.value:.4f}"[:6] in outcome.out
 
 
 def test_lists_restrict_the_search(run: Run) -> None:
@@ -157,5 +157,6 @@ def test_costs_do_not_hide_what_tells_layouts_apart(run: Run) -> None:
     lines = run(f"{line} --tokens 2T --price 2.5").out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("Recipe"))
     assert "Sharding" in lines[start]
-    names = [line[: lines[start].index("Micro-batch")].rstrip() for line in lines[start + 2 : start + 8]]
+    end = lines[start].index("Micro-batch") + len("Micro-batch")
+    names = [line[:end] for line in lines[start + 2 : start + 8]]
     assert len(set(names)) == 6

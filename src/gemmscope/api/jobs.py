@@ -89,7 +89,7 @@ class Job(ModelRun):
             modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
                 beforehand), or both. [default: both]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -159,7 +159,7 @@ class Job(ModelRun):
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
             left_out: Recipes to skip.
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -278,7 +278,8 @@ class Job(ModelRun):
                 layers, and linears such as mlp.down_proj in every layer.
             verify: Also run the real model, with as many layers as fit in memory.
             break_even: Also run smaller batches, to find the batch size at which each recipe starts to win.
-            cuda_graphs: Also run the step captured in CUDA graphs, in every recipe that can be captured.
+            cuda_graphs: Recommend by the step captured in CUDA graphs. Without this option, graphs are measured where launching
+                takes long.
             hugging_face: Run the config's own Hugging Face class, with all layers that fit in memory, converted by torchao or
                 Transformer Engine.
             compile: What torch.compile is applied to: the whole model with its loss, each layer, or nothing. [default: layers
