@@ -181,8 +181,11 @@ class _OtherProfilers:
         scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
         known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
         self.running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
-        modules = ((vars(import_module(f"torch.autograd.{name}")), names) for name, names in PROFILER_CALLS.items())
-        self._calls = [(module, name, module[name]) for module, names in modules for name in names]
+        self._calls: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+        for kind, names in PROFILER_CALLS.items():
+            with suppress(ImportError):  # not every version of torch has both
+                module = vars(import_module(f"torch.autograd.{kind}"))
+                self._calls += [(module, name, module[name]) for name in names]
         self._watched = [partial(self._called, name, call) for _, name, call in self._calls]
         for (module, name, _), watched in zip(self._calls, self._watched, strict=True):
             module[name] = watched
