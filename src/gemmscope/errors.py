@@ -38,6 +38,7 @@ class MissingFactError(UserError):
     def __init__(self, file: str, key: str) -> None:
         self.file, self.key = file, key
         super().__init__(f"a fact is missing: {file} has no {key}", f"add {key} to src/gemmscope/{file} (see CONTRIBUTING.md)")
+        self.args = file, key  # what another process makes it from again
 
 
 def option(name: str, value: object = None) -> str:
