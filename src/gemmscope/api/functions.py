@@ -39,7 +39,7 @@ def bench_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,
@@ -99,7 +99,7 @@ def bench_gemm_sweep(
     gpus: str | None = None,
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -156,7 +156,7 @@ def fleet_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -234,7 +234,7 @@ def forecast_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     stack: str | None = None,
     network: str | float | None = None,
     nvlink_domain: int | str | None = None,
@@ -377,7 +377,7 @@ def calibrate(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,

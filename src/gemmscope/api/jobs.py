@@ -64,7 +64,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
@@ -181,7 +181,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -236,7 +236,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -303,7 +303,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -391,7 +391,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -470,7 +470,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,

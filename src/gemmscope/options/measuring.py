@@ -79,8 +79,9 @@ class RecipeOptions(Options):
             "autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized beforehand), "
             "or both.",
             default="both",
+            parse=names,
             in_shell=False,
-            accepts="Sequence[Mode] | None",
+            accepts="Mode | Sequence[Mode] | None",
         ),
     ] = None
     no_fp8_current: Annotated[bool, Option("Skip FP8Current.", in_python=False)] = False
