@@ -208,9 +208,8 @@ def summary_table(view: FleetView) -> Table | None:
     compared = any(view.worst(gpu) is not None for gpu in listed)
     notes = [phrase("fleet-not-shown", gpus=units.counted(more, f"more {kind}"))] if more > 0 else []
     notes += [phrase("fleet-speed", kind=kind)] if compared else []
-    title = f"{kind}s, slowest first" if compared else f"{kind}s"
     shown = table(
-        title,
+        f"{kind}s, slowest first" if compared else f"{kind}s",
         listed,
         Column(kind, lambda gpu: gpu.place),
         Column("Outlier", verdict),

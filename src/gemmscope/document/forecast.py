@@ -281,9 +281,8 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
     first = gpu.memory[0]
     staged = first.stage or first.in_flight > 1
     where = phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight) if staged else ""
-    title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
     return table(
-        title,
+        f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}",
         MEMORY_USES,
         Column("Use", MEMORY_USES.get),
         *across(gpu.memory, lambda use, memory: getattr(memory, use), "B", head=lambda memory: memory.recipe),
@@ -298,9 +297,8 @@ def _exchanged(step: StepTimes, prefix: str) -> Table | None:
     if not time.exchanged:
         return None
 
-    title = f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})"
     return table(
-        title,
+        f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})",
         time.exchanged,
         Column("Exchange", lambda one: phrase(f"exchange-{one.kind}")),
         Column("Over", lambda one: "CPU link" if one.kind == "offload" else "network" if one.crosses else "NVLink"),

@@ -73,10 +73,9 @@ def summary(result: PlanResult) -> Table | None:
     shown = shown[:MOST_ROWS]
     notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
-    title = "Pareto front: the fastest layouts for a given memory [90% error bar]"
 
     return table(
-        title,
+        "Pareto front: the fastest layouts for a given memory [90% error bar]",
         shown,
         *_names(1, 1),
         *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2}),

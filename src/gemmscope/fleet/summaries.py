@@ -182,8 +182,7 @@ def _step_figures(view: RunView) -> Iterator[SummaryFigure]:
     if view.step is None or view.kind != "step":
         return
     for time in view.step.recipes:
-        flops = time.model_tflops * 1e12 * time.step_ms.value / 1000
-        yield _figure(time.recipe, "step", time.step_ms, flops=flops)
+        yield _figure(time.recipe, "step", time.step_ms, flops=time.model_tflops * 1e12 * time.step_ms.value / 1000)
         if time.speedup is not None and time.recipe != BASELINE:
             yield _figure(time.recipe, "speedup", time.speedup)
 
