@@ -441,11 +441,10 @@ def allocator_table(calls: Sequence[AllocatorCall]) -> Table:
 def memory_table(points: Sequence[MemoryPoint]) -> Table:
     """Memory over time: the maximum of each interval."""
     every = max(-(-len(points) // MOST_READINGS), 1)
-    shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
 
     return table(
         "Memory over time",
-        shown,
+        [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)],
         Column("ms", lambda point: point.time_ms, ",.2f"),
         Column("Allocated", lambda point: point.allocated, "B"),
         Column("Reserved", lambda point: point.reserved, "B"),

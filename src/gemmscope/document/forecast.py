@@ -265,10 +265,9 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
 def _pairs(step: StepTimes, prefix: str) -> Table:
     """Every low precision over every other: which of them are too close to call."""
 
-    pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
     return table(
         f"{prefix}FORECAST: recipes compared with each other: speedup of the training step",
-        pairs,
+        combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2),
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         Column("Speedup [90% error bar]", lambda pair: called_cell(step.speedup(pair[1], pair[0])), "x"),

@@ -241,10 +241,9 @@ def _kept(linears: Linears, name: str) -> float | None:
 
 def _pairs(linears: Linears, start: str) -> Table:
 
-    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
     return table(
         f"{start}Recipes compared with each other: speedup of all linears",
-        pairs,
+        combinations([name for name in linears.recipes if name != BASELINE], 2),
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         *across(linears.modes, lambda pair, mode: _pair(linears, mode, pair), "x", head=MODE_TITLES.__getitem__),
@@ -276,10 +275,9 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
     """Milliseconds and TFLOP/s of every pass and op, then the sums."""
     bare, names = linears.bare, linears.columns(mode)
 
-    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
     return table(
         f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)",
-        rows,
+        [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))],
         Column("Op", lambda row: row[0].op, when=not bare),
         Column("Pass", lambda row: row[1] or ALL, when=not bare),
         Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),
