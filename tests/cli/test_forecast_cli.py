@@ -391,9 +391,9 @@ def test_sweeps_say_what_is_too_close_and_what_is_host_bound(run: Run) -> None:
     assert second.winner is not None
     assert second.winner.rivals
     assert third.gains
-    assert [crossing.since for crossing in swept.break_even if crossing.recipe == "FP8Delayed"] == [
-        32
-    ]  # at 8, the step is host-bound
+    since = {crossing.recipe: crossing.since for crossing in swept.break_even}
+    assert since["FP8Delayed"] == 8
+    assert since["FP8Current"] == 32  # it has more launches, and at 8 these may still be the limit
     [bound] = [finding for finding in swept.findings if finding.code == "sweep-host-bound"]
     assert bound.facts["places"] == ["1", "8"]
     out = run(line).out
