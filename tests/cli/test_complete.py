@@ -50,9 +50,9 @@ def test_offers(run: Run, monkeypatch: pytest.MonkeyPatch, line: str, offers: li
 
 
 def test_the_names_are_those_that_are_accepted() -> None:
-    assert list(complete.gpus()) == list(gpus())
-    assert list(complete.recipes()) == list(recipes())
-    assert tuple(complete.presets()) == presets.names()
+    assert list(complete.listed("gpu/specs.toml")) == list(gpus())
+    assert list(complete.listed("recipe/recipes.toml")) == list(recipes())
+    assert tuple(complete.listed("model/presets/")) == presets.names()
     assert list(options_of(BenchOptions)["backend"].choices) == list(backends())
 
 

@@ -17,7 +17,7 @@ from gemmscope.options.declare import from_python
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, SweepOptions
 from gemmscope.options.reading import CompareOptions, ExplainOptions
-from gemmscope.options.values import Shape, names
+from gemmscope.options.values import GEMM_SIZES, Shape, names
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -27,8 +27,6 @@ from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
-
-GEMM_SIZES = ("m", "k", "n")
 
 
 @takes(BenchOptions)

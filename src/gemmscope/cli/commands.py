@@ -41,7 +41,7 @@ from gemmscope.options.measuring import (
     skip_flags,
 )
 from gemmscope.options.reading import CompareOptions, DoctorOptions, ExplainOptions, Kind, ReportOptions, TraceMeOptions
-from gemmscope.options.values import Shape, shape, size
+from gemmscope.options.values import GEMM_SIZES, Shape, shape, size
 from gemmscope.say import say
 
 # Exit codes of single commands. Every command also has 0 and 2.
@@ -349,7 +349,7 @@ def _bench_sweep(
     """A sweep of a model's linears, or of one bare GEMM."""
     named, shapes = [*model.given(), *run.given()], options.shapes
     if shapes is None:
-        if gemm := [name for name in sweep.sweep or () if name in commands.sweep.GEMM_SIZES]:
+        if gemm := [name for name in sweep.sweep or () if name in GEMM_SIZES]:
             raise UserError(
                 f"{gemm[0]} is a size of a bare GEMM, but no GEMM is given",
                 f"for example {option('shapes', '8192x4096x14336')}, of which {option('sweep')} varies {gemm[0]}",

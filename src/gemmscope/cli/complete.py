@@ -1,44 +1,24 @@
-"""Shell completion of values: presets, GPUs, recipes, and the choices of an option. Nothing heavy is imported for it."""
+"""Shell completion of values: presets, GPUs, recipes and others, and choices. Nothing heavy is imported for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 
 from gemmscope.options.declare import Declared
 from gemmscope.toml import load_data
 
 
-def presets() -> Sequence[str]:
-    """Well-known models."""
-    return sorted(
-        entry.name.removesuffix(".toml")
-        for entry in files("gemmscope.model").joinpath("presets").iterdir()
-        if entry.name.endswith(".toml")
-    )
+def listed(names: str) -> list[str]:
+    """The names in a file of facts, in a table of it, or of the files of a folder.
 
-
-def gpus() -> Sequence[str]:
-    """GPUs that can be forecast."""
-    return list(load_data("gemmscope.gpu", "specs.toml"))
-
-
-def recipes() -> Sequence[str]:
-    """Recipes of any backend."""
-    return list(load_data("gemmscope.recipe", "recipes.toml"))
-
-
-def networks() -> Sequence[str]:
-    """Networks between NVLink domains."""
-    return list(load_data("gemmscope.forecast", "coefficients/network.toml")["networks"])
-
-
-def stacks() -> list[str]:
-    """The software stacks of forecasts."""
-    return list(load_data("gemmscope.forecast", "coefficients/stacks.toml")["stacks"])
-
-
-LISTS: Mapping[str, Callable[[], Sequence[str]]] = {
-    "presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks, "stacks": stacks,
-}  # fmt: skip
+    >>> listed("gpu/specs.toml")[:2], listed("forecast/coefficients/network.toml networks")[0], listed("model/presets/")[0]
+    (['a100', 'h100'], 'infiniband-hdr', 'bamba-9b')
+    """
+    if names.endswith("/"):
+        folder = files("gemmscope").joinpath(names)
+        return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    file, _, table = names.partition(" ")
+    facts = load_data("gemmscope", file)
+    return list(facts[table] if table else facts)
 
 
 def completion(declared: Declared) -> Callable[[str], list[str]] | None:
@@ -47,7 +27,7 @@ def completion(declared: Declared) -> Callable[[str], list[str]] | None:
         return None
 
     def complete(incomplete: str) -> list[str]:
-        known = LISTS[declared.option.names]() if declared.option.names else declared.choices
+        known = listed(declared.option.names) if declared.option.names else declared.choices
         return matching(known, incomplete, several="," in declared.option.metavar)
 
     return complete

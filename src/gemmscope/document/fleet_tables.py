@@ -132,10 +132,7 @@ def relative(value: Interval, figure: FleetFigure) -> Interval | None:
     center = figure.center.value
     if not 0 < center < math.inf or not 0 < value.value < math.inf:
         return None
-    if figure.higher_is_better:
-        return value.times(1 / center)
-    low, high = (center / end if end else None for end in (value.high, value.low))
-    return Interval(center / value.value, low, high)
+    return value.times(1 / center) if figure.higher_is_better else value.inverse(center)
 
 
 def times_of(standings: list[Standing]) -> list[Standing]:

@@ -44,7 +44,7 @@ class Option:
     choices: tuple[str, ...] = ()
     """The values it can have, where the type is no `Literal`: the metavar, and offered by shell completion."""
     names: str = ""
-    """The list that shell completion offers: presets, gpus, recipes or networks."""
+    """Where the names that shell completion offers are: a file of facts, `FILE TABLE`, or a folder with a file for each."""
     flags: tuple[str, ...] = ()
     """Its spellings, where they do not follow from its name."""
     aliases: tuple[str, ...] = ()

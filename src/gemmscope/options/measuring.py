@@ -66,7 +66,7 @@ class RecipeOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,mxfp8. BF16 is always included.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
