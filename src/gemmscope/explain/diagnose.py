@@ -15,7 +15,7 @@ from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
-from gemmscope.explain.trace_view import TITLES, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
+from gemmscope.explain.trace_view import ROW_TITLES, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
 from gemmscope.explain.work_class import UNKNOWN_PRECISION
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause, StepAccount, TracedStep
@@ -176,7 +176,7 @@ def _usual_times(times: Sequence[float]) -> list[float]:
 
 def _profile(view: TraceView, shares: Shares) -> dict[str, float]:
     """Milliseconds of one step by class of work and by reason of idle time."""
-    titles = {**TITLES, NOT_RECORDED: UNRECORDED}
+    titles = {**ROW_TITLES, NOT_RECORDED: UNRECORDED}
     work = ((view.work_classes[number].name, share) for number, share in shares.of.items())
     gaps = ((str(gap.why), gap.time) for gap in shares.gaps)
     return {titles.get(name, name): time / 1000 for name, time in add_up([*work, *gaps]).items()}

@@ -23,16 +23,17 @@ HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
 UNRECORDED = "GPU busy, kernels not recorded"
 TITLES = {name: CLASSES[name]["title"] if name in CLASSES else name for name in ORDER}
+ROW_TITLES = {**TITLES, "communication": EXPOSED}  # the time in which nothing else runs
 LAST_ROWS = ("communication", "other")
 ROWS = (
-    *(title for name, title in TITLES.items() if name not in LAST_ROWS), *(TITLES[name] for name in LAST_ROWS),
+    *(title for name, title in ROW_TITLES.items() if name not in LAST_ROWS), *(ROW_TITLES[name] for name in LAST_ROWS),
     UNRECORDED, HOST, IDLE,
 )  # fmt: skip
 PARTS: dict[str, StepPart] = {
     HOST: HOST,
     IDLE: IDLE,
     UNRECORDED: "other",
-    **{facts["title"]: facts["part"] for facts in CLASSES.values()},
+    **{ROW_TITLES[name]: facts["part"] for name, facts in CLASSES.items()},
 }
 
 
@@ -140,7 +141,7 @@ def counted(pairs: Iterable[tuple[Key, float]]) -> dict[Key, tuple[int, float]]:
 def account_of(view: TraceView) -> StepAccount:
     """Milliseconds and counts per step."""
     count, items = view.count, view.items()
-    classes = add_up((TITLES[item.name], item.share / 1000 / count) for item in items)
+    classes = add_up((ROW_TITLES[item.name], item.share / 1000 / count) for item in items)
     busy_ms = sum(classes.values())
     idle = largest_sums((str(gap.why), gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
     classes[UNRECORDED] = unrecorded_ms = idle.pop(NOT_RECORDED, 0.0)
