@@ -36,6 +36,7 @@ OWN = {  # what these files open is no file from elsewhere
     "pool/ray_actor.py": "/proc, folders of gemmscope, and its own package",
     "pool/ray_bridge.py": "the pipe between processes of gemmscope, and its own package",
     "pool/measure_unit.py": "the code of the user's module, limited there; it is run, not parsed",
+    "job/load.py": "the code of the user's module, limited there; it is hashed, not parsed",
     "workload/factory.py": "the code of the user's module; it is run, not parsed",
     "workload/trace.py": "the answer of its own worker",
     "workload/trace_worker.py": "the request of its own parent",
