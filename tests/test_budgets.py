@@ -37,6 +37,8 @@ OWN = {  # what these files open is no file from elsewhere
     "pool/ray_bridge.py": "the pipe between processes of gemmscope, and its own package",
     "pool/measure_unit.py": "the code of the user's module, limited there; it is run, not parsed",
     "job/load.py": "the code of the user's module, limited there; it is hashed, not parsed",
+    "model/python_code.py": "the sources that a recipe of the user's imports, limited there; a file that cannot be read is none",
+    "step/worker.py": "/proc",
     "workload/factory.py": "the code of the user's module; it is run, not parsed",
     "workload/trace.py": "the answer of its own worker",
     "workload/trace_worker.py": "the request of its own parent",
