@@ -158,5 +158,6 @@ def test_costs_do_not_hide_what_tells_layouts_apart(run: Run) -> None:
     lines = run(f"{line} --tokens 2T --price 2.5").out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("Recipe"))
     assert "Sharding" in lines[start]
-    names = [line[: lines[start].index("Micro-batch")].rstrip() for line in lines[start + 2 : start + 8]]
+    end = lines[start].index("Micro-batch") + len("Micro-batch")
+    names = [line[:end] for line in lines[start + 2 : start + 8]]
     assert len(set(names)) == 6
