@@ -55,7 +55,7 @@ def test_the_answer_comes_first(run: Run) -> None:
 
 
 def test_the_next_command_runs_and_says_the_same(run: Run) -> None:
-    typed = f"{SMALL} --recipes fp8current --tp 2,4 --recompute full --stack torchtitan --no-dp-overlap --cuda-graphs"
+    typed = f"{SMALL} --recipes fp8current --tp 2,4 --recompute full --stack nvidia --no-dp-overlap --cuda-graphs"
     planned = result(run, typed)
     best = planned.best
     assert best is not None
