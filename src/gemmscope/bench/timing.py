@@ -1,5 +1,6 @@
 """What a bench is asked to do: how to time and for how long, and which sizes of bare GEMMs are possible."""
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -103,6 +104,14 @@ def check_te_benchmark(*, model: bool, cache_weights: bool) -> None:
     if cache_weights:
         problem = f"{name} quantizes the weight in every call, but {option('cache_weights')} never does"
         raise UserError(problem, "use only one of them")
+
+
+def check_bare(shapes: Sequence[Shape] | None, *, model: bool) -> None:
+    """A `UserError` for bare GEMMs beside a model, and for sizes that are not those of a matrix."""
+    if model and shapes is not None:
+        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
+    for shape in shapes or ():
+        check_shape(shape)
 
 
 def check_shape(shape: Shape) -> None:

@@ -38,7 +38,7 @@ from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE, as_tab
 from gemmscope.explain.trace_file import EventStream, write_trace
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
-from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.training import Guard, known_keywords, own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 PROFILER_CALLS = {
@@ -66,6 +66,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     includes the rank.
     """
 
+    @known_keywords
     def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
         if not 1 <= steps <= MOST_STEPS or after < 0:
             raise ValueError(f"steps must be between 1 and {MOST_STEPS}, and after at least 0, got {steps=}, {after=}")

@@ -15,7 +15,7 @@ from gemmscope.explain.gemm_speed import gemm_shapes
 from gemmscope.explain.recorded_trace import Call, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace_view import TraceView, counted
+from gemmscope.explain.trace_view import TITLES, TraceView, counted
 from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
@@ -32,7 +32,7 @@ FrameKind = Literal["annotation", "operator", "GPU API call", "Python function",
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
     """The kernels that take the most time."""
     times = counted((item.work.name, item.work.time) for item in step.items)
-    classes, steps = {item.work.name: item.name for item in step.items}, step.view.count
+    classes, steps = {item.work.name: TITLES[item.name] for item in step.items}, step.view.count
     return tuple(
         TopKernel(
             name=name, kernel_class=classes[name], count=count / steps, time_ms=time / 1000 / steps, mean_us=time / count,

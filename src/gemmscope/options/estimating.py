@@ -53,7 +53,7 @@ class ForecastOptions(RecipeOptions, SystemOptions):
         Option(
             "GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.",
             metavar="NAME,...",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="Names | None",
         ),
@@ -215,7 +215,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Type of GPU: h100, b200, gb200 and others. An unknown name lists all names.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="str",
         ),
@@ -256,7 +256,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Only these recipes, such as fp8current,mxfp8.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
@@ -303,7 +303,7 @@ class NumericsOptions(Options):
         Option(
             "Forecast the speedups on this GPU, for the given model. With --speed: the GPU to take from a forecast of several.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
         ),
     ] = None
     bound: Annotated[
@@ -326,7 +326,7 @@ class NumericsOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all of Transformer Engine",

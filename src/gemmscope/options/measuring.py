@@ -66,7 +66,7 @@ class RecipeOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,mxfp8. BF16 is always included.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
@@ -79,8 +79,9 @@ class RecipeOptions(Options):
             "autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized beforehand), "
             "or both.",
             default="both",
+            parse=names,
             in_shell=False,
-            accepts="Sequence[Mode] | None",
+            accepts="Mode | Sequence[Mode] | None",
         ),
     ] = None
     no_fp8_current: Annotated[bool, Option("Skip FP8Current.", in_python=False)] = False

@@ -71,8 +71,7 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
             case "outcome":
                 return UnitDone(place, str(data["unit"]), data["outcome"])
             case "failure":
-                unfit = bool(data.get("unfit"))
-                return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=unfit)
+                return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=bool(data.get("unfit")))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"not a line of a place worker: {error}") from error
     raise ValueError("not a line of a place worker")

@@ -320,8 +320,7 @@ class Bridge:
         again = again and not left and slot.restarts < MOST_RESTARTS
         self.outgoing.put(type="lost", slot=slot.number, why=why, again=again, left=left)
         if again:
-            known = slot.known or slot.greeted
-            self._start(slot.node, slot.restarts + 1, known=known, delay_s=RESTART_S * 2**slot.restarts)
+            self._start(slot.node, slot.restarts + 1, known=slot.known or slot.greeted, delay_s=RESTART_S * 2**slot.restarts)
 
     def _refuse(self, slot: Slot, why: str) -> None:
         if not slot.over:
