@@ -17,7 +17,7 @@ from gemmscope.options.declare import from_python
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, SweepOptions
 from gemmscope.options.reading import CompareOptions, ExplainOptions
-from gemmscope.options.values import Shape, names
+from gemmscope.options.values import GEMM_SIZES, Shape, names
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -28,8 +28,6 @@ from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
 
-GEMM_SIZES = ("m", "k", "n")
-
 
 @takes(BenchOptions)
 def bench_gemms(
@@ -39,7 +37,7 @@ def bench_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,
@@ -99,7 +97,7 @@ def bench_gemm_sweep(
     gpus: str | None = None,
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -156,7 +154,7 @@ def fleet_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -234,7 +232,7 @@ def forecast_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     stack: str | None = None,
     network: str | float | None = None,
     nvlink_domain: int | str | None = None,
@@ -378,7 +376,7 @@ def calibrate(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,

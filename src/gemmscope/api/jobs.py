@@ -21,10 +21,7 @@ from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
-from gemmscope.sweep.axes import MEASURED_SIZES
-
-AXES_OF_LINEARS = tuple(name for name in MEASURED_SIZES if name != "gradient_accumulation")
-AXES_OF_FORECASTS = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
+from gemmscope.sweep.axes import FORECAST_SIZES, LINEAR_SIZES, MEASURED_SIZES
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +61,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
@@ -116,7 +113,7 @@ class Job(ModelRun):
             job = model_run(self.source, **self.arguments, gpus=options.gpus)
         return commands.forecast.forecast(job, options, context)
 
-    @takes(ForecastOptions, without=("gpu_count", "modes"), axes=AXES_OF_FORECASTS, one_run=False)
+    @takes(ForecastOptions, without=("gpu_count", "modes"), axes=FORECAST_SIZES, one_run=False)
     def sweep(
         self,
         *on_gpus: str | Iterable[str],
@@ -172,7 +169,7 @@ class Job(ModelRun):
         given = locals()
         named = [*names(on_gpus), *names(gpu or ())]
         options, context = prepared(f"{self.call}.sweep", given, ForecastOptions, ["on_gpus"], gpu=named)
-        options = options.but(sweep=axes_of(given, AXES_OF_FORECASTS))
+        options = options.but(sweep=axes_of(given, FORECAST_SIZES))
         return commands.forecast.sweep(self.model_arguments, self.arguments, options, context)
 
     @takes(BenchOptions)
@@ -183,7 +180,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -238,7 +235,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -306,7 +303,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -370,7 +367,7 @@ class Job(ModelRun):
         options, context = prepared(f"{self.call}.fleet", locals(), FleetOptions)
         return commands.fleet.run_fleet(self, options, context)
 
-    @takes(SweepOptions, BenchOptions, axes=AXES_OF_LINEARS, one_run=False)
+    @takes(SweepOptions, BenchOptions, axes=LINEAR_SIZES, one_run=False)
     def bench_sweep(
         self,
         *,
@@ -394,7 +391,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -445,7 +442,7 @@ class Job(ModelRun):
         """
         given = locals()
         options, context = prepared(f"{self.call}.bench_sweep", given, BenchOptions)
-        sweep = SweepOptions(sweep=axes_of(given, AXES_OF_LINEARS), gpus=gpus, ray=ray)
+        sweep = SweepOptions(sweep=axes_of(given, LINEAR_SIZES), gpus=gpus, ray=ray)
         return commands.sweep.bench_sweep(self.model_arguments, self.arguments, options, sweep, context)
 
     @takes(SweepOptions, StepOptions, axes=MEASURED_SIZES, one_run=False)
@@ -473,7 +470,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,

@@ -49,13 +49,11 @@ from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
-from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations, swept_model
+from gemmscope.sweep.axes import FORECAST_SIZES, by_reason, check_axes, configurations, swept_model
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import Given, check, check_schedule, solve
-
-SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
 
 
 def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext = PLAIN) -> ForecastResult:
@@ -193,7 +191,7 @@ def sweep(
     chips, clocks = chips_of(options.gpu), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     by_gpu = choose_recipes(chips, options)
-    check_axes(axes, SWEEP_SIZES, model)
+    check_axes(axes, FORECAST_SIZES, model)
     sweeps: list[GpuSweep] = []
     with signals.defer_signals() as deferred:
         possible, impossible = _configurations(model, run, axes, deferred)

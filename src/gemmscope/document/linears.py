@@ -173,15 +173,13 @@ def linears_summary(linears: Linears) -> Table | None:
     bar = "90% error bar" if linears.forecast else "95% interval"
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(largest)
-    note = phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else ""
-    title = f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}"
     return table(
-        title,
+        f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}",
         [case for case in linears.cases if case.op in largest],
         Column(first, lambda case: case.op),
         Column(times, baseline, "ms", drop=1),
         *across(names, lambda case, name: _short_speedup(linears, mode, name, case.op), "x"),
-        note=note,
+        note=phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else "",
         more=sums,
     )
 
@@ -243,10 +241,9 @@ def _kept(linears: Linears, name: str) -> float | None:
 
 def _pairs(linears: Linears, start: str) -> Table:
 
-    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
     return table(
         f"{start}Recipes compared with each other: speedup of all linears",
-        pairs,
+        combinations([name for name in linears.recipes if name != BASELINE], 2),
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         *across(linears.modes, lambda pair, mode: _pair(linears, mode, pair), "x", head=MODE_TITLES.__getitem__),
@@ -278,11 +275,9 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
     """Milliseconds and TFLOP/s of every pass and op, then the sums."""
     bare, names = linears.bare, linears.columns(mode)
 
-    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
-    title = f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)"
     return table(
-        title,
-        rows,
+        f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)",
+        [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))],
         Column("Op", lambda row: row[0].op, when=not bare),
         Column("Pass", lambda row: row[1] or ALL, when=not bare),
         Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),

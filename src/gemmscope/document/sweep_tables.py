@@ -93,9 +93,8 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
 
     total = sum(len(sweep.points) for sweep in sweeps)
     shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
-    title = about_sweep(first, "summary") if one else "The largest speedup of every GPU [90% error bar]"
     return table(
-        title,
+        about_sweep(first, "summary") if one else "The largest speedup of every GPU [90% error bar]",
         rows,
         Column("Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1),
         *(column.of(itemgetter(1)) for column in of_point),

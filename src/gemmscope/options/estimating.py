@@ -54,7 +54,7 @@ class ForecastOptions(RecipeOptions, SystemOptions):
             "GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own. "
             "An unknown name lists all names.",
             metavar="NAME,...",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="Names | None",
         ),
@@ -216,7 +216,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Type of GPU: h100, b200, gb200 and others. An unknown name lists all names.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="str",
         ),
@@ -257,7 +257,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Only these recipes, such as fp8current,mxfp8.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
@@ -304,7 +304,7 @@ class NumericsOptions(Options):
         Option(
             "Forecast the speedups on this GPU, for the given model. With --speed: the GPU to take from a forecast of several.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
         ),
     ] = None
     bound: Annotated[
@@ -327,7 +327,7 @@ class NumericsOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all of Transformer Engine",

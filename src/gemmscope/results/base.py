@@ -24,6 +24,8 @@ SCHEMA_VERSION: Literal[2] = 2
 Origin = Literal["measured", "forecast"]
 
 
+UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight", "host")
+"""Settings of a measurement in which runs of the same thing may differ."""
 LONGEST_REPR = 160
 """The maximum length of the `repr` of a result, or of a part of one."""
 

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from gemmscope.choices import ClockState
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.results.base import ModelResult, ModelSummary, Part
@@ -113,7 +114,7 @@ class PlanResult(ModelResult):
     kind: Literal["plan"] = "plan"
     coefficients: str
     """Which data the forecast was fitted on."""
-    state: Literal["sustained", "burst"]
+    state: ClockState
     gpu: str
     title: str
     gpus: int
@@ -134,6 +135,7 @@ class PlanResult(ModelResult):
     ready_to_paste: dict[str, str] = {}
     """The best layout: framework → settings."""
     next_command: str = ""
+    """In files of earlier versions."""
     interrupted: bool = False
     """A signal ended the search early: only the layouts that were computed until then are here."""
 

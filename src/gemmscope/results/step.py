@@ -46,10 +46,13 @@ class Cost(Part):
     """Sequences of one step on all GPUs."""
 
 
+ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+
+
 class Exchanged(Part):
     """What one rank exchanges in one step for one reason, in milliseconds."""
 
-    kind: Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+    kind: ExchangeKind
     time_ms: float
     exposed_ms: float
     """What the step waits for; the rest is hidden behind computation."""
