@@ -1,12 +1,15 @@
 """Whether observers change a training: every kind of loop in tests/support/training_loops.py, and loops with Transformer Engine,
-torchao and CUDA, with `record_tensors`, `trace_me` and both. Losses, weights and random states are compared bit for bit.
+torchao and CUDA, with `record_tensors`, `trace_me` and both. Losses, weights, gradients, and the states of the optimizer, of FP8
+scaling and of all random numbers are compared bit for bit.
 
-    python benchmarks/observer_matrix.py                           # on the CPU, without loops that need a GPU
-    python benchmarks/observer_matrix.py --device cuda             # on a GPU, compiled with Inductor
-    python benchmarks/observer_matrix.py --only "experts"          # loops whose name has this text
+    python benchmarks/observer_matrix.py build                                      # on the CPU
+    python benchmarks/observer_matrix.py build --device cuda --jobs 6 --minutes 4   # on a GPU, compiled with Inductor
+    python benchmarks/observer_matrix.py build --only "experts"                     # loops whose name has this text
 
 Each loop first runs twice without observers: if these runs differ, the loop itself is not deterministic, and is not compared.
-Exit code 1 if an observer changed something, raised, or recorded less than it should.
+Loops run in several processes, so that one that ends its process costs one row. The table is printed and written to
+FOLDER/observers.txt, what the processes say to FOLDER/observers.log. Exit code 1 if an observer changed something, raised, ended
+the process, or recorded less than it should. Loops that do not run here, or not within `--minutes`, are listed as such.
 """
 
 from __future__ import annotations
@@ -21,10 +24,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
@@ -32,47 +40,101 @@ from torch import Tensor, nn
 
 from gemmscope.numerics import probes
 from support import training_loops
-from support.training_loops import OBSERVERS, Block, Experts, Loop, Network, Training, differences, loop_of, plain, run
+from support.training_loops import (
+    OBSERVERS,
+    Block,
+    Experts,
+    Loop,
+    Network,
+    Training,
+    accumulated,
+    averaged,
+    differences,
+    loop_of,
+    plain,
+    run,
+    state_round_trip,
+)  # fmt: skip
 
-LONG = 32  # tokens: FP8 kernels need multiples of 16
+GPU_WIDTH = 128  # of layers and micro-batches: kernels of FP8 need multiples of 16, those with scales of blocks of 128
+COMPUTED = probes.compute_probes
+ENDED, NOT_IN_TIME = "the process ended", "not run in time"
 
 
-def float8() -> nn.Module:
+def float8(recipe: str, device: str, *, compiled: bool = False) -> nn.Module:
     """torchao's FP8 training; emulated on a CPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    emulated = not torch.cuda.is_available() or torch.get_default_device().type == "cpu"
-    return convert_to_float8_training(Network(Block(), Block()), config=Float8LinearConfig(emulate=emulated))  # type: ignore[no-any-return]
-
-
-def transformer_engine(kind: str) -> nn.Module:
-    """Layers of Transformer Engine."""
-    te = importlib.import_module("transformer_engine.pytorch")
-    width = training_loops.WIDTH
-    layers: dict[str, Callable[[], nn.Module]] = {
-        "Linear": lambda: te.Linear(width, width, device="cuda"),
-        "LayerNormLinear": lambda: te.LayerNormLinear(width, width, device="cuda"),
-        "LayerNormMLP": lambda: te.LayerNormMLP(width, 4 * width, device="cuda"),
-    }
-    model = Network(layers[kind](), layers[kind]())
-    model.head = te.Linear(width, width, device="cuda")
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", device != "cuda")
+    model = Network(Block(), Block())
+    convert_to_float8_training(model, config=config)
+    for layer in model.layers if compiled else ():
+        layer.compile(backend=training_loops.BACKEND)
     return model
 
 
-def in_fp8(recipe: str) -> training_loops.Step:
-    """A step in Transformer Engine's autocast."""
+class Cast(Network):
+    """Layers in PyTorch's autocast: scales of rows need BF16 outputs."""
 
-    def step(model: Any, x: Tensor, _: Training) -> Tensor:
-        te = importlib.import_module("transformer_engine.pytorch")
-        chosen = getattr(importlib.import_module("transformer_engine.common.recipe"), recipe)()
-        autocast = getattr(te, "autocast", None)
-        with autocast(enabled=True, recipe=chosen) if autocast else te.fp8_autocast(enabled=True, fp8_recipe=chosen):
-            output = model(x)
-        loss: Tensor = (output.float() - x.detach().flip(-1)).square().mean()
-        loss.backward()
-        return loss
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([inside]), nn.Identity()  # type: ignore[assignment]
 
-    return step
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+class Engine(nn.Module):
+    """A network of Transformer Engine's layers in its autocast. `run`: how a layer is called, as for checkpoints."""
+
+    def __init__(self, kind: str, recipe: str, *, quantized: bool = False, run: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.te, width = importlib.import_module("transformer_engine.pytorch"), training_loops.WIDTH
+        states = importlib.import_module("transformer_engine.pytorch.quantization")
+        states.FP8GlobalStateManager.reset()  # the maxima of other loops
+        layers: dict[str, Callable[[], nn.Module]] = {
+            "Linear": lambda: self.te.Linear(width, width),
+            "LayerNormLinear": lambda: self.te.LayerNormLinear(width, width),
+            "LayerNormMLP": lambda: self.te.LayerNormMLP(width, 4 * width),
+            "GroupedLinear": lambda: self.te.GroupedLinear(2, width, width),
+            "TransformerLayer": lambda: self.te.TransformerLayer(width, 4 * width, 2, attention_dropout=0.0),
+        }
+        self.kind, self.run = kind, run
+        self.recipe = getattr(importlib.import_module("transformer_engine.common.recipe"), recipe)()
+        with self.te.quantized_model_init(enabled=quantized, recipe=self.recipe):
+            self.layers, self.head = nn.ModuleList(layers[kind]() for _ in range(2)), self.te.Linear(width, width)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the library itself, for copies."""
+        return {name: value for name, value in self.__dict__.items() if name != "te"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "te": importlib.import_module("transformer_engine.pytorch")})  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor, **known: bool) -> Tensor:
+        splits = ([len(x) // 2] * 2,) if self.kind == "GroupedLinear" else ()
+        x = x.unsqueeze(1) if self.kind == "TransformerLayer" else x  # [tokens, batch, width]
+        with self.te.autocast(enabled=True, recipe=self.recipe):
+            for layer in self.layers:
+                x = layer(x, *splits, **known) if self.run is None else self.run(layer, x)
+            return self.head(x.reshape(-1, x.shape[-1]), **known)  # type: ignore[no-any-return]
+
+
+def cached_weights(model: Any, x: Tensor, training: Training) -> Tensor:
+    """Two micro-batches, of which the second one uses the quantized weights of the first one."""
+    losses = [
+        plain(partial(model, is_first_microbatch=not number), part, training).detach()
+        for number, part in enumerate(x.detach().chunk(2))
+    ]
+    return torch.stack(losses).mean()
+
+
+def recomputed(layer: nn.Module, x: Tensor, *, reentrant: bool) -> Tensor:
+    """A layer with Transformer Engine's own checkpoints."""
+    te = importlib.import_module("transformer_engine.pytorch")
+    return te.checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
 
 
 def scaled(model: Any, x: Tensor, training: Training) -> Tensor:
@@ -99,31 +161,66 @@ def default_device(model: Any, x: Tensor, training: Training) -> Tensor:
         return plain(model, x, training)
 
 
+def tokens(device: str, parts: int = 1) -> Callable[[int], int]:
+    """As many as the kernels of FP8 need, for so many micro-batches."""
+    return lambda _: parts * (GPU_WIDTH if device == "cuda" else 32)
+
+
+def torchao_loops(device: str) -> Iterator[Loop]:
+    """torchao's FP8 training: eager and compiled, accumulated, copied."""
+    one, three = tokens(device), tokens(device, 3)
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        for compiled in (False, True):
+            build = partial(lambda *given, **known: Cast(float8(*given, **known)), recipe, device, compiled=compiled)
+            yield Loop(f"torchao {recipe}, {'compiled' if compiled else 'eager'}", loop_of(build, tokens=one))
+    build = partial(float8, "tensorwise", device)
+    yield Loop("torchao tensorwise, float32", loop_of(build, tokens=one))
+    yield Loop("torchao tensorwise, accumulated", loop_of(build, accumulated, tokens=three))
+    yield Loop("torchao tensorwise, average by deepcopy", loop_of(build, averaged, tokens=one))
+
+
+def engine_loops() -> Iterator[Loop]:
+    """Transformer Engine's layers in FP8: accumulated, recomputed, copied, with quantized weights."""
+    one, two, three = (tokens("cuda", parts) for parts in (1, 2, 3))
+    delayed, current = "DelayedScaling", "Float8CurrentScaling"
+    for kind in ("Linear", "LayerNormLinear", "LayerNormMLP"):
+        for recipe in (delayed, current, "Float8BlockScaling"):
+            build = partial(Engine, kind, recipe)
+            yield Loop(f"te.{kind}, {recipe}", loop_of(build, tokens=one))
+            yield Loop(f"te.{kind}, {recipe}, accumulated", loop_of(build, accumulated, tokens=three))
+    for recipe in (delayed, current):
+        build = partial(Engine, "Linear", recipe)
+        yield Loop(f"te.Linear, {recipe}, cached weights", loop_of(build, cached_weights, tokens=two))
+        yield Loop(f"te.Linear, {recipe}, average by deepcopy", loop_of(build, averaged, tokens=one))
+        yield Loop(f"te.Linear, {recipe}, state_dict and back", loop_of(build, state_round_trip, tokens=one))
+        for reentrant in (True, False):
+            build = partial(Engine, "LayerNormMLP", recipe, run=partial(recomputed, reentrant=reentrant))
+            name = f"te.LayerNormMLP, {recipe}, {'reentrant' if reentrant else 'non-reentrant'} checkpoints"
+            yield Loop(name, loop_of(build, tokens=one), complete=False)
+        yield Loop(f"te.GroupedLinear, {recipe}", loop_of(partial(Engine, "GroupedLinear", recipe), tokens=two))
+    layer = partial(Engine, "TransformerLayer", current)
+    yield Loop(f"te.TransformerLayer, {current}", loop_of(layer, tokens=one), complete=False)
+    weights = partial(Engine, "Linear", current, quantized=True)
+    yield Loop(f"te.Linear, {current}, FP8 weights", loop_of(weights, tokens=one), complete=False)
+
+
 def library_loops(device: str) -> Iterator[Loop]:
     """Loops that need another library or a GPU."""
-
-    def long(_: int) -> int:
-        return LONG
-
+    if device == "cuda" and importlib.util.find_spec("transformer_engine"):
+        yield from engine_loops()
     if importlib.util.find_spec("torchao"):
-        yield Loop("torchao float8", loop_of(float8, tokens=long))
+        yield from torchao_loops(device)
     if device == "cuda":
-        if importlib.util.find_spec("transformer_engine"):
-            for kind, recipe in (
-                ("Linear", "Float8CurrentScaling"), ("Linear", "DelayedScaling"), ("LayerNormLinear", "DelayedScaling"),
-                ("LayerNormMLP", "Float8CurrentScaling"), ("LayerNormMLP", "DelayedScaling"),
-            ):  # fmt: skip
-                build = lambda kind=kind: transformer_engine(kind)  # noqa: E731
-                yield Loop(f"te.{kind}, {recipe}", loop_of(build, in_fp8(recipe), tokens=long))
         yield Loop("GradScaler", loop_of(step=scaled))
         yield Loop("CUDA graph", loop_of(graphed), complete=False)
         yield Loop("default device", loop_of(lambda: Network(Block(), Experts("batched")), default_device))
 
 
-def all_loops(device: str) -> list[Loop]:
-    """Every loop that this machine can run."""
-    kinds = [*training_loops.loops(), *training_loops.compiled_loops(), *training_loops.slow_loops()]
-    return [*kinds, *training_loops.parallel_loops(), *library_loops(device)]
+def all_loops(device: str) -> dict[str, Loop]:
+    """Every loop that this machine can run, those of libraries and those that take long first."""
+    slow = [*training_loops.slow_loops(), *training_loops.compiled_loops()]
+    loops = [*library_loops(device), *slow, *training_loops.loops(), *training_loops.parallel_loops()]
+    return {loop.name: loop for loop in loops}
 
 
 def problems(loop: Loop, observers: str, expected: training_loops.Outcome, folder: Path, device: str) -> list[str]:
@@ -141,42 +238,126 @@ def problems(loop: Loop, observers: str, expected: training_loops.Outcome, folde
     return lacks + ["no trace"] * (observers != "record" and outcome.traced < loop.traced)
 
 
-def main() -> int:
-    """Run all loops and print a line for each; 1 if an observer changed one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", default="", metavar="TEXT", help="loops whose name has this text")
-    parser.add_argument("--observers", nargs="+", default=OBSERVERS, choices=OBSERVERS)
-    parser.add_argument("--probes", action="store_true", help="compute probes too, which takes longer")
-    given = parser.parse_args()
+def row(loop: Loop, observers: list[str], folder: Path, device: str) -> tuple[bool, str]:
+    """Run one loop without observers, twice, and with them: whether they changed it, and its row of the table."""
+    try:
+        expected, again = (run(loop, "", folder, device) for _ in range(2))
+    except Exception as error:
+        traceback.print_exc()
+        return False, f"does not run on this machine: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    if own := differences(expected, again):
+        return False, f"not deterministic: {len(own)} values differ without observers: {', '.join(own[:3])}"
+    lacks = {one: problems(loop, one, expected, folder, device) for one in observers}
+    return any(lacks.values()), ", ".join(f"{one}: {'; '.join(missing) or 'same'}" for one, missing in lacks.items())
+
+
+def work(requests: Connection, given: argparse.Namespace, log: Path) -> None:
+    """A process that runs loops by their names."""
+    with log.open("ab", buffering=0) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
-    if not given.probes:
-        probes.compute_probes = lambda *_, **__: {}
+    torch.set_num_threads(1)
     if given.device == "cuda":
-        training_loops.BACKEND = "inductor"
+        training_loops.BACKEND, training_loops.WIDTH = "inductor", GPU_WIDTH
         torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
         torch.distributed.init_process_group("nccl" if given.device == "cuda" else "gloo", **store)
-        for loop in (one for one in all_loops(given.device) if given.only in one.name):
+        loops, of_libraries = all_loops(given.device), {one.name for one in library_loops(given.device)}
+        while (loop := loops.get(requests.recv())) is not None:
+            print(f"--- {loop.name}", flush=True)
+            probed = given.probes or loop.name in of_libraries or loop.name == "plain"
+            probes.compute_probes = COMPUTED if probed else lambda *_, **__: {}
             began = time.monotonic()
-            try:
-                expected, again = (run(loop, "", folder, given.device) for _ in range(2))
-            except Exception:
-                traceback.print_exc()
-                print(f"{loop.name:46} does not run on this machine", flush=True)
-                continue
-            cells = ["not deterministic"]
-            if not differences(expected, again):
-                results = {one: problems(loop, one, expected, folder, given.device) for one in given.observers}
-                failed += any(results.values())
-                cells = [f"{one}: {'; '.join(lacks) or 'same'}" for one, lacks in results.items()]
-            print(f"{loop.name:46} {time.monotonic() - began:5.1f} s  {', '.join(cells)}", flush=True)
+            outcome = row(loop, given.observers, folder, given.device)
+            requests.send((time.monotonic() - began, *outcome))
         torch.distributed.destroy_process_group()
-    print("the training is the same in all loops" if not failed else f"{failed} loops differ")
-    return int(failed > 0)
+
+
+class Matrix:
+    """Loops that wait, processes that run them, and rows."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.failed, self.lines = given, 0, list[str]()
+        self.waiting = [name for name in all_loops(given.device) if given.only in name]
+        self.ends = time.monotonic() + 60 * given.minutes
+        self.log, self.table = given.folder / "observers.log", given.folder / "observers.txt"
+        self.running: dict[Connection, tuple[Any, str]] = {}
+
+    def run(self) -> int:
+        """Run all loops; 1 if an observer changed one."""
+        self.given.folder.mkdir(parents=True, exist_ok=True)
+        self.log.unlink(missing_ok=True)
+        for _ in range(min(self.given.jobs, len(self.waiting))):
+            self._start()
+        while self.running and time.monotonic() < self.ends:
+            for ready in wait(list(self.running), max(0.0, self.ends - time.monotonic())):
+                self._ready(ready)  # type: ignore[arg-type]
+        for process, name in self.running.values():
+            process.kill()
+            self._add(name, NOT_IN_TIME)
+        for name in self.waiting:
+            self._add(name, NOT_IN_TIME)
+        same = sum(line.count(": same") == len(self.given.observers) for line in self.lines)
+        others = len(self.lines) - same - self.failed
+        self._line(f"{len(self.lines)} loops: {same} the same with observers, {self.failed} not, {others} not compared")
+        return int(self.failed > 0)
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=work, args=(there, self.given, self.log), daemon=True)
+        process.start()
+        there.close()
+        self._next(here, process)
+
+    def _next(self, here: Connection, process: Any) -> None:
+        """Give a process its next loop; without one, let it end."""
+        if self.waiting:
+            self.running[here] = process, self.waiting.pop(0)
+            here.send(self.running[here][1])
+        else:
+            self.running.pop(here, None)
+            here.send("")
+
+    def _ready(self, here: Connection) -> None:
+        process, name = self.running[here]
+        try:
+            seconds, failed, text = here.recv()
+            self._add(name, text, seconds, failed=failed)
+        except (EOFError, OSError):
+            process.join()
+            del self.running[here]
+            self._add(name, f"{ENDED}, exit code {process.exitcode}", failed=True)
+            if self.waiting:
+                self._start()
+            return
+        self._next(here, process)
+
+    def _add(self, name: str, text: str, seconds: float = 0.0, *, failed: bool = False) -> None:
+        self.failed += failed
+        self._line(f"{name:58} {seconds:6.1f} s  {text}")
+
+    def _line(self, line: str) -> None:
+        """Print a line; the table is complete at any time."""
+        self.lines.append(line)
+        print(line, flush=True)
+        self.table.write_text("\n".join(self.lines) + "\n")
+
+
+def main() -> int:
+    """Run the matrix."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="where the table and the log are written")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", metavar="TEXT", help="loops whose name has this text")
+    parser.add_argument("--observers", nargs="+", default=OBSERVERS, choices=OBSERVERS)
+    parser.add_argument("--probes", action="store_true", help="compute probes in all loops, not only in those of libraries")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="end after so long, with fewer loops")
+    return Matrix(parser.parse_args()).run()
 
 
 if __name__ == "__main__":

@@ -222,8 +222,7 @@ def test_what_is_host_bound_or_missing_is_said() -> None:
     )
     times = times.model_copy(update={"failures": {"FP8Block": "out of memory"}})
     findings = {finding.code: finding.facts for finding in step_findings(times)}
-    assert set(findings) == {"step-launch-bound", "graphs-not-measured", "unknown-kernels", "step-not-measured"}
-    assert "graphs-not-measured" not in {finding.code for finding in step_findings(times, graphs=True)}
+    assert set(findings) == {"step-launch-bound", "unknown-kernels", "step-not-measured"}
     assert findings["unknown-kernels"]["kernels"] == ["void odd(int)"]
     assert findings["step-not-measured"] == {"recipe": "FP8Block", "reason": "out of memory"}
 

@@ -50,18 +50,21 @@ def total(parts: list[ProfiledPart]) -> float:
 def why(slow: list[ProfiledPart], fast: list[ProfiledPart], wall: float | None = None, name: str = "FP8Current") -> Finding:
     """The verdict on a step that takes as long as its kernels, or `wall`."""
     placed = place(fast)
-    sides = ProfiledStep(place(slow), total(slow)), ProfiledStep(placed, wall or total(fast))
+    sides = ProfiledStep(place(slow), total(slow), total(slow)), ProfiledStep(placed, wall or total(fast), total(fast))
     return verdict(levels_of(*(side.parts_ms() for side in sides)), recipe(name), placed)
 
 
 def test_parts_add_up_to_the_step() -> None:
-    slow, fast = ProfiledStep(place(step(100)), 120.0), ProfiledStep(place(step(50, casts=10, low=True)), 80.0)
-    levels = levels_of(slow.parts_ms(), fast.parts_ms())
+    slow, fast = step(100), step(50, casts=10, low=True)
+    sides = ProfiledStep(place(slow), 120.0, total(slow)), ProfiledStep(place(fast), 80.0, total(fast))
+    levels = levels_of(*(side.parts_ms() for side in sides))
     assert sum(level.baseline_ms for level in levels) == pytest.approx(120.0)
     assert sum(level.recipe_ms for level in levels) == pytest.approx(80.0)
     assert levels[0].speedup == pytest.approx(2.0)
     assert levels[-1].speedup == pytest.approx(120 / 80)
     assert [level.part for level in levels][:4] == ["GEMMs", "quantization", "norms and activations", "attention"]
+    assert sides[0].parts_ms()["GEMMs"] == pytest.approx(100.0)  # waiting is a part of its own: nothing is stretched to fill it
+    assert sides[0].idle_ms == pytest.approx(120.0 - total(slow))
 
 
 @pytest.mark.parametrize(

@@ -706,6 +706,8 @@ def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _left(f"{name}.{number}", one)
     else:
         yield name, repr(value) if isinstance(value, (bool, int, float, str, bytes, tuple, type(None))) else type(value).__name__
+        inside = getattr(value, "__dict__", {})  # such as scales and maxima of a library
+        yield from _left(name, {key: one for key, one in inside.items() if isinstance(one, Tensor)})
 
 
 def _digest(tensor: Tensor) -> str:

@@ -275,7 +275,8 @@ class Job(ModelRun):
                 layers, and linears such as mlp.down_proj in every layer.
             verify: Also run the real model, with as many layers as fit in memory.
             break_even: Also run smaller batches, to find the batch size at which each recipe starts to win.
-            cuda_graphs: Also run the step captured in CUDA graphs, in every recipe that can be captured.
+            cuda_graphs: Recommend by the step captured in CUDA graphs. Without this option, graphs are measured where launching
+                takes long.
             hugging_face: Run the config's own Hugging Face class, with all layers that fit in memory, converted by torchao or
                 Transformer Engine.
             compile: What torch.compile is applied to: the whole model with its loss, each layer, or nothing. [default: layers

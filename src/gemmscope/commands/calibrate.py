@@ -31,7 +31,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
-from gemmscope.step.answer import profiled_step
+from gemmscope.step.answer import gpu_time, profiled_step
 from gemmscope.step.stack_plan import plan_step
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.workload.cases import tasks_of
@@ -163,7 +163,7 @@ class _CalibrationRun:
         )
         self._run(step)
         deepest = step.results.deepest(BASELINE)
-        profiled = profiled_step(step.results, deepest) if deepest is not None else None
+        profiled = profiled_step(step.results, deepest, gpu_time(step.results, None, BASELINE)) if deepest is not None else None
         forecast = StepForecast(Forecaster(self.chip, "sustained", measured=measured), model, run, derive(model, run))
         return profiled.parts_ms() if profiled is not None else {}, forecast.step(BASELINE).parts_ms
 

@@ -1,6 +1,7 @@
 """`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from gemmscope.bench.choose import Choice, check_for_step, choose, supported
 from gemmscope.bench.findings import state_findings
@@ -35,6 +36,7 @@ from gemmscope.workload.summary import totals
 MEASURED = StepOptions()
 TIME_LIMIT_S = 30.0
 CANNOT_CAPTURE = ("cpu",)
+DISTURBED = 0.05  # of the time in which steps were launched, waiting for a core
 
 
 def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext = PLAIN) -> StepResult:
@@ -85,7 +87,7 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
             command=context.command,
             **subject.about(),
             findings=(
-                *_findings(measured, session, options, graphs=options.cuda_graphs or live),  # a live model cannot be captured
+                *_findings(measured, session, options),
                 *choice.findings,
                 *mixes.findings,
                 *differences,
@@ -161,14 +163,15 @@ def _with_cost(times: StepTimes, run: RunSpec, budget: Budget) -> StepTimes:
     return times.model_copy(update={"recipes": tuple(costed)})
 
 
-def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions, *, graphs: bool) -> Iterator[Finding]:
-    """Findings about how the step ran, the most important first. `graphs`: no advice to capture the step."""
+def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions) -> Iterator[Finding]:
+    """Findings about how the step ran, the most important first."""
     times, batches, results = measured.times, measured.batches, measured.variants
     yield from _ended(measured.predicted, interrupted=session.interrupted)
     if not times.recipes:
         yield finding("nothing-measured")
     yield from without_repeats(message for run in measured.runs for message in (*run.results.findings, *run.findings))
-    yield from step_findings(times, graphs=graphs)
+    yield from step_findings(times)
+    yield from _disturbed([state for result in measured.predicted.results.tasks.values() for state in result.states])
     for failed in (result for result in results if result.failure and result.variant.recipe not in times.failures):
         if not failed.variant.captured:  # reported by `step-not-captured`
             yield finding("variant-not-measured", variant=failed.variant.name, reason=failed.failure)
@@ -179,6 +182,13 @@ def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions
     yield from _extrapolated(measured.depth, session.campaign.plan.depth, times, depths)
     yield from session.findings
     yield from state_findings([state for result in results for state in result.states if state.get("sm_mhz")])
+
+
+def _disturbed(states: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether other processes took the CPU while steps were launched."""
+    shares = [float(state["run_delay"]) for state in states if "run_delay" in state]
+    if shares and (share := sum(shares) / len(shares)) > DISTURBED:
+        yield finding("cpu-disturbed", share=share)
 
 
 def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
@@ -207,6 +217,6 @@ def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
 
 
 def _purpose(run: StepCampaign) -> str:
-    if run.real or run.captured_depth:
+    if run.real or run.captured_depth is not None:
         return "verifying" if run.real else "capturing"
     return "trying mixed plans" if run.mixed else "predicting"

@@ -8,12 +8,12 @@ from math import inf
 
 from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
-from gemmscope.document.step_parts import independent_ratio
 from gemmscope.document.table import BASELINE_CELL, Column, Table, across, grouped, table
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import independent_ratio
 
 MOST_RUNS = 8  # that a page can show side by side
 SpeedupRow = tuple[str, str, dict[str, Interval]]

@@ -42,7 +42,7 @@ REQUESTED = (
     "observed-as-expected", "observed-more", "observed-unknown",
     "break-even-from", "break-even-at-smallest", "break-even-never", "break-even-not-at-largest",
 )  # fmt: skip
-GRAPHS = ("step-captured", "step-captured-alone", "graphs-not-measured")
+GRAPHS = ("step-captured", "step-captured-alone")
 ENDED = ("precision-reached", "all-measured")  # a run that ended otherwise has a warning
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import hypot, isfinite
 from typing import Any, TypeVar
 
 from gemmscope import units
@@ -26,7 +25,7 @@ from gemmscope.document.table import (
 from gemmscope.interval import Interval
 from gemmscope.recipe.kept import split_name
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.linears import Winner
+from gemmscope.results.linears import Winner, independent_ratio
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.waterfall import named_verdict
 
@@ -141,12 +140,6 @@ def over_common(common: Common | None) -> list[Column[tuple[str, StepTimes, Step
 def over_other_gpu(time: StepTime, other: StepTime) -> Interval:
     """Tokens/s of a step over those of a step on another GPU. Times of two GPUs are independent."""
     return independent_ratio(time.tokens_per_s / other.tokens_per_s, other.step_ms, time.step_ms)
-
-
-def independent_ratio(value: float, one: Interval, other: Interval) -> Interval:
-    """A ratio with the interval that follows from those of two independent times."""
-    reach = hypot(one.half_width, other.half_width)
-    return Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value)
 
 
 def memory_cell(times: StepTimes, time: StepTime) -> Cell:
@@ -303,7 +296,10 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
 
 def _verdict(times: StepTimes, winner: Winner, best: StepTime, training: str) -> str:
     assert best.speedup is not None
-    about: dict[str, Any] = {"recipe": best.recipe, "speedup": best.speedup, "baseline": BASELINE, "training": training}
+    graphs = times.decided_by == "graphs" and best.gpu_speedup is not None
+    speedup = best.gpu_speedup if graphs else best.speedup
+    training += phrase("step-in-graphs") if graphs else ""
+    about: dict[str, Any] = {"recipe": best.recipe, "speedup": speedup, "baseline": BASELINE, "training": training}
     if not best.speedup.known:
         return phrase("step-without-interval", **about)
     if BASELINE in winner.rivals or best.recipe in winner.rivals:
@@ -322,12 +318,22 @@ def _because(best: StepTime) -> list[str]:
     lines = []
     if best.waterfall:
         lines.append(phrase("step-gemms", speedup=best.waterfall[0].speedup, why=_why(best)).rstrip())
-    if best.gpu_speedup is not None and best.speedup is not None and best.gpu_speedup != best.speedup:
-        lines.append(phrase("step-limits", recipe=best.recipe, of_gpu=best.gpu_speedup, launched=best.speedup))
+    of_gpu, launched = best.gpu_speedup, best.speedup
+    if of_gpu is not None and launched is not None and units.speedup(of_gpu) != units.speedup(launched):
+        lines.append(_limits(best, of_gpu, launched))
     if best.verified is not None:
         verified = best.verified
         lines.append(phrase("step-verified", layers=verified.depth, speedup=verified.actual, error=verified.error))
     return lines
+
+
+def _limits(best: StepTime, of_gpu: Interval, launched: Interval) -> str:
+    """Where the GPU is the limit, and as launched."""
+    facts = {"recipe": best.recipe, "of_gpu": of_gpu, "launched": launched}
+    if best.rounds is None:
+        return phrase("step-limits", **facts)
+    late = phrase("step-late", late=best.late_rounds, rounds=best.rounds) if best.late_rounds else ""
+    return phrase("step-limits-here", late=late, **facts)
 
 
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:

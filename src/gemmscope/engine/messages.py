@@ -101,20 +101,23 @@ class Sum:
 
 @dataclass(frozen=True)
 class Profile:
-    """The kernels of one training step: (part, direction, kernels) in the order in which they ran."""
+    """The kernels of one training step: (part, direction, kernels) in the order in which they ran. `busy_ms`: the time in which
+    any kernel ran; `steps_ms`: the same of every step that was recorded."""
 
     task: str
     parts: list[tuple[str, str, list[Kernel]]]
     busy_ms: float
+    steps_ms: list[float] = field(default_factory=list)
     type: Literal["profile"] = "profile"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The CPU time to launch a training step."""
+    """The CPU time to launch a training step: the median, and every time that was measured."""
 
     task: str
     host_ms: float
+    steps_ms: list[float] = field(default_factory=list)
     type: Literal["host"] = "host"
 
 

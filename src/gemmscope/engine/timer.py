@@ -76,6 +76,8 @@ class Burst:
     """Waits until the part that counts has begun, or later."""
     over: bool = False
     """Whether it was complete when the launch returned."""
+    facts: Callable[[], dict[str, float]] = dict
+    """What else is known of it, after `times_ms`."""
 
 
 def done_burst(samples: list[list[float]]) -> Burst:

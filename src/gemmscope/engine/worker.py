@@ -146,6 +146,7 @@ class MeasuringProcess:
             state = self.gpu_state()
             self._tell_health()
             times = dict(zip(launched.group.tasks, launched.burst.times_ms(), strict=True))
+            state |= launched.burst.facts()
         except Exception as error:
             self._drop(launched.group, error)
         else:

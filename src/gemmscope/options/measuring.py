@@ -320,7 +320,7 @@ class StepOptions(MeasuringOptions):
     cuda_graphs: Annotated[
         bool,
         Option(
-            "Also run the step captured in CUDA graphs, in every recipe that can be captured.",
+            "Recommend by the step captured in CUDA graphs. Without this option, graphs are measured where launching takes long.",
             in_sweeps=False,
         ),
     ] = False

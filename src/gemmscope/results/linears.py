@@ -6,6 +6,7 @@ never a zero. What ran in a different precision than requested has a time but no
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
+from math import hypot, isfinite
 
 from gemmscope.choices import Mode
 from gemmscope.interval import Interval
@@ -280,6 +281,12 @@ def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     others = [BASELINE, *(name for name in speedups if name != best)]
     rivals = tuple(name for name in others if not _beats(speedups[best] if name == BASELINE else ratio(best, name)))
     return Winner(best=best, speedup=speedups[best], rivals=rivals)
+
+
+def independent_ratio(value: float, one: Interval, other: Interval) -> Interval:
+    """A ratio with the interval that follows from those of two independent times."""
+    reach = hypot(one.half_width, other.half_width)
+    return Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value)
 
 
 def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Collection[str]) -> Winner | None:

@@ -88,6 +88,8 @@ class CapturedTime(Part):
     step_ms: Interval
     speedup: Interval | None = None
     """Over BF16, captured too."""
+    sm_mhz: float | None = None
+    """Clock of the GPU: a step that waits for launches runs at a higher one."""
 
 
 class StepTime(Part):
@@ -112,6 +114,16 @@ class StepTime(Part):
     """Of the GPU time over that of BF16."""
     launch_ms: Annotated[Interval | None, NUMBER, Field(validation_alias=AliasChoices("launch_ms", "host_ms"))] = None
     """Launch time: what the CPU takes to launch the step."""
+    gpu_time_from: Literal["graph", "timely rounds", "kernels"] | None = None
+    """How the GPU time of a measured step was measured: the step as a CUDA graph, the rounds in which the CPU launched early
+    enough, or the timestamps of its kernels."""
+    sm_mhz: float | None = None
+    """Clock of the GPU in the rounds as launched."""
+    rounds: int | None = None
+    """Of bursts as launched."""
+    late_rounds: int = 0
+    """In how many of them the CPU launched too late, so that the GPU waited: then `step_ms` and `speedup` are the median and the
+    range of the rounds."""
     peak_bytes: float | None = None
     """Peak memory of one GPU with the real model: measured, or what a forecast expects of the rank that needs most."""
     parts_ms: dict[StepPart, float] = {}
@@ -151,6 +163,8 @@ class StepTimes(Part):
     speedups: tuple[Speedup, ...] = ()
     """Of every recipe over every other one."""
     winner: Winner | None = None
+    decided_by: Literal["launched", "graphs"] = "launched"
+    """What the winner is the fastest as: launched here, or captured in CUDA graphs, where these were asked for."""
     failures: dict[str, str] = {}
     """Recipe → why it has no step."""
     not_captured: dict[str, str] = {}
@@ -253,7 +267,10 @@ class VariantResult(Samples):
     variant: Variant
     parts: list[ProfiledPart] = field(default_factory=list)
     busy_ms: float | None = None
+    busy_each_ms: list[float] = field(default_factory=list)
+    """Of every step whose kernels were recorded."""
     host_ms: float | None = None
+    host_each_ms: list[float] = field(default_factory=list)
 
 
 class StepResult(ModelResult):

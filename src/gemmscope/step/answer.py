@@ -5,18 +5,18 @@ longer in low precision than in BF16. The best recipe without the blocks that lo
 single recipe, and is recommended only if it wins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.interval import Interval
 from gemmscope.paste.emit import ready_to_paste
 from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.linears import Speedup, find_winner
+from gemmscope.results.linears import Speedup, find_winner, independent_ratio
 from gemmscope.results.numerics import Mix
 from gemmscope.results.step import CapturedTime, Recommendation, StepTime, StepTimes, VariantResult, Verified
 from gemmscope.roles import name_of
@@ -29,6 +29,7 @@ BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moment
 
 LEAVABLE = ("qkv", "attn out", "mlp")  # modules that can be told to stay in BF16
 MODULE_OF = {"experts": "mlp", "shared expert": "mlp"}  # blocks that go with another's module
+NEAR_LIMIT = 0.7  # of the step, for launching it
 MARGIN = 0.02  # a block that takes longer by less does not lose: two profiled steps differ by as much
 
 
@@ -41,18 +42,22 @@ def step_times(
     real: StepMeasurements | None = None,
     as_deep: StepMeasurements | None = None,
     captured: StepMeasurements | None = None,
+    by_graphs: bool = False,
 ) -> StepTimes:
     """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all;
-    `captured`: the steps as CUDA graphs."""
+    `captured`: the steps as CUDA graphs, which `by_graphs` decide which recipe is the fastest."""
     gpu = spec_of(str(measurements.hello.device.get("name", "")))
-    slow = profiled_step(measurements, measurements.deepest(BASELINE))
+    on_gpu = {name: gpu_time(measurements, captured, name) for name in names}
+    slow = profiled_step(measurements, measurements.deepest(BASELINE), on_gpu.get(BASELINE))
     times, failures = [], {}
     for name in names:
         step_ms = measurements.step(name)
         if step_ms is None:
             failures[name] = measurements.failure(name) or "no step of it was timed"
             continue
-        fast = profiled_step(measurements, measurements.deepest(name))
+        gpu_ms, source = on_gpu[name] or (None, None)
+        late, rounds = measurements.late_rounds(name)
+        fast = profiled_step(measurements, measurements.deepest(name), on_gpu[name])
         explained = _explained(name, slow, fast) if name != BASELINE and slow is not None and fast is not None else {}
         model_tflops = totals.model_flops * totals.micro_batches_per_step / step_ms.value / 1e9
         time = StepTime(
@@ -61,8 +66,13 @@ def step_times(
             tokens_per_s=tokens_per_gpu / step_ms.value * 1000,
             model_tflops=model_tflops,
             mfu=model_tflops / gpu.tflops["bf16"] if gpu is not None else None,
-            gpu_ms=_estimate(measurements.extrapolated(name, lambda variant: _busy_ms(measurements, variant))),
-            launch_ms=_estimate(measurements.extrapolated(name, lambda variant: variant.host_ms)),
+            gpu_ms=gpu_ms,
+            gpu_speedup=_gpu_speedup(measurements, captured, name, on_gpu) if name != BASELINE else None,
+            gpu_time_from=source,
+            launch_ms=_summed(measurements, name, lambda variant: (variant.host_ms, variant.host_each_ms)),
+            sm_mhz=measurements.sm_mhz(name),
+            rounds=rounds,
+            late_rounds=late,
             peak_bytes=_peak_bytes(measurements, name, totals),
             parts_ms=fast.parts_ms() if fast is not None else {},
             attention_kernels=attention_kernels(fast.kernels) if fast is not None else {},
@@ -74,11 +84,68 @@ def step_times(
     not_captured = {time.recipe: captured.failure(time.recipe) for time in times if captured and time.captured is None}
     reasons = {name: reason for name, reason in not_captured.items() if reason}  # else it was interrupted before that
     compared = StepTimes(origin="measured", recipes=tuple(times), failures=failures, not_captured=reasons)
-    return _compared(compared, measurements)
+    compared = _compared(compared, measurements)
+    if not by_graphs or captured is None or captured.step(BASELINE) is None:
+        return compared
+    return compared.model_copy(update={"winner": _compared(compared, captured).winner, "decided_by": "graphs"})
 
 
-def _estimate(value: float | None) -> Interval | None:
-    return Interval(value) if value is not None else None
+GpuTime = tuple[Interval, Literal["graph", "timely rounds", "kernels"]]
+
+
+def gpu_time(measurements: StepMeasurements, captured: StepMeasurements | None, name: str) -> GpuTime | None:
+    """The GPU time of a recipe's step, and how it was measured: the best way there is. None on a CPU."""
+    if measurements.hello.device.get("name") == "CPU":
+        return None
+    if captured is not None and (as_graph := captured.step(name)) is not None:
+        return as_graph, "graph"
+    if (timely := measurements.timely_step(name)) is not None and not _launches_limit(measurements, name):
+        return timely, "timely rounds"
+    of_kernels = _summed(measurements, name, lambda variant: (variant.busy_ms, variant.busy_each_ms))
+    return (of_kernels, "kernels") if of_kernels is not None else None
+
+
+def _launches_limit(measurements: StepMeasurements, name: str) -> bool:
+    """Whether launching may take as long as running: then the GPU waits within a step, though it is busy at its end."""
+    launch_ms = measurements.extrapolated(name, lambda variant: variant.host_ms)
+    step_ms = measurements.step(name)
+    return launch_ms is not None and step_ms is not None and launch_ms > NEAR_LIMIT * step_ms.value
+
+
+def wants_graphs(measurements: StepMeasurements, names: Sequence[str]) -> bool:
+    """Whether graphs would tell something new: in a recipe, the CPU is or may be the limit."""
+    late = [measurements.late_rounds(name) for name in names]
+    return any(2 * rounds_late >= rounds > 0 for rounds_late, rounds in late) or any(
+        _launches_limit(measurements, name) for name in names
+    )
+
+
+def _gpu_speedup(
+    measurements: StepMeasurements, captured: StepMeasurements | None, name: str, on_gpu: Mapping[str, GpuTime | None]
+) -> Interval | None:
+    """The speedup where the GPU is the limit. Both sides measured in the same way were measured in turn."""
+    slow, fast = on_gpu.get(BASELINE), on_gpu[name]
+    if slow is None or fast is None:
+        return None
+    if slow[1] == fast[1] == "graph" and captured is not None:
+        return captured.speedup(name)
+    if slow[1] == fast[1] == "timely rounds":
+        return measurements.timely_speedup(name)
+    return independent_ratio(slow[0].value / fast[0].value, slow[0], fast[0])
+
+
+def _summed(
+    measurements: StepMeasurements, name: str, quantity: Callable[[VariantResult], tuple[float | None, Sequence[float]]]
+) -> Interval | None:
+    """Milliseconds of the whole model: the medians of its depths, and the relative range of the deepest one's values."""
+    value = measurements.extrapolated(name, lambda variant: quantity(variant)[0])
+    deepest = measurements.deepest(name)
+    if value is None or deepest is None or (middle := quantity(deepest)[0]) is None:
+        return None
+    times_ms = quantity(deepest)[1]
+    return (
+        Interval(value, value * min(times_ms) / middle, value * max(times_ms) / middle) if len(times_ms) > 1 else Interval(value)
+    )
 
 
 def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:
@@ -93,7 +160,7 @@ def _captured(captured: StepMeasurements, name: str) -> CapturedTime | None:
     """The step of a recipe as a CUDA graph; None if it could not be captured."""
     step_ms = captured.step(name)
     speedup = captured.speedup(name) if name != BASELINE else None
-    return CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
+    return CapturedTime(step_ms=step_ms, speedup=speedup, sm_mhz=captured.sm_mhz(name)) if step_ms is not None else None
 
 
 def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
@@ -108,17 +175,14 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
 
 
-def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:
-    """The profiled step of a variant, for its waterfall; None if its kernels were not profiled."""
+def profiled_step(measurements: StepMeasurements, result: VariantResult | None, gpu: GpuTime | None) -> ProfiledStep | None:
+    """The profiled step of a variant, for its waterfall; None if its kernels were not profiled. `gpu`: of the whole model."""
     if result is None or not result.parts:
         return None
     kernels = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
-    return ProfiledStep(kernels, measurements.mean_ms(result), result.host_ms, result.busy_ms)
-
-
-def _busy_ms(measurements: StepMeasurements, result: VariantResult) -> float | None:
-    step = profiled_step(measurements, result)
-    return step.wall_ms - step.idle_ms if step is not None else None
+    launched, step_ms = measurements.step(result.variant.recipe, result.variant.left_out), measurements.mean_ms(result)
+    share = gpu[0].value / launched.value if gpu is not None and launched is not None else 1.0
+    return ProfiledStep(kernels, step_ms, step_ms * share)
 
 
 def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> float | None:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -226,17 +226,35 @@ class ModuleStep:
             loss: torch.Tensor = self._objective(*self.live.built.args, **self.live.built.kwargs)
         return loss
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, which all recipes share."""
+        return self.live.optimizer
+
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
+        for phase in self.phases():
+            phase()
+
+    def phases(self) -> Iterator[Callable[[], object]]:
+        """What a step does, one after the other: forward and backward of every micro-batch, and the optimizer."""
+        losses: list[torch.Tensor] = []
         for _ in range(self._accumulation):
-            mark_step("model", "forward")
-            loss = self._forward()
-            if not loss.requires_grad:
-                raise TraceError(
-                    "the loss does not require a gradient: backward has nothing to compute",
-                    "compute it from the outputs, without torch.no_grad() and .detach()",
-                )
-            loss.backward()
+            yield lambda: losses.append(self._trained_loss())
+            yield lambda: losses.pop().backward()
+        yield self._update
+
+    def _trained_loss(self) -> torch.Tensor:
+        mark_step("model", "forward")
+        loss = self._forward()
+        if not loss.requires_grad:
+            raise TraceError(
+                "the loss does not require a gradient: backward has nothing to compute",
+                "compute it from the outputs, without torch.no_grad() and .detach()",
+            )
+        return loss
+
+    def _update(self) -> None:
         mark_step("optimizer")
         if self.live.optimizer is not None:
             self.live.optimizer.step()

@@ -35,7 +35,6 @@ def for_live(job: ModelRun, options: StepOptions) -> StepOptions:
         (module and run.recompute != "none", "runs as it is, and cannot be recomputed", f"remove {option('recompute')}"),
         (module and options.break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
         (run.recompute == "selective", "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
-        (options.cuda_graphs, "does not support CUDA graphs", f"remove {option('cuda_graphs')}"),
         (options.verify, "runs the real layers already: there is nothing to verify", f"remove {option('verify')}"),
         (split, "runs whole layers and cannot split them", f"remove {sizes}" + ("" if module else f", or {name}")),
     ):
@@ -69,7 +68,6 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
         backend,
         compile=compile_what or ("layers" if backend == "torchao" else "none"),
         optimizer=optimizer or "adamw",
-        host=backend != "torchao" and not live,
         silence_s=COMPILING_S if live or compile_what == "whole" else StepSettings.silence_s,
     )
     return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend in backends("cpu") else settings  # its clock need not settle

@@ -10,9 +10,10 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import RunSpec
 from gemmscope.options.measuring import StepOptions
 from gemmscope.progress import Reporter
+from gemmscope.recipe.frameworks import backends
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepTimes, VariantResult
-from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times
+from gemmscope.step.answer import PartialRecipe, candidate, recommend, step_times, wants_graphs
 from gemmscope.step.step_campaign import StepCampaign
 from gemmscope.step.waterfall import smaller_batches
 from gemmscope.units import counted
@@ -54,15 +55,23 @@ class StepSession:
         real, as_deep = self.verify() if options.verify and not self.interrupted else (None, None)
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
-        graphs = self.capture(depth) if options.cuda_graphs and not self.interrupted else None
+        useful = options.cuda_graphs or (self.on_gpu and wants_graphs(predicted.results, self.campaign.recipes))
+        graphs = self.capture(depth) if useful and not self.interrupted else None
         beside = {"real": real, "as_deep": as_deep, "captured": graphs}
         measured = {name: campaign.results for name, campaign in beside.items() if campaign is not None}
-        times = step_times(predicted.results, self.campaign.recipes, summed, run.tokens_per_gpu, **measured)
+        by_graphs = options.cuda_graphs
+        times = step_times(predicted.results, self.campaign.recipes, summed, run.tokens_per_gpu, by_graphs=by_graphs, **measured)
         times = times.model_copy(update={"unit": "tokens" if run.inputs is None else "samples"})
-        recommended, mixed = self.recommend(predicted, times, try_mixed=options.try_mixed)
+        decided_by = graphs if graphs is not None and times.decided_by == "graphs" else predicted
+        recommended, mixed = self.recommend(decided_by, times, try_mixed=options.try_mixed and decided_by is predicted)
         batches = self.break_even(times) if options.break_even and not self.interrupted else ()
         runs = [campaign for campaign in (predicted, real, as_deep, graphs, mixed) if campaign is not None]
         return MeasuredStep(predicted, runs, times, depth, recommended, batches)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the step runs on a GPU."""
+        return self.campaign.settings.backend not in backends("cpu")
 
     def run(self, purpose: str, limits: tuple[float, float] | None = None, **changes: Any) -> StepCampaign:
         """One measurement, with these changes; of another plan, the CPU time to launch is not measured again."""
@@ -94,7 +103,7 @@ class StepSession:
     def capture(self, depth: int) -> StepCampaign | None:
         """The same steps as CUDA graphs, at the depth that the launched ones could be run at."""
         try:
-            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.campaign.plan.depth)
+            return self.run("measuring GPU time: the step in CUDA graphs …", captured_depth=depth or self.campaign.plan.depth)
         except UserError as error:
             self.findings.append(finding("nothing-captured", reason=error.message))
             return None

@@ -11,7 +11,7 @@ thousands of kernels. All captured steps use the same memory: one runs at a time
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn import functional
 from gemmscope.step.attention_modules import drop_gradient
 from gemmscope.step.blocks import Block, Prediction, Shards
 from gemmscope.step.kits.plain import Kit
+from gemmscope.step.live_module import ModuleStep
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.stack_plan import StackPlan, kept_layers
@@ -145,13 +146,26 @@ class Step:
 
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
+        for phase in self.phases():
+            phase()
+
+    def phases(self) -> Iterator[Callable[[], object]]:
+        """What a step does, one after the other: forward and backward of every micro-batch, and the optimizer."""
+        losses: list[torch.Tensor] = []
         for number in range(self.plan.accumulation):
-            if number and not self._real:  # later micro-batches add to the gradients of earlier ones
-                for parameter in self._every:
-                    parameter.grad = self._weights.gradient(parameter)
-            mark_step(self._first_part, "forward")
-            first = None if self.plan.accumulation == 1 else number == 0
-            self._model(self._x, self._labels, first=first).backward()
+            yield partial(self._forward, number, losses)
+            yield lambda: losses.pop().backward()
+        yield self._update
+
+    def _forward(self, number: int, losses: list[torch.Tensor]) -> None:
+        if number and not self._real:  # later micro-batches add to the gradients of earlier ones
+            for parameter in self._every:
+                parameter.grad = self._weights.gradient(parameter)
+        mark_step(self._first_part, "forward")
+        first = None if self.plan.accumulation == 1 else number == 0
+        losses.append(self._model(self._x, self._labels, first=first))
+
+    def _update(self) -> None:
         mark_step("optimizer")
         self.optimizer.step()
         if self._real:
@@ -211,8 +225,8 @@ class CapturedStep:
     After a failed capture, the process cannot be used any more: PyTorch's allocator and random generator still expect its end.
     """
 
-    def __init__(self, step: Step, memory: GraphMemory) -> None:
-        for group in step.optimizer.param_groups:
+    def __init__(self, step: Step | ModuleStep, memory: GraphMemory) -> None:
+        for group in step.optimizer.param_groups if step.optimizer is not None else ():
             group["capturable"] = True
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -234,6 +248,10 @@ class CapturedStep:
     def run(self) -> None:
         """One step."""
         self._graph.replay()
+
+    def phases(self) -> Iterator[Callable[[], object]]:
+        """All of the step at once."""
+        yield self.run
 
     def loss(self) -> float:
         """The loss before it was captured."""

@@ -23,6 +23,7 @@ SHRINK = 0.6  # of the depth, when memory is not enough
 LEAST_DEPTH = 2
 TUNING = 5.0  # factor on the allowed silence: dozens of configurations of a dozen kernels are compiled
 OUT_OF_MEMORY = "out of memory"
+ROUNDS_OF_LATE = 5
 
 
 @dataclass(kw_only=True)
@@ -119,13 +120,19 @@ class StepCampaign(Campaign[StepMeasurements]):
         }
 
     def uncertainties(self, tasks: Sequence[str]) -> list[Uncertainty]:  # noqa: ARG002
-        """The uncertainty of every speedup; if only the baseline is run, that of its time."""
-        others = [name for name in self.recipes if name != BASELINE]
-        intervals = [self.results.speedup(name) for name in others]
-        intervals += [self.results.speedup(plan.recipe, plan.left_out) for plan in self.mixed]
-        if not others:
-            intervals = [self.results.step(BASELINE)]
-        return [Uncertainty(interval.half_width) for interval in intervals if interval is not None]
+        """The uncertainty of every speedup; if only the baseline is run, that of its time. Where the CPU is late, a few rounds
+        are enough."""
+        plans = [*(PartialRecipe(name) for name in self.recipes if name != BASELINE), *self.mixed]
+        intervals = [(plan, self.results.speedup(plan.recipe, plan.left_out)) for plan in plans]
+        if not plans:
+            intervals = [(PartialRecipe(BASELINE), self.results.step(BASELINE))]
+        known = [(plan, interval) for plan, interval in intervals if interval is not None]
+        return [Uncertainty(0.0 if self._late(plan) else interval.half_width) for plan, interval in known]
+
+    def _late(self, plan: PartialRecipe) -> bool:
+        """Whether the rounds of this plan, or of the baseline, show how late the CPU is."""
+        seen = [self.results.late_rounds(plan.recipe, plan.left_out), self.results.late_rounds(BASELINE)]
+        return any(late and rounds >= ROUNDS_OF_LATE for late, rounds in seen)
 
 
 def fingerprint_of(plan: StackPlan | ModulePlan, settings: StepSettings, what: object) -> str:

@@ -35,6 +35,7 @@ IN_BF16 = ("bf16", "bf16")
 
 
 RUN_TO_RUN = 0.02  # the same step on another day or machine
+OTHER_CLOCK = 1.03
 NO_GAIN = 0.25  # a smaller share of the predicted gain is not explained by dilution
 
 
@@ -88,27 +89,23 @@ def place(parts: Sequence[ProfiledPart], *, quantizes: bool = True) -> list[Plac
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """One recipe: the kernels of one step, the measured step, and the CPU time to launch it (None: not known).
+    """One recipe: the kernels of one step, the step as launched, and its GPU time.
 
-    Kernels were seen in one step, at the clock of that moment: they are scaled so that they and the idle time add up to the
-    measured step. The GPU idles only where launching takes about as long as running.
+    Kernels were recorded in one step, at the clock of that moment: they are scaled so that they add up to the GPU time. The rest
+    of the step as launched is waiting.
     """
 
     kernels: Sequence[PlacedKernel]
     wall_ms: float
-    host_ms: float | None = None
-    busy_ms: float | None = None  # of the profiled step, overlapping kernels counted once
+    gpu_ms: float
 
     @property
     def idle_ms(self) -> float:
         """Time of each step that the GPU spends waiting for the CPU."""
-        if self.host_ms is not None and self.host_ms < RUNS_AHEAD * self.wall_ms:
-            return 0.0
-        busy = self.busy_ms if self.busy_ms is not None else sum(kernel.time_us for kernel in self.kernels) / 1000
-        return max(self.wall_ms - busy, 0.0)
+        return max(self.wall_ms - self.gpu_ms, 0.0)
 
     def parts_ms(self) -> dict[StepPart, float]:
-        """Milliseconds of each part; their sum is the step."""
+        """Milliseconds of each part; their sum is the step as launched."""
         sums: dict[StepPart, float] = {}
         for kernel in self.kernels:
             for part, time_us in kernel.parts.items():
@@ -142,7 +139,6 @@ def levels_of(slow: Mapping[StepPart, float], fast: Mapping[StepPart, float]) ->
     return tuple(levels)
 
 
-RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent idle
 IDLE: StepPart = "idle, host-bound"
 BUBBLE: StepPart = "pipeline bubble"
@@ -240,9 +236,8 @@ def attention_kernels(placed: Sequence[PlacedKernel]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
-    """What explains the speedup of each recipe, what is host-bound or too close to call, what is missing. `graphs`: CUDA graphs
-    were requested."""
+def step_findings(times: StepTimes) -> list[Finding]:
+    """What explains the speedup of each recipe, what is host-bound or too close to call, what is missing."""
     findings = [entry for time in times.recipes for entry in _of_recipe(time)]
     if waiting := [time for time in times.recipes if _says_host_bound(time)]:
         idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
@@ -253,8 +248,6 @@ def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
             "busy_ms": max(time.gpu_ms.value for time in bound if time.gpu_ms is not None),
         }
         findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
-    if (waiting or bound) and times.origin == "measured" and not graphs:
-        findings.append(finding("graphs-not-measured"))
     findings += _captured(times)
     code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
     findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
@@ -287,6 +280,12 @@ def _captured(times: StepTimes) -> Iterator[Finding]:
         )
     for name, reason in times.not_captured.items():
         yield finding("step-not-captured", recipe=name, reason=reason)
+    clocks = {time.recipe: (time.sm_mhz, captured.sm_mhz) for time, captured in both if time.sm_mhz and captured.sm_mhz}
+    if faster := {name: pair for name, pair in clocks.items() if pair[0] > OTHER_CLOCK * pair[1]}:
+        name, (launched_mhz, captured_mhz) = max(faster.items(), key=lambda entry: entry[1][0] / entry[1][1])
+        yield finding("launched-at-higher-clock", recipe=name, launched_mhz=launched_mhz, captured_mhz=captured_mhz)
+    if by_kernels := [time.recipe for time in times.recipes if time.gpu_time_from == "kernels"]:
+        yield finding("gpu-time-of-kernels", recipes=by_kernels)
 
 
 def _of_recipe(time: StepTime) -> Iterator[Finding]:

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 import torch
@@ -33,10 +38,40 @@ from gemmscope.workload.failures import TraceError
 
 PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
-HOST_STEPS = 4
+HOST_STEPS = 8
+PROFILED_STEPS = 3
 LONG_STEP_MS = 2000.0
+NOT_AHEAD_MS = 1.0  # of the GPU: it has nothing left to run, or will have before the CPU launches more
 ENDED = 71  # exit status after a capture that failed
 AnyStep = Step | ModuleStep | CapturedStep
+
+
+class ClockOfBoth:
+    """The time of the GPU on the clock of the CPU."""
+
+    def __init__(self) -> None:
+        self._zero = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        self._zero.record()
+        self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    def late_share(self, launched_s: Sequence[float], marks: Sequence[torch.cuda.Event]) -> float:
+        """The share of these marks that the GPU reached as soon as the CPU had launched them: it had nothing left to run."""
+        reached_s = [self._zero_s + float(self._zero.elapsed_time(mark)) / 1000 for mark in marks]
+        ahead_s = [reached - launched for reached, launched in zip(reached_s, launched_s, strict=True)]
+        drift_s = max(-min(ahead_s), 0.0)  # no mark is reached before it was launched: the clocks have drifted apart
+        self._zero_s += drift_s
+        return sum(1000.0 * (ahead + drift_s) < NOT_AHEAD_MS for ahead in ahead_s) / len(ahead_s)
+
+
+def waiting_s() -> float:
+    """How long the threads of this process have waited for a core while they could have run; 0 where Linux does not tell."""
+    total_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            total_ns += int(path.read_text().split()[1])
+    return total_ns / 1e9
 
 
 class StepWorker(MeasuringProcess):
@@ -52,6 +87,7 @@ class StepWorker(MeasuringProcess):
         self.modules: dict[tuple[int, torch.dtype], LiveModule] = {}  # by depth and precision
         self.steps: dict[str, AnyStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
+        self.clock: ClockOfBoth | None = None
 
     def main(self) -> None:
         """Build, measure, profile."""
@@ -61,12 +97,19 @@ class StepWorker(MeasuringProcess):
         if isinstance(self.plan, ModulePlan) and not self._tried(self.plan):
             return
         self.say(Hello(versions_of(self.request["backend"]), self.device_facts()))
-        if self.request["host"]:
+        in_phases = self.request["live"] or self.request["compile"] in (
+            "layers",
+            "whole",
+        )  # another batch would be compiled again
+        if self.request["host"] and not in_phases:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
-                    self._host(variant)
+                    self._launch_small(variant)
         for variant in self.variants:
             self._build(variant)
+        if self.request["host"] and in_phases and self.on_gpu:
+            for name, step in self.steps.items():
+                self._say_launch(name, step)
         for code, facts in linear_notes(self.steps.values()):
             self.warn(code, **facts)
         self._name_kernels()
@@ -114,7 +157,8 @@ class StepWorker(MeasuringProcess):
     def _make(self, variant: dict[str, Any], plan: StackPlan | ModulePlan) -> AnyStep:
         kit = self._kit_of(variant)
         if isinstance(plan, ModulePlan):
-            return ModuleStep(self._live(plan.with_depth(variant["depth"]), kit.precision), kit, plan.accumulation)
+            live = self._live(plan.with_depth(variant["depth"]), kit.precision)
+            return self._captured(ModuleStep(live, kit, plan.accumulation), variant)
         chosen = recipe(variant["recipe"])
         multiples = [
             recipe(name).multiple_of for name in (chosen.base or chosen.name, *([chosen.kept.recipe] if chosen.kept else []))
@@ -122,7 +166,9 @@ class StepWorker(MeasuringProcess):
         plan = plan.with_depth(variant["depth"]).padded(max(multiples))
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
-        step = Step(plan, kit, self.weights, self.device)
+        return self._captured(Step(plan, kit, self.weights, self.device), variant)
+
+    def _captured(self, step: Step | ModuleStep, variant: dict[str, Any]) -> AnyStep:
         return CapturedStep(step, self.graph_memory) if variant["captured"] else step
 
     @cached_property
@@ -191,7 +237,7 @@ class StepWorker(MeasuringProcess):
     def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         self.begin(name, "profiling")
-        labels: list[tuple[str, str]] = []
+        labels: list[list[tuple[str, str]]] = []
         compiled = self.request["compile"]
         inner = compiled != "whole" and isinstance(step, Step)
 
@@ -199,12 +245,13 @@ class StepWorker(MeasuringProcess):
             for _ in range(max(2, round(PROFILE_AFTER_MS / self.once_ms[name]))):
                 step.run()
                 self._still(name, "profiling")
-            torch.cuda.synchronize()
-            with recording(inner=inner) as marks:
-                step.run()
+            for _ in range(PROFILED_STEPS):
                 torch.cuda.synchronize()
-                mark_step("end")
-            labels.extend(marks)
+                with recording(inner=inner) as marks:
+                    step.run()
+                    torch.cuda.synchronize()
+                    mark_step("end")
+                labels.append(list(marks))
 
         try:
             if compiled == "layers" and inner:  # they are compiled again with marks in them
@@ -214,17 +261,34 @@ class StepWorker(MeasuringProcess):
         except Exception as error:
             self.warn("variant-not-profiled", variant=name, reason=in_a_line(error))
             return
-        if len(recorded) != len(labels):
-            self.warn("marks-missing", variant=name, seen=len(recorded), marks=len(labels))
+        if len(recorded) != sum(map(len, labels)):
+            self.warn("marks-missing", variant=name, seen=len(recorded), marks=sum(map(len, labels)))
             return
+        following = iter(recorded)
+        steps = [[next(following) for _ in marks] for marks in labels]
+        each_ms = [busy_ms([event for events in one for event in events]) for one in steps]
+        middle = sorted(range(PROFILED_STEPS), key=lambda number: each_ms[number])[PROFILED_STEPS // 2]
         parts = [
             (part, way, [(run.name, round(run.duration_us, 3), run.stream) for run in map(kernel_run, events)])
-            for (part, way), events in zip(labels, recorded, strict=True)
+            for (part, way), events in zip(labels[middle], steps[middle], strict=True)
         ]
-        every = [event for events in recorded for event in events]
-        self.say(Profile(name, parts, busy_ms(every)))
+        self.say(Profile(name, parts, each_ms[middle], each_ms))
 
-    def _host(self, variant: dict[str, Any]) -> None:
+    def _say_launch(self, name: str, step: AnyStep) -> None:
+        """Report the CPU time to launch a step. Each phase begins with an idle GPU, so that the CPU waits for nothing."""
+
+        def launched_ms() -> float:
+            total_ms = 0.0
+            for phase in step.phases():
+                self._synchronize()
+                total_ms += elapsed_ms(phase)
+            return total_ms
+
+        steps_ms = [launched_ms() for _ in range(HOST_STEPS)]
+        self._synchronize()
+        self.say(Launch(name, median(steps_ms), steps_ms))
+
+    def _launch_small(self, variant: dict[str, Any]) -> None:
         """The CPU time to launch a step: the same layers on a batch that keeps the GPU waiting."""
         name = variant["name"]
         self.begin(name, "launching")
@@ -234,7 +298,7 @@ class StepWorker(MeasuringProcess):
             step = self._make({**variant, "real": False}, small)
             for _ in range(2):
                 step.run()
-            self.say(Launch(name, self._mean_ms(step, HOST_STEPS)))
+            self._say_launch(name, step)
         except Exception as error:
             self.warn("launch-not-measured", variant=name, reason=in_a_line(error))
 
@@ -252,6 +316,8 @@ class StepWorker(MeasuringProcess):
     def launch(self, group: BurstGroup, number: int) -> Burst:  # noqa: ARG002
         """Steps that reach the steady state, then those that count; of steps that take seconds, one is enough."""
         gc.collect()
+        if self.on_gpu:
+            self.clock = self.clock or ClockOfBoth()
         [name] = group.tasks
         run, once_ms = self.steps[name].run, self.once_ms[name]
         least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
@@ -262,11 +328,22 @@ class StepWorker(MeasuringProcess):
         if not self.on_gpu:
             return done_burst([[elapsed_ms(run) for _ in range(kept)]])
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]  # steps are timed from start to start
-        for mark in marks[:-1]:
+        recorded_s, waited_s = [], waiting_s()
+        for mark in marks:
             mark.record()
-            run()
-        marks[-1].record()
-        return Burst(lambda: [[before.elapsed_time(after) for before, after in pairwise(marks)]], marks[-1].synchronize)
+            recorded_s.append(time.perf_counter())
+            if mark is not marks[-1]:
+                run()
+        waited = min((waiting_s() - waited_s) / (recorded_s[-1] - recorded_s[0]), 1.0)
+
+        def facts() -> dict[str, float]:
+            late = self.clock.late_share(recorded_s[1:], marks[1:]) if self.clock is not None else 0.0
+            return {"late": late, "run_delay": waited}
+
+        def times_ms() -> list[list[float]]:
+            return [[before.elapsed_time(after) for before, after in pairwise(marks)]]
+
+        return Burst(times_ms, marks[-1].synchronize, facts=facts)
 
     def failed(self, task: str, error: Exception) -> None:
         """As for every process; a module that cannot be compiled can still be run."""
