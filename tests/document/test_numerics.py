@@ -280,3 +280,15 @@ def test_errors_are_not_compared_with_times(tmp_path: Path) -> None:
     assert "gemmscope report" in raised.value.hint
     with pytest.raises(UserError, match="run 1 is a result of gemmscope numerics"):
         compare([result, result])  # type: ignore[list-item]
+
+
+def test_a_mix_that_is_mostly_bf16_is_not_recommended() -> None:
+    """Without speeds: a few linears in low precision are not worth their settings."""
+    result = numerics_result(gpu="", bound=0.12)
+    assert result.mixed is not None
+    assert result.mixed.chosen is not None
+    for share, advised in ((0.5, True), (0.89, False)):
+        chosen = result.mixed.chosen.model_copy(update={"higher": "BF16", "kept_share": share})
+        shown = document(result.model_copy(update={"mixed": result.mixed.model_copy(update={"chosen": chosen})}))
+        assert shown.answer.startswith("Fewest bits" if advised else "Stay with BF16: with an error of at most 12.0%, 89% of")
+        assert (shown.advice is not None) == advised
