@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from gemmscope import units
 from gemmscope.document.common import phrase
-from gemmscope.document.table import Cell, Column, Table, across, grouped, table
+from gemmscope.document.table import Cell, Column, Table, across, grouped, rate_cell, table
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
 
@@ -82,7 +82,7 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         ),
         Column("Host-bound", lambda point: _few_host_bound(point) if point.winner else None, drop=1),
         Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2),
-        Column("Tokens/s/GPU", lambda point: point.tokens_per_s if point.winner else None, ",.0f", drop=5),
+        Column("Tokens/s/GPU", lambda point: _tokens(point) if point.winner else None, ",.0f", drop=5),
         Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
         Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
     ]
@@ -97,6 +97,11 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         note=shown if len(rows) < total else "",
         sparse=True,
     )
+
+
+def _tokens(point: SweepPoint) -> Cell | None:
+    """The rate of the best recipe, whose time is known about as well as that in BF16."""
+    return rate_cell(point.tokens_per_s, point.baseline_ms.half_width) if point.tokens_per_s and point.baseline_ms else None
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
@@ -186,7 +191,7 @@ def points_table(sweep: GpuSweep) -> Table:
         *across(sweep.sizes, lambda point, size: point.values[size], "d"),
         Column(_time_head(sweep), lambda point: point.baseline_ms, "ms"),
         *across(low, lambda point, name: point.speedups.get(name), "x"),
-        Column("Tokens/s/GPU, best", lambda point: point.tokens_per_s, ",.0f"),
+        Column("Tokens/s/GPU, best", _tokens, ",.0f"),
         Column("Memory GB, best", lambda point: point.memory_gb, ".0f"),
         Column("Largest speedup", lambda point: point.winner.speedup if point.winner else None, "x"),
         Column("Best", lambda point: point.winner.best if point.winner else None),
