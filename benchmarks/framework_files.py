@@ -20,7 +20,8 @@ from pathlib import Path
 import tomllib
 
 from gemmscope.errors import UserError
-from gemmscope.model.layer_spec import MoeSpec
+from gemmscope.model.hf_keys import accepted
+from gemmscope.model.layer_spec import MlpSpec, MoeSpec
 from gemmscope.model.readers import read_config
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.summary import count_parameters
@@ -69,11 +70,21 @@ def wrong(entry: Entry, source: ModelSource) -> str:
     expected = BY_HAND.get(entry.name, {})
     moe = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)), None)
     heads = {attention.heads for attention in model.attentions}
+    dense = {layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MlpSpec)}
     facts = {
         "layers": len(model.layers),
         "hidden": model.hidden_size,
         "heads": max(heads, default=0),
+        "kv_heads": max((attention.kv_heads for attention in model.attentions), default=0),
+        "head_dim": max((attention.head_dim for attention in model.attentions), default=0),
+        "windows": sorted({attention.window for attention in model.attentions} - {None}),
+        "ffn": max(dense, default=0),
         "experts": moe.experts if moe else 0,
+        "expert_ffn": moe.expert.intermediate_size if moe else 0,
+        "top_k": moe.top_k if moe else 0,
+        "vocabulary": model.vocab_size or 0,
+        "predictions": model.prediction_layers,
+        "parameters": count_parameters(model)[0],
         "global_batch": source.global_batch,
         **{name: source.run_settings.get(name, 1) for name in ("tp", "pp", "cp", "ep", "vp")},
         "micro_batch": source.run_settings.get("micro_batch_size"),
@@ -98,7 +109,7 @@ def check(framework: str, root: Path, *, list_refused: bool) -> bool:
     for entry in FRAMEWORKS[framework](root):
         all_of[entry.kind] += 1
         try:
-            source = read_config(entry.config)
+            source = accepted(read_config(entry.config))
         except UserError as error:
             reason = error.message.split(": ", 1)[-1].replace(str(root), "")
             reasons[f"{entry.kind}: {re.sub(r'model of [a-z0-9_]+[(][)]', 'model', reason)[:150]}"] += 1

@@ -89,12 +89,23 @@ def _outcome(source: ModelSource, path: Path, name: str) -> str:
     family = family_names().get(path.parent.name)
     if family is None or path.parents[1].name != "models":
         return "answered"
-    command = torchtitan_command.read(f"./run_train.sh --module {family} --config {name}", path.name)
-    if any(item.code == "config-not-read" for item in command.findings):
+    try:
+        command = torchtitan_command.read(f"./run_train.sh --module {family} --config {name}", path.name)
+    except UserError:
         return "wrong: the shipped table does not have it"
     assert command.model is not None
     settings = {key for key in source.run_settings if source.run_settings[key] != command.run_settings.get(key)}
     return f"wrong: the shipped table differs {settings}" if command.model != source.model or settings else "answered"
+
+
+def job_tables(path: Path, function: str) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """The flavor with its converters, and the settings by section, of a job of torchtitan's own."""
+    job = torchtitan_registry._job(path.read_text(encoding="utf-8"), path.name, path, function)
+    spec = job.get("model_spec")
+    depth, converters = torchtitan_registry._model(spec)[0].prediction_layers, torchtitan_registry._at(spec, ["model.converters"])
+    optional = {"converters": converters, "num_mtp_layers": depth}
+    flavor = torchtitan_registry._at(spec, ["flavor"])
+    return {"flavor": flavor, **{name: value for name, value in optional.items() if value}}, torchtitan_registry._tables(job)[0]
 
 
 def write(folder: Path) -> None:
@@ -111,7 +122,7 @@ def write(folder: Path) -> None:
             continue
         for name in jobs(path):
             try:
-                model, tables = torchtitan_registry.job_tables(path.read_text(encoding="utf-8"), path, name)
+                model, tables = job_tables(path, name)
             except UserError:
                 continue
             lines += ["", f"[{family}.{name}]", f"model = {_inline({'name': family, **model})}"]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gemmscope.cli import complete
+from gemmscope.cli import build
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
 from gemmscope.options.declare import options_of
@@ -50,9 +50,9 @@ def test_offers(run: Run, monkeypatch: pytest.MonkeyPatch, line: str, offers: li
 
 
 def test_the_names_are_those_that_are_accepted() -> None:
-    assert list(complete.listed("gpu/specs.toml")) == list(gpus())
-    assert list(complete.listed("recipe/recipes.toml")) == list(recipes())
-    assert tuple(complete.listed("model/presets/")) == presets.names()
+    assert list(build.listed("gpu/specs.toml")) == list(gpus())
+    assert list(build.listed("recipe/recipes.toml")) == list(recipes())
+    assert tuple(build.listed("model/presets/")) == presets.names()
     assert list(options_of(BenchOptions)["backend"].choices) == list(backends())
 
 

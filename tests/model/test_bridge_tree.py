@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model import bridge_recipe, readers
+from gemmscope.model import bridge_recipe, presets, readers
 from gemmscope.model.bridge_recipe import hub_presets
 from gemmscope.model.spec import ModelSource
+from gemmscope.workload.summary import count_parameters
 from support.reading import codes, facts
 
 COMMON = """
@@ -256,7 +257,7 @@ def test_calls_that_are_not_read() -> None:
     source = readers.read_text(text.format("shrink(cfg.model)"), "recipe.py")
     assert facts(source, "recipe-calls-not-read") == {"calls": ["shrink()"]}
     assert codes(readers.read_text(text.format("pretrain(cfg)"), "recipe.py")) == []
-    assert codes(readers.read_text(text.format("cfg.peft = LoRA(dim=8)"), "recipe.py")) == ["adapters-not-modelled"]
+    assert codes(readers.read_text(text.format("cfg.peft = LoRA(dim=8)"), "recipe.py")) == ["frozen-parts-not-modelled"]
 
 
 @pytest.mark.parametrize(
@@ -284,3 +285,77 @@ def test_recipes_that_take_too_many_steps() -> None:
         readers.read_text(
             f"import megatron.bridge\n{calls}\ndef f25():\n return 1\nx = f0()\nm = Qwen3ModelProvider8B()", "recipe.py"
         )
+
+
+HUB = """from megatron.bridge import AutoBridge
+def a_pretrain_config():
+    cfg = ConfigContainer(model=AutoBridge.from_hf_pretrained("{}").to_megatron_provider(load_weights=False))
+    {}
+    return cfg
+"""
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'hybrid_layer_pattern = "M*M*"',
+        "add_qkv_bias = True",
+        "qk_layernorm = False",
+        "share_embeddings_and_output_weights = True",
+        "window_size = (511, 0)",
+        "moe_latent_size = 512",
+        "enable_mhc_connections = True",
+        'position_embedding_type = "learned_absolute"',
+        "kv_channels = 64",
+    ],
+)
+def test_a_model_of_the_hub_with_other_layers_is_refused(setting: str) -> None:
+    with pytest.raises(UserError, match=f"changes model.{setting.split()[0]}"):
+        bridge_recipe.read(HUB.format("Qwen/Qwen3-8B", f"cfg.model.{setting}"), "recipe.py")
+
+
+@pytest.mark.parametrize(
+    "setting", ["add_qkv_bias = False", "qk_layernorm = True", "kv_channels = 128", "window_size = None", "num_layers = 36"]
+)
+def test_a_model_of_the_hub_with_its_own_settings(setting: str) -> None:
+    source = bridge_recipe.read(HUB.format("Qwen/Qwen3-8B", f"cfg.model.{setting}"), "recipe.py")
+    assert source.model == presets.load("qwen3-8b").model
+    assert codes(source) == []
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "line", "depths", "parameters"),
+    [
+        # Nemotron-3-Super: a depth is attention and experts, after two norms, a projection of twice the hidden size, and a norm.
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "cfg.model.mtp_num_layers = 1", 1, 123_611_012_096),
+        (
+            "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+            "cfg.model.mtp_num_layers = 2; cfg.model.mtp_use_repeated_layer = True",
+            2,
+            123_611_012_096,
+        ),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "pass", 0, 120_668_687_360),
+        ("Qwen/Qwen3.5-27B", "pass", 1, 27_320_697_856),  # the config's own number of depths
+        ("Qwen/Qwen3.5-27B", "cfg.model.mtp_num_layers = None", 0, 26_895_998_464),
+        ("deepseek-ai/DeepSeek-V4-Flash", "cfg.model.mtp_num_layers = 0", 0, 284_332_230_231),
+    ],
+)
+def test_prediction_layers_of_a_model_of_the_hub(hub_id: str, line: str, depths: int, parameters: int) -> None:
+    model = bridge_recipe.read(HUB.format(hub_id, line), "recipe.py").model
+    assert model is not None
+    assert (model.prediction_layers, count_parameters(model)[0]) == (depths, parameters)
+
+
+def test_a_multimodal_model_of_the_hub_is_only_its_language_part() -> None:
+    text = HUB.format("Qwen/Qwen3.5-27B", "cfg.model.freeze_vision_model = True; cfg.model.freeze_language_model = False")
+    source = bridge_recipe.read(text, "recipe.py")
+    assert facts(source, "language-part-only") == {"model_type": "qwen3_5"}
+    assert facts(source, "frozen-parts-not-modelled") == {"settings": ["model.freeze_vision_model"]}
+
+
+def test_the_window_of_gemma_counts_the_query() -> None:
+    text = "import megatron.bridge\nm = {}(window_size=512, num_layers=6, hidden_size=1152, num_attention_heads=4)"
+    for provider, window in (("Gemma3ModelProvider1B", 512), ("GPTModelProvider", 513)):
+        model = bridge_recipe.read(text.format(provider), "recipe.py").model
+        assert model is not None
+        assert {attention.window for attention in model.attentions} - {None} == {window}

@@ -185,8 +185,9 @@ def test_code_that_the_class_was_made_from() -> None:
 
 def test_the_language_part_follows_the_same_rule() -> None:
     outer = {"model_type": "llava", "vision_config": {"own_size": 7}}
-    assert warnings(read({**outer, "text_config": LLAMA})) == []
-    assert warnings(read({**outer, "model_type": "own_vl", "text_config": LLAMA})) == ["outer-class-unknown"]
+    assert warnings(read({**outer, "text_config": LLAMA})) == ["language-part-only"]
+    own = read({**outer, "model_type": "own_vl", "text_config": LLAMA})
+    assert warnings(own) == ["language-part-only", "outer-class-unknown"]
     with pytest.raises(UserError, match="latent_rank"):
         read({**outer, "text_config": {**LLAMA, "latent_rank": 8}})
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, option
+from gemmscope.job.load import load_model
 from gemmscope.model import megatron
 from gemmscope.model.python_code import evaluate
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
@@ -160,3 +163,36 @@ def test_damaged_files(text: str, data: st.DataObject):
 @given(st.sampled_from(sorted(megatron.KNOWN)), st.text(st.characters(exclude_characters="\n"), max_size=20))
 def test_any_printed_value(name: str, value: str):
     checked(megatron, DUMP.replace("------ end", f"------\n  {name} ........ {value}\n"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--enable-mhc-connections", "--enable-mhc-connections replaces the residual stream by several"),
+        ("--flextron", "--flextron trains models of several sizes"),
+        ("--spec my.layers my_spec", "--spec my.layers my_spec is code that builds the layers"),
+        ("--spec megatron.core.models.hybrid gated_delta_product_stack_spec", "is code that builds the layers"),
+    ],
+)
+def test_flags_that_change_the_layers_are_refused(flags: str, says: str):
+    with pytest.raises(UserError) as caught:
+        megatron.read(f"pretrain_gpt.py {SMALL} {flags}", "file.sh")
+    assert says in caught.value.message
+    assert option("module", "FILE.py:FUNCTION") in caught.value.hint
+
+
+@pytest.mark.parametrize("spec", ["local", "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --mamba-num-groups 2"])
+def test_specs_of_megatron_itself(spec: str):
+    assert megatron.read(f"pretrain_gpt.py {SMALL} --spec {spec}", "file.sh").model is not None
+
+
+def test_flags_that_are_called_like_sizes_are_refused(tmp_path: Path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"srun --ntasks-per-node 8 pretrain_gpt.py {SMALL} --num-workers 2 --engram-hidden-size 64\n", "utf-8")
+    with pytest.raises(UserError, match="has sizes that gemmscope does not read: engram-hidden-size") as caught:
+        load_model(config=str(script))
+    assert option("ignore_key", "engram-hidden-size") in caught.value.hint
+    assert load_model(config=str(script), ignore_key=["engram-hidden-size"]).model is not None
+    printed = megatron.read(DUMP.replace("  kv_channels", "  own_lora_rank .... 8\n  other_dim .... None\n  kv_channels"), "log")
+    assert printed.unread == {"own_lora_rank": True}
+    assert not megatron.read(DUMP, "log").unread

@@ -89,3 +89,27 @@ def test_text_in_brackets_is_no_array() -> None:
 def test_functions_that_call_themselves_end() -> None:
     assert len(in_order("f() {\n  f\n  f\n}\n" + "f\n" * 1000)) < 10_000
     assert in_order("f() {\nopen") == "f() {\nopen"
+
+
+@pytest.mark.parametrize(
+    ("script", "micro_batch"),
+    [
+        ("if $A; then MBS=${MBS:-1}; else MBS=${MBS:-2}; fi", None),  # either
+        ("case $A in a) MBS=${MBS:-1};; *) MBS=${MBS:-1};; esac", 1),
+        ("if $A; then MBS=1; fi\nMBS=${MBS:-2}", None),  # 1 or 2
+        ("if $A; then MBS=1; fi\nMBS=${MBS:-1}", 1),
+        ("MBS=1\nif $A; then MBS=${MBS:-2}; fi", 1),
+        ("if $A; then MBS=1; fi", 1),  # the script works only so
+        ("if $A; then MBS=1; fi\nMBS=4", 4),
+    ],
+)
+def test_defaults_of_variables_that_only_a_condition_sets(script: str, micro_batch: int | None) -> None:
+    source = megatron.read(f"{script}\npretrain_gpt.py {MODEL} --micro-batch-size $MBS", "file.sh")
+    assert source.run_settings.get("micro_batch_size") == micro_batch
+    assert ("setting-without-value" in codes(source)) == (micro_batch is None)
+
+
+def test_a_setting_of_both_branches_counts_whatever_holds() -> None:
+    both = "if $A; then R+=(--micro-batch-size 2); else R+=(--micro-batch-size 2); fi\npretrain_gpt.py ${R[@]} " + MODEL
+    assert "settings-in-condition" not in codes(megatron.read(both, "file.sh"))
+    assert "settings-in-condition" in codes(megatron.read(both.replace("size 2", "size 4", 1), "file.sh"))

@@ -18,6 +18,7 @@ from gemmscope.forecast import plan as search
 from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.stacks import mixture
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.job.load import load_model
@@ -60,7 +61,8 @@ def test_a_layout_is_forecast_as_the_forecast_does() -> None:
     assert model is not None
     for layout in result.layouts[:: len(result.layouts) // 7]:
         run = run_of(layout, 8192)
-        step = StepForecast(Forecaster(chip, "sustained"), model, run, derive(model, run), network_of(chip)).step(layout.recipe)
+        forecaster = Forecaster(chip, "sustained", software=mixture(chip))
+        step = StepForecast(forecaster, model, run, derive(model, run), network_of(chip)).step(layout.recipe)
         assert layout.step_ms.value == pytest.approx(step.time_ms)
         assert layout.step_ms.high == pytest.approx(step.interval.high)
         assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / 1e9)

@@ -86,7 +86,7 @@ class Job(ModelRun):
             modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
                 beforehand), or both. [default: both]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -156,7 +156,7 @@ class Job(ModelRun):
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
             left_out: Recipes to skip.
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

@@ -73,8 +73,8 @@ def load(
         gated_mlp: With hidden_size: use a gated MLP (SwiGLU) instead of a plain one.
         mtp_layers: Number of multi-token prediction (MTP) layers after the last layer, each with its own loss (DeepSeek-V3: 1).
             [default: from the model file; 0 for Hugging Face]
-        ignore_key: A key of the config.json that nothing reads and that changes no size, whatever its name says. Repeat the
-            option for several.
+        ignore_key: A key of the config.json, or a flag of the script without its dashes, that nothing reads and that changes no
+            size, whatever its name says. Repeat the option for several.
     """
     given = locals()
     options = from_python(ModelOptions, given).given()
@@ -273,7 +273,7 @@ class Model:
                 no-ep-overlap]
             cuda_graphs: Launch layers as CUDA graphs. [default: unknown]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from gemmscope.choices import TIMINGS
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
 from gemmscope.options.measuring import MeasuringOptions, TimingOptions
@@ -25,8 +26,8 @@ def check_timing(options: TimingOptions) -> None:
     if fixed and until:
         message = f"{option(fixed[0])} measures a fixed number of times, so {option(until[0])} has no effect"
         raise UserError(message, "use only one of them")
-    if options.timing not in ("cuda-events", "profiler"):
-        raise UserError(f"{option('timing')} {shown(options.timing)} is not known", "it can be cuda-events or profiler")
+    if options.timing not in TIMINGS:
+        raise UserError(f"{option('timing')} {shown(options.timing)} is not known", f"it can be {' or '.join(TIMINGS)}")
     check_limits(*limits(options))
     iterations, warmup, seconds = options.num_iters, options.num_warmup, options.gpu_warmup
     for wrong, message, hint in (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gemmscope import commands, signals, writers
 from gemmscope.cli.output import (
@@ -54,7 +54,7 @@ POINTS_LOST = 4  # of a sweep: GPUs were lost before all points were measured
 TOO_NOISY = 4  # to tell whether a run is slower
 
 PROFILE_SHAPE = "4096"
-KINDS: tuple[Kind, ...] = ("loop", "trainer", "plain")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT = "report.html"
 
 

@@ -16,7 +16,7 @@ from gemmscope.forecast.linear_results import padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
-from gemmscope.forecast.stacks import stack
+from gemmscope.forecast.stacks import software_on
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
@@ -78,7 +78,8 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     check(source.model, RunSpec(1, length, **space.settings))
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
-    forecaster = Forecaster(chip, clocks, measured=adjustment, software=stack(options.stack, source.framework))
+    software = software_on(chip, options.stack, source.framework, gpus=count)
+    forecaster = Forecaster(chip, clocks, measured=adjustment, software=software)
     with signals.defer_signals() as deferred:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
         tasks, impossible = _tasks(source.model, sizes, task)

@@ -73,6 +73,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         return forecast_sweep_document(result, name)
     first, several = result.gpus[0], len(result.gpus) > 1
     answer, because = _answer(result)
+    software = [entry.text for entry in first.findings if entry.code == "step-software"]
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
     both = [] if first.linears.bare else [_main_table(result.gpus), cost_table(_steps(result.gpus), phrase("no-restarts"))]
     titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
@@ -83,10 +84,10 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         subject=subject(result.model, result.run, first.linears.cases),
         where=f"{', '.join(gpu.gpu for gpu in result.gpus) if several else first.title}, FORECAST",
         answer=answer,
-        because=because,
+        because=(*because, *(software if several else [])),
         key_figures=step_figures(first.step) if first.step is not None and not several else (),
         summary=_summary(result),
-        context=tuple(_context(result)),
+        context=(*_context(result), *(software if not several else [])),
         sections=(*sections({"Summary": both}), *own),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
         facts={"Method": _method(result)},
@@ -116,7 +117,6 @@ def _context(result: ForecastResult) -> Iterator[str]:
         batch += f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
         yield phrase("forecast-layout", gpus=step.gpus, batch=batch, sharing=_sharing(result.run))
     yield phrase(f"clocks-{result.state}")
-    yield from (finding.text for gpu in result.gpus[:1] for finding in gpu.findings if finding.code == "step-software")
 
 
 def _sharing(run: RunSpec) -> str:

@@ -20,7 +20,8 @@ from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Spac
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
-from gemmscope.forecast.step import WAITING, StepForecast
+from gemmscope.forecast.stacks import WAITING
+from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, StepEstimate
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec

@@ -18,7 +18,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
-from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.megatron_settings import FACTS, SIZE_LIKE, MegatronSettings, Unknown
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.reading import LIMITS
 from gemmscope.toml import inherited, load_data
@@ -27,9 +27,12 @@ VOCABULARY = "tokenizer_vocabulary"  # of a class
 BRIDGE, SECTIONS = FACTS["bridge"], FACTS["bridge_sections"]
 SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
+OF_LAYERS = {*REQUIRED, *SHAPES, *BRIDGE["of_layers"], *FACTS["same_name"]}.difference(
+    FACTS["run_sizes"], FACTS["run_settings"], BRIDGE["not_of_layers"]
+)
+"""Settings that decide what the layers are."""
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
 MOST_VALUES, LONGEST_NUMBER = LIMITS["config_text"]["entries"], 400
-SIZE_LIKE = re.compile(r"num_\w+|\w+_(?:size|dim|rank|layers|types|pattern|heads|groups|experts)")
 DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
 
@@ -86,12 +89,15 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     sections = _add_run(values, document)
     of_elsewhere = known.model if known is not None else None
     findings = [*_sequence_length(values, given, document), *_vocabulary(values, document, of_elsewhere)]
-    if document.get("peft"):
-        findings.append(finding("adapters-not-modelled"))
+    frozen = [f"model.{name}" for name, value in given.items() if name.startswith("freeze_") and value is True]
+    if frozen or document.get("peft"):
+        findings.append(finding("frozen-parts-not-modelled", settings=[*frozen, *(["peft"] if document.get("peft") else [])]))
     if of_elsewhere is not None and type(size := values.get("vocab_size")) is int:
         of_elsewhere = replace(of_elsewhere, vocab_size=size)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
+    if provider.startswith(BRIDGE["window_with_query"]) and type(window := values.get("window_size")) is int:
+        values["window_size"] = window - 1
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
     padding = values.get("make_vocab_size_divisible_by")
     padding = 128 if padding is None else padding

@@ -229,20 +229,22 @@ def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource | str
         source = presets.load(preset)
     elif hub_id in RECIPE["hub"]:
         return str(RECIPE["hub"][hub_id])
-    changed = [
-        name for name in (*REQUIRED, *bridge.SHAPES) if source and name in settings and _changes(source.model, name, settings)
-    ]
+    changed = [name for name in settings if source and name in bridge.OF_LAYERS and _changes(source.model, name, settings)]
     if changed or source is None or source.model is None:
         change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
         raise UserError(
             f"the recipe takes its model from {hub_id}{change}" + ("" if changed else ", which is not a preset"),
             f"name the model yourself: {option('config', 'PATH' if changed else hub_id)}",
         )
-    depths = settings.get("mtp_num_layers", 0)
-    if type(depths) is not int or depths < 1:
+    findings = [item for item in source.findings if item.code != "prediction-layers-not-included"]
+    if source.model.model_type.endswith("_text"):  # of a multimodal model
+        findings.append(finding("language-part-only", model_type=source.model.model_type.removesuffix("_text")))
+    depths = settings.get("mtp_num_layers", hf.prediction_layers(source.config or {})[1]) or 0
+    if type(depths) is not int:
         return source
-    findings = tuple(item for item in source.findings if item.code != "prediction-layers-not-included")
-    return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
+    shared = depths > 1 and settings.get("mtp_use_repeated_layer") is True
+    model = replace(source.model, prediction_layers=depths, prediction_shared=shared)
+    return replace(source, model=model, findings=tuple(findings))
 
 
 @cache
@@ -262,5 +264,11 @@ def _changes(model: ModelSpec | None, name: str, settings: Mapping[str, object])
         "num_attention_heads": {attention.heads for attention in attentions},
         "num_query_groups": {attention.kv_heads for attention in attentions},
         "kv_channels": {attention.head_dim if attention.latent is None else value for attention in attentions},
+        "add_qkv_bias": {attention.qkv_bias for attention in attentions},
+        "qk_layernorm": {attention.qk_norm is not None for attention in attentions},
+        "multi_latent_attention": {attention.latent is not None for attention in attentions},
+        "share_embeddings_and_output_weights": {model.tied_embeddings},
+        "position_embedding_type": {"learned_absolute" if model.positions else "none" if value == "none" else "rope"},
     }
-    return name != "vocab_size" and same.get(name) != {value}
+    value = "rope" if value in ("yarn", "mrope") else value
+    return same[name] != {value} if name in same else value not in (None, False)

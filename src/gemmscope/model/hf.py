@@ -117,12 +117,16 @@ def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
 
+def prediction_layers(config: Mapping[str, Any]) -> tuple[str, int]:
+    """The key and the number of layers of multi-token prediction, which are not part of the Hugging Face model."""
+    numbers = ((key, config.get(key)) for key in _PREDICTION_LAYERS)
+    return next(((key, number) for key, number in numbers if type(number) is int and number > 0), ("", 0))
+
+
 def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
-    for setting in _PREDICTION_LAYERS:  # not part of the Hugging Face model
-        predicted = config.get(setting)
-        if type(predicted) is int and predicted > 0:
-            yield finding("prediction-layers-not-included", setting=setting, added=option("mtp_layers", predicted))
-            break
+    setting, predicted = prediction_layers(config)
+    if predicted:
+        yield finding("prediction-layers-not-included", setting=setting, added=option("mtp_layers", predicted))
     if not any(layer.is_moe for layer in model.layers):
         ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if ignored:

@@ -130,8 +130,9 @@ def accepted(source: ModelSource, ignored: Collection[str] = ()) -> ModelSource:
     sizes = [key for key in left if source.unread[key]]
     if sizes:
         named = f"{', '.join(sizes[:MOST_NAMED])}{' and others' if len(sizes) > MOST_NAMED else ''}"
+        readers = "gemmscope does not read" if source.config is None else "neither gemmscope nor the class of transformers reads"
         raise UserError(
-            f"{source.origin} has sizes that neither gemmscope nor the class of transformers reads: {named}",
+            f"{source.origin} has sizes that {readers}: {named}",
             f"trace a model with code of its own: {option('module', 'FILE.py:FUNCTION')}; ignore a key that changes no size: "
             f"{option('ignore_key', sizes[0])}",
         )

@@ -11,15 +11,16 @@ models (BERT, T5, vision) take the same flags and are rejected: the flags descri
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, closest, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_hybrid import HYBRID
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
-from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
+from gemmscope.model.megatron_settings import FACTS, SIZE_LIKE, MegatronSettings, Unknown
 from gemmscope.model.shell import Shell, flags
 from gemmscope.model.spec import ModelSource
 
@@ -30,6 +31,7 @@ SWITCHES = set(FACTS["switches"])
 VALUED = {*FACTS["same_name"], *OTHER_NAME, *FACTS["only_here"], *FACTS["t5_only"], *LAUNCHER}
 KNOWN = VALUED | SWITCHES
 PROGRAM = re.compile(r"\bpretrain_(\w{1,40})\.py\b")
+NOT_SIZES = re.compile("|".join(map(translate, FACTS["not_sizes"] + FACTS["bridge"]["no_shapes"])))
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
@@ -41,7 +43,7 @@ class Arguments:
     values: dict[str, object] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)  # flags that are not used here
     repeated: dict[str, None] = field(default_factory=dict)
-    conditional: dict[str, None] = field(default_factory=dict)  # inside an `if` or `case` of the script
+    conditional: dict[str, int] = field(default_factory=dict)  # how often it is inside an `if` or `case` of the script
     scripts: dict[str, None] = field(default_factory=dict)  # the NAME of each pretrain_NAME.py
 
     def add_scripts(self, text: str) -> None:
@@ -52,8 +54,7 @@ class Arguments:
         """The last value wins, as for argparse."""
         if self.values.get(name, value) != value:
             self.repeated[name] = None
-        if in_branch:
-            self.conditional[name] = None
+        self.conditional[name] = self.conditional.get(name, 0) + 1 if in_branch else 0
         self.values[name] = value
 
 
@@ -98,20 +99,30 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
 
     findings = _check_script(arguments, spell)
     findings += [finding("setting-repeated", setting=spell(name)) for name in arguments.repeated]
-    if arguments.conditional:
-        findings.append(finding("settings-in-condition", settings=[*map(spell, arguments.conditional)]))
+    # One that several branches set to the same value counts whatever holds.
+    branches = arguments.conditional.items()
+    listed = {
+        "settings-in-condition": [spell(name) for name, n in branches if n == 1 or (n and name in arguments.repeated)],
+        "frozen-parts-not-modelled": [spell(name) for name in arguments.unknown if name.startswith("freeze_")],
+    }
+    findings += [finding(code, settings=names) for code, names in listed.items() if names]
     groups_are_used = arguments.values.get("group_query_attention") or arguments.values.get("multi_latent_attention")
     if not groups_are_used and arguments.values.get("num_query_groups") not in (None, "1"):  # 1 is in every printed list
         findings.append(finding("query-groups-ignored", setting=spell("num_query_groups"), switch=spell("group_query_attention")))
-    findings += [
-        finding("setting-misspelled", setting=spell(name), suggestion=spell(meant)) for name, meant in _misspellings(arguments)
-    ]
+    misspelled = dict(_misspellings(arguments))
+    findings += [finding("setting-misspelled", setting=spell(name), suggestion=spell(own)) for name, own in misspelled.items()]
     settings = MegatronSettings(
         _to_core(arguments.values), spell, assign,
         swiglu_keeps_parameters=True, q_lora_rank=None, kv_lora_rank=32, positions="max_position_embeddings",
         silent_means_off=True,
     )  # fmt: skip
-    return model_source(settings, origin, findings, [*map(spell, arguments.unknown)])
+    unread = {spell(name).lstrip("-"): True for name in arguments.unknown if _is_size(name) and name not in misspelled}
+    return replace(model_source(settings, origin, findings, [*map(spell, arguments.unknown)]), unread=unread)
+
+
+def _is_size(name: str) -> bool:
+    """Whether an argument that is not read is called like a size, and not known to change no shape."""
+    return bool(SIZE_LIKE.fullmatch(name)) and not NOT_SIZES.match(name)
 
 
 def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
@@ -122,6 +133,12 @@ def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Fin
     for name in FACTS["t5_only"]:
         if arguments.values.get(name) is not None:
             raise other_model(f"{spell(name)} is a setting of", FACTS["other_scripts"]["t5"])
+    spec = re.findall(r"[\w.]+", str(arguments.values.get("spec") or ""))
+    if spec and spec[-1] not in FACTS["bridge_recipe"]["usual_layers"]:
+        raise UserError(
+            f"{spell('spec')} {' '.join(spec)[:100]} is code that builds the layers, which is not read",
+            f"trace the model: {option('module', 'FILE.py:FUNCTION')}, or give its config.json: {option('config', 'PATH')}",
+        )
     programs = {name.split("_")[0] for name in arguments.scripts}
     if re.search("mamba|hybrid", str(arguments.values.get("spec")).lower()) or (
         programs & HYBRID_SCRIPTS and "gpt" not in programs
@@ -183,6 +200,8 @@ def _read_printed(text: str) -> Arguments:
             value = after.lstrip(".").strip()
             if name in KNOWN:
                 arguments.put(name, constants.get(value, value))
+            elif value not in ("None", "False", "0", "1"):
+                arguments.unknown |= {name: None} if _is_size(name) else {}
     padded = re.search(r"padded vocab \(size: ([0-9]{1,12})\)", text)
     if padded and arguments.values.get("vocab_size", 0) is None:  # the tokenizer's size, printed after the arguments
         arguments.values["vocab_size"] = padded[1]
@@ -203,8 +222,10 @@ def _read_script(text: str) -> Arguments:
             off = isinstance(value, str) and value.lower() == "false"
             arguments.put(name, value=not off, in_branch=flag.in_branch)
         elif name in VALUED:
-            if name == "recompute_modules" and isinstance(value, str):  # the only flag with several values
-                value = " ".join([value, *(str(word) for word in flag.arguments[1:] if word in FACTS["recompute_modules"])])
+            # the flags with several values
+            more = {"recompute_modules": FACTS["recompute_modules"], "spec": flag.arguments[1:2]}.get(name, ())
+            if isinstance(value, str):
+                value = " ".join([value, *(str(word) for word in flag.arguments[1:] if word in more)])
             arguments.put(name, value, in_branch=flag.in_branch)
         elif re.fullmatch(r"[a-z]\w{0,80}", name):
             arguments.unknown[name] = None

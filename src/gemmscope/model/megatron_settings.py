@@ -17,6 +17,8 @@ from gemmscope.toml import load_data
 
 FACTS = load_data("gemmscope.model", "megatron.toml")
 """Names of settings, and what is known about them."""
+SIZE_LIKE = re.compile(r"num_\w+|\w+_(?:size|dim|rank|layers|types|pattern|heads|groups|experts)")
+"""Names of settings that suggest that they change shapes."""
 
 
 @dataclass(frozen=True)

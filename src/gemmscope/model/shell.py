@@ -101,12 +101,19 @@ class Shell:
     """The variables of a script, as far as it sets them itself."""
 
     values: dict[str, dict[str, None]] = field(default_factory=dict)  # those that a name may have: several after a condition
+    conditional: set[str] = field(default_factory=set)  # names that only conditions set, so that they may have no value
 
     def assign(self, name: str, value: str, *, in_branch: bool) -> None:
         """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
         before = self.values.get(name, {})
         kept = in_branch or ("$" in filled and len(before) > 1)  # else it replaces those of earlier conditions
+        if in_branch and not before and "$" not in filled:
+            self.conditional.add(name)
+        elif not kept:
+            self.conditional.discard(name)
+        elif (default := VARIABLE.fullmatch(filled)) and default[2] == name:  # of its own, which is among the values
+            return
         self.values[name] = {**(before if kept else {}), filled if len(filled) <= LONGEST_VALUE else "": None}
 
     def assign_word(self, assigned: re.Match[str], *, in_branch: bool, quoted: bool) -> str:
@@ -143,6 +150,8 @@ class Shell:
 
     def _replacement(self, match: re.Match[str]) -> str:
         name = match[1] or match[2]
+        if match[3] is not None and name in self.conditional:
+            self.values[name][_without_quotes(match[3])] = None
         value = self.value(name.removeprefix("#"))
         if name.startswith("#"):
             return match[0] if not value or "$" in value else str(len(value))

@@ -3,13 +3,13 @@
 Flags are settings of the job config: `--parallelism.tensor_parallel_degree 8` is `tensor_parallel_degree = 8` below
 `[parallelism]`. The model is named by `--model.name` and `--model.flavor`, or, in releases that keep their job configs in Python,
 by a module and one of its configs (`--module`, `--config`, or the variables MODULE and CONFIG of run_train.sh). What torchtitan's
-own configs say is in `torchtitan_jobs.toml`; of any other, only the command's own settings are known. A script is never run.
+own configs say is in `torchtitan_jobs.toml`; any other is refused. A script is never run.
 """
 
 import re
 from math import prod
 
-from gemmscope.errors import UserError, did_you_mean
+from gemmscope.errors import UserError, did_you_mean, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model import torchtitan
 from gemmscope.model.megatron_settings import Unknown
@@ -52,8 +52,6 @@ def read(text: str, origin: str) -> ModelSource:
     registries = bool(named) and "flavor" not in tables.get("model", {})
     if registries:
         job = _job_of(named)
-        if len(job) == 1:
-            findings.append(finding("config-not-read", config=str(named.get("config"))[:100]))
         tables = {name: {**job.get(name, {}), **tables.get(name, {})} for name in {**job, **tables}}
     if policy := CHECKPOINTING.search(text):
         tables["activation_checkpoint"] = checkpointing(policy[1])
@@ -109,7 +107,7 @@ def _value(text: str) -> object:
 
 
 def _job_of(named: dict[str, object]) -> dict[str, dict[str, object]]:
-    """The tables of one of torchtitan's own configs; of one that is not known, the family and flavor that its name stands for."""
+    """The tables of one of torchtitan's own configs."""
     module, config = str(named.get("module", ""))[:100], str(named.get("config", ""))[:100]
     family = family_names().get(module.removesuffix(".config_registry").rsplit(".", 1)[-1])
     if family is None:
@@ -117,20 +115,11 @@ def _job_of(named: dict[str, object]) -> dict[str, dict[str, object]]:
             f"--module {module} is not a known torchtitan model",
             f"{did_you_mean(module, family_names())}known: {', '.join(family_names())}",
         )
-    job: dict[str, dict[str, object]] = load_data("gemmscope.model", "torchtitan_jobs.toml").get(family, {}).get(config)
-    if job is not None:
-        return job
-    flavors: dict[str, object] = families()[family]["flavors"]
-    rest = _letters(config).removeprefix(_letters(family))
-    fitting = [flavor for flavor in flavors if rest.startswith(_letters(flavor))]
-    if not fitting:
+    jobs: dict[str, dict[str, dict[str, object]]] = load_data("gemmscope.model", "torchtitan_jobs.toml").get(family, {})
+    if config not in jobs:
         raise UserError(
-            f"--config {config} names no known flavor of {family}",
-            f"known: {', '.join(flavors)}; or name one with --model.name {family} --model.flavor {next(iter(flavors))}",
+            f"--config {config} is not one of torchtitan's own jobs of {family}",
+            f"{did_you_mean(config, jobs)}for one of your own, give its registry, {option('config', 'config_registry.py:NAME')}; "
+            f"or name the model: --model.name {family} --model.flavor {next(iter(families()[family]['flavors']))}",
         )
-    return {"model": {"name": family, "flavor": max(fitting, key=len)}}
-
-
-def _letters(name: str) -> str:
-    """The letters and digits of a name, in lower case, so that 30B-A3B and 30b_a3b compare equal."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return jobs[config]

@@ -60,6 +60,8 @@ def model_and_flavor(model: Mapping[str, Any]) -> tuple[str, str]:
         raise _unknown(f"[model] name = {shown(given)} is not a known torchtitan model", given, names)
     flavors = families()[family]["flavors"]
     flavor = _text(model, "flavor", flavors)
+    if sizes := sorted({"dim", "n_layers", "n_heads", *families()[family]["defaults"]} & model.keys()):
+        raise UserError(f"[model] {sizes[0]} is not read: a flavor has sizes of its own", "remove it")
     if flavor not in flavors:
         raise _unknown(f"[model] flavor = {shown(flavor)} is not a known flavor of {family}", flavor, flavors)
     return family, flavor

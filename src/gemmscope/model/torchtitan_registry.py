@@ -47,15 +47,6 @@ def read(text: str, origin: str, path: Path | None = None, function: str = "") -
     return torchtitan.read_tables(tables, origin, [*of_model, *of_run], spec, registries=True)
 
 
-def job_tables(text: str, path: Path, function: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The flavor with its converters, and the settings by section, of a job of torchtitan's own."""
-    job = _job(text, path.name, path, function)
-    spec = job.get("model_spec")
-    depth, converters = _model(spec)[0].prediction_layers, _at(spec, ["model.converters"])
-    optional = {"converters": converters, "num_mtp_layers": depth}
-    return {"flavor": _at(spec, ["flavor"]), **{name: value for name, value in optional.items() if value}}, _tables(job)[0]
-
-
 def _job(text: str, origin: str, path: Path | None, function: str) -> Record:
     """The configuration that a function makes."""
     follower = Follower(path, _known)

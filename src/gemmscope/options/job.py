@@ -72,8 +72,8 @@ class ModelOptions(Options):
     ignore_key: Annotated[
         tuple[str, ...],
         Option(
-            "A key of the config.json that nothing reads and that changes no size, whatever its name says. Repeat the option for "
-            "several.",
+            "A key of the config.json, or a flag of the script without its dashes, that nothing reads and that changes no size, "
+            "whatever its name says. Repeat the option for several.",
             metavar="NAME",
             parse=names,
             repeated=True,
@@ -215,7 +215,7 @@ class SystemOptions(Options):
             "Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.",
             metavar="NAME",
             names="forecast/coefficients/stacks.toml stacks",
-            default="that of the model's file, else nvidia",
+            default="that of the model's file, else any that runs on the GPU",
         ),
     ] = None
     network: Annotated[

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-from gemmscope.choices import Compile, Mode, OptimizerName
+from gemmscope.choices import Compile, Mode, OptimizerName, Timing
 from gemmscope.errors import UserError, option
 from gemmscope.options.declare import OWN, Option, Options, RunFile
 from gemmscope.options.values import Axes, Shape, axes, bare_shapes, names, percentage, token_count
 from gemmscope.toml import load_data
-
-Timing = Literal["cuda-events", "profiler"]
 
 KEEP_HIGHER = Option(
     "Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N layers, and linears such "

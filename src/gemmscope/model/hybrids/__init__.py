@@ -34,6 +34,7 @@ HYBRIDS: dict[str, Callable[[FamilyConfig, int, int], list[LayerSpec]]] = {
 ENDS: dict[str, Callable[[FamilyConfig, int, int], dict[str, Any]]] = {
     "gemma": gemma.ends,
     "deepseek_v4": sparse_attention.deepseek_v4_ends,
+    "nemotron_h": mamba.nemotron_ends,
     "earlier_states": linear.earlier_states_ends,
 }
 """Fields of `ModelSpec` outside of its layers, from the same, by `ends_by` in families.toml."""

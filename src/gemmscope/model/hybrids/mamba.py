@@ -3,7 +3,9 @@
 The config keys with the sizes of a mixer differ from family to family: `mixer_heads` and so on in families.toml name them.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 from gemmscope.errors import UserError, shown
@@ -103,6 +105,10 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
         kinds = [_PATTERN[letter] for letter in pattern]
     check_size("the number of layers", len(kinds), "layers")
     blocks.check_kinds(family, kinds, tuple(_PATTERN.values()))
+    return _nemotron_layers(family, hidden, kinds)
+
+
+def _nemotron_layers(family: FamilyConfig, hidden: int, kinds: list[str]) -> list[LayerSpec]:
     norms = family.facts["norms"]
     builders: dict[str, Callable[[], LayerSpec]] = {
         LINEAR: lambda: LayerSpec(None, None, norms, mixer=_mixer(family, hidden)),
@@ -112,6 +118,15 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
     }
     layers = {kind: build() for kind, build in builders.items() if kind in kinds}
     return [layers[kind] for kind in kinds]
+
+
+def nemotron_ends(family: FamilyConfig, hidden: int, _: int) -> dict[str, LayerSpec]:
+    """A layer of multi-token prediction, where the checkpoint says which blocks it has: attention or a mixer, then experts."""
+    pattern = family.config.get("mtp_hybrid_override_pattern")
+    if not isinstance(pattern, str) or not re.fullmatch("[M*][E-]", pattern):
+        return {}
+    first, last = _nemotron_layers(family, hidden, [_PATTERN[letter] for letter in pattern])
+    return {"prediction_layer": replace(first, mlp=last.mlp, norms=2)}
 
 
 def _nemotron_experts(family: FamilyConfig, hidden: int) -> MoeSpec:
