@@ -310,7 +310,8 @@ class NumericsOptions(Options):
     bound: Annotated[
         float | None,
         Option(
-            "Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all linears.",
+            "Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the "
+            "root mean square over all linears.",
             metavar="PERCENT",
             parse=percentage,
         ),
