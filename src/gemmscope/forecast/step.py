@@ -427,9 +427,13 @@ def learned_from(measured: StepTimes, here: StepForecast, *, same_gpu: bool) -> 
     learned, software = dict[str, Learned](), here.forecaster.software
     for time in measured.recipes:
         expected, rest = here.step(time.recipe).parts, 0.0
-        known_ms = {part: time_ms for part, time_ms in time.parts_ms.items() if 0 < time_ms < inf and part in expected}
+        known_ms = {
+            part: time_ms
+            for part, time_ms in time.parts_ms.items()
+            if 0 < time_ms < inf and part in expected and expected[part].value
+        }
         wanted = MEASURED_PARTS if time.recipe == BASELINE else ("quantization",)
-        for part in [part for part in wanted if part in known_ms and expected[part].value]:
+        for part in [part for part in wanted if part in known_ms]:
             what = part if part != "quantization" else f"quantization of {time.recipe}"
             variance = (expected[part].uncertainty / HALF_WIDTHS) ** 2
             learned[what] = _learned(variance, software.of(what), log(known_ms[part] / expected[part].value), same=same_gpu)
