@@ -95,7 +95,8 @@ class Job(ModelRun):
             keep_higher: Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N
                 layers, and linears such as mlp.down_proj in every layer.
             gpu_count: Number of GPUs. Sets dp, and with tokens also gives the cost of the full run.
-            gpu: GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.
+            gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your
+                own. An unknown name lists all names.
             price: Price of one GPU-hour, the same for all GPUs or one for each, such as h200=2.5,b300=4.
             state: GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power
                 limit.
@@ -160,7 +161,8 @@ class Job(ModelRun):
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
-            gpu: GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.
+            gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your
+                own. An unknown name lists all names.
             state: GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power
                 limit.
         """
@@ -541,8 +543,8 @@ class Job(ModelRun):
                 channels.
             speed: Run file of step, bench or forecast, with the speed of each recipe.
             gpu: Forecast the speedups on this GPU, for the given model. With speed: the GPU to take from a forecast of several.
-            bound: Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all
-                linears.
+            bound: Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is
+                the root mean square over all linears.
             depth: Also run the given model with each recipe in all linears, to get the error that accumulates up to each layer.
                 Needs transformers. A module always runs this way, without this flag.
             recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of

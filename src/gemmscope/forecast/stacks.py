@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import exp, hypot, log, log2, sqrt
 from statistics import NormalDist, mean, pvariance
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.forecast.communication import Exposed
@@ -30,17 +30,18 @@ SCALES_FROM = 8  # GPUs
 HALF_WIDTHS = NormalDist().inv_cdf(0.95)  # of a 90% error bar, in standard deviations
 
 
-class Multiplier(NamedTuple):
+@dataclass(frozen=True)
+class Multiplier:
     """A factor on the time of something: the mean and the variance of its logarithm."""
 
     log: float = 0.0
     variance: float = 0.0
 
-    @property
+    @cached_property
     def factor(self) -> float:
         return exp(self.log)
 
-    @property
+    @cached_property
     def half_width(self) -> float:
         """Of its 90% error bar, as a logarithm."""
         return HALF_WIDTHS * sqrt(self.variance)
@@ -90,7 +91,9 @@ class Software:
 
     def part(self, part: StepPart, estimate: Estimate) -> Estimate:
         """The time of a part. Of parts that a recipe changes, other recipes have the same error."""
-        known = self.of(part)
+        known = self.multipliers.get(part)
+        if known is None:
+            return estimate
         return known.of_all(estimate) if part in CHANGED else known.of_this(estimate)
 
     def low_precision(self, name: str) -> tuple[Multiplier, Multiplier]:
@@ -98,10 +101,10 @@ class Software:
         chosen = recipe(name)
         if not chosen.quantizes:
             return ONE, ONE
-        casts = self.of(f"quantization of {chosen.name}")
-        if "transformer_engine" not in chosen.backends:
-            casts = casts.and_also(self.of("quantization by torchao"))
-        return self.of("GEMMs in low precision"), casts
+        gemms, casts = self.of("GEMMs in low precision"), self.of(f"quantization of {chosen.name}")
+        if "transformer_engine" in chosen.backends:
+            return gemms, casts
+        return gemms.and_also(self.of("GEMMs by torchao")), casts.and_also(self.of("quantization by torchao"))
 
     def exchange(self, wait: Exposed) -> Exposed:
         """What is exposed of an exchange."""

@@ -51,7 +51,8 @@ class ForecastOptions(RecipeOptions, SystemOptions):
     gpu: Annotated[
         list[str],
         Option(
-            "GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.",
+            "GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own. "
+            "An unknown name lists all names.",
             metavar="NAME,...",
             names="gpu/specs.toml",
             parse=names,
@@ -309,7 +310,8 @@ class NumericsOptions(Options):
     bound: Annotated[
         float | None,
         Option(
-            "Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all linears.",
+            "Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the "
+            "root mean square over all linears.",
             metavar="PERCENT",
             parse=percentage,
         ),
