@@ -65,7 +65,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(_with_outer_ties(config, language), origin)
         outside = (finding("language-part-only", model_type=model_type), *hf_keys.outside_findings(model_type))
-        return replace(source, findings=(*outside, *source.findings))
+        others = [key for key, part in config.items() if isinstance(part, Mapping) and "vocab_size" in part]
+        unread = {} if "text_config" in config else dict.fromkeys(others, True)  # the class would assume its default instead
+        return replace(source, findings=(*outside, *source.findings), unread={**source.unread, **unread})
     label = f"{origin} (Hugging Face, {model_type})"
     if not known:
         return ModelSource(origin=label, model=None, config=config)

@@ -66,7 +66,8 @@ def unread(family: FamilyConfig) -> dict[str, bool]:
     """Keys that nothing reads and that are not known to be harmless; whether each is named like a size."""
     known, unknown = known_keys(family.model_type), dict[str, bool]()
     for key, value in family.config.items():
-        inside = isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in known)
+        # Of an object by number of the layer, what is inside is checked where the layers are built.
+        inside = isinstance(value, Mapping) and any(name.startswith(f"{key}.") and not name[-1].isdigit() for name in known)
         parts = {f"{key}.{name}": own for name, own in value.items()} if inside else {key: value}
         unknown |= {
             name: is_size(name, own) for name, own in parts.items() if name not in known and not _is_idle(family, name, own)
