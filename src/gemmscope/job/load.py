@@ -260,7 +260,7 @@ def load_model(
 
 
 def _completed(source: ModelSource, sizes: Mapping[str, int]) -> ModelSource:
-    """The model with other sizes than its file has: those of its config with other keys, where that is a config that can have them."""
+    """The model with other sizes than its file has: read from its config with these, where that has no lists of layers."""
     if not sizes:
         return source
     if source.model is None:
@@ -274,7 +274,8 @@ def _completed(source: ModelSource, sizes: Mapping[str, int]) -> ModelSource:
         finding("run-overridden", name=name, value=str(value), file_value=str(old[name] or "nothing"), **about)
         for name, value in changed.items()
     ]
-    source, model, count = replace(source, findings=tuple(findings)), source.model, changed.get("num_hidden_layers")
+    model, count = source.model, changed.get("num_hidden_layers")
+    source = replace(source, findings=tuple(findings))
     if source.config is not None and changed:
         names = {name: next((key for key in ALIASES[name] if key in (source.config or ())), name) for name in changed}
         config = {**source.config, **{names[name]: value for name, value in changed.items()}}

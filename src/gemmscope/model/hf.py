@@ -151,8 +151,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     )
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
-    positions = family.number("positions") if family.flag("positions_if", default=True) else 0  # rows of the learned table
-    if positions:
+    positions = family.number("positions") if family.flag("positions_if", default=True) else None  # rows of the learned table
+    if positions is not None:
         positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = family.size("vocab_size", "vocab_size")
