@@ -19,10 +19,11 @@ from gemmscope.model.families import ALIASES
 from gemmscope.model.hf_keys import accepted
 from gemmscope.model.limits import check_size
 from gemmscope.model.readers import names_file, read_config
-from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, framework_defaults, from_hyperparameters
 from gemmscope.model.vary import varied
 from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
+NO_FILE = framework_defaults("no_file")
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
 
@@ -99,7 +100,7 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         if typed.get(name) is not None:
             check_size(option(name), typed[name], limit)
     run, about = _ranks(run, typed, source, changed)
-    return ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings))
+    return _as_frameworks_run(ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings)))
 
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
@@ -325,10 +326,10 @@ def _from_config(config: str) -> ModelSource:
         raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error
 
 
-def as_frameworks_run(job: ModelRun) -> ModelRun:
+def _as_frameworks_run(job: ModelRun) -> ModelRun:
     """The job with sequence parallelism beside tensor parallelism, if nothing says otherwise and the sequence can be split."""
-    run = job.run
-    if run.tp == 1 or "sequence_parallel" in job.settled or (run.sequence_length // run.cp) % run.tp:
+    run, known = job.run, "sequence_parallel" in job.settled or not NO_FILE["sequence_parallel"]
+    if known or run.tp == 1 or (run.sequence_length // run.cp) % run.tp:
         return job
     findings = (*job.findings, finding("sequence-parallel-assumed"))
     return replace(job, run=replace(run, sequence_parallel=True), findings=findings)

@@ -75,8 +75,7 @@ def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> t
     spell, findings = settings.spell, list[Finding]()
     run = _known({field: settings.maybe_size(name, limit) for name, (field, limit) in FACTS["run_sizes"].items()})
     layers, stages, tp = len(model.layers), run.get("pp", 1), run.get("tp", 1)
-    if settings.given("sequence_parallel") or settings.silent_means_off:
-        run["sequence_parallel"] = settings.flag("sequence_parallel")
+    run["sequence_parallel"] = settings.flag("sequence_parallel", default=settings.defaults["sequence_parallel"])
     recompute, of_recompute = _recompute(settings)
     run |= recompute
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
@@ -172,7 +171,7 @@ def _any(settings: MegatronSettings, *names: str) -> bool | None:
     """Whether one of these switches is on; None where the file does not say."""
     if any(settings.flag(name) for name in names):
         return True
-    return False if settings.silent_means_off or any(settings.given(name) for name in names) else None
+    return False if settings.defaults["silent_means_off"] or any(settings.given(name) for name in names) else None
 
 
 def _zero(settings: MegatronSettings) -> int | None:
@@ -192,7 +191,7 @@ def _optimizer_state(settings: MegatronSettings) -> str | None:
         _bits(settings.values.get(name)) <= 16 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ):
         return "bf16"
-    return "fp32" if settings.silent_means_off or settings.given("use_precision_aware_optimizer") else None
+    return "fp32" if settings.given("use_precision_aware_optimizer") else settings.defaults.get("optimizer_state")
 
 
 def _gradient_precision(settings: MegatronSettings) -> str | None:
@@ -201,7 +200,7 @@ def _gradient_precision(settings: MegatronSettings) -> str | None:
         return "fp32" if settings.flag("grad_reduce_in_fp32") else "bf16"
     if settings.flag("grad_reduce_in_bf16") or _bits(settings.values.get("main_grads_dtype")) <= 16:
         return "bf16"
-    return "fp32" if settings.silent_means_off else None
+    return settings.defaults.get("gradient_precision")
 
 
 def _bits(dtype: object) -> int:

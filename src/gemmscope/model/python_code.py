@@ -120,17 +120,6 @@ class Follower:
         self.branches = branches
         return module
 
-    def call(self, code: Code, arguments: Sequence[object] = (), keywords: Mapping[str, object] | None = None) -> object:
-        """What a function returns, or the object that a class makes."""
-        try:
-            return (
-                self._object(code, keywords or {})
-                if isinstance(code.node, ast.ClassDef)
-                else self._call(code, arguments, keywords or {})[0]
-            )
-        except RecursionError:
-            raise UserError("the recipe is nested too deeply", "simplify it") from None
-
     def variables(self, code: Code) -> tuple[object, dict[str, object]]:
         """What a function without arguments returns, and its variables."""
         try:
