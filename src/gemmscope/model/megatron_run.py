@@ -127,6 +127,7 @@ def _recompute(settings: MegatronSettings) -> tuple[dict[str, Any], list[Finding
 
 def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `RunSpec` beyond one replica that the file sets. `run`: the fields that were read before."""
+    kind = settings.text("cuda_graph_impl").lower()
     fields: dict[str, Any] = {
         "dp": _data_parallel(settings, run),
         "zero": _zero(settings),
@@ -135,7 +136,7 @@ def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any
         "tp_overlap": _any(settings, "tp_comm_overlap"),
         "dp_overlap": True if settings.flag(TORCH_FSDP) else _any(settings, GRADIENTS),
         "ep_overlap": _any(settings, "overlap_moe_expert_parallel_comm"),
-        "cuda_graphs": _cuda_graphs(settings),
+        "cuda_graphs": kind != "none" if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph"),
         "gradient_precision": _gradient_precision(settings),
         "quantized_weights": _any(settings, "fp8_param_gather", "fp4_param_gather"),
     }
@@ -206,11 +207,6 @@ def _gradient_precision(settings: MegatronSettings) -> str | None:
 def _bits(dtype: object) -> int:
     name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else ""
     return {"bf16": 16, "bfloat16": 16, "fp16": 16, "float16": 16, "half": 16, "fp8": 8, "uint8": 8}.get(name, 32)
-
-
-def _cuda_graphs(settings: MegatronSettings) -> bool | None:
-    kind = settings.text("cuda_graph_impl").lower()
-    return kind != "none" if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
 
 
 def _parts(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, list[int]]:
