@@ -23,7 +23,6 @@ OUT = Path(__file__).resolve().parent.parent / "docs/measured/published_fit.toml
 # Path in the table: (prior, width of the prior as a logarithm).
 COEFFICIENTS: dict[tuple[str, ...], tuple[float, float]] = {
     ("experts", "routing"): (4.0, 0.5),
-    ("experts", "biased"): (4.0, 1.0),
     ("exposed", "tensor", "least"): (0.35, 0.5),
     ("steps", "10.0"): (1.0, 0.05),
     ("several", "factor"): (1.02, 0.02),

@@ -1,13 +1,16 @@
-"""Fits the factors of software stacks (coefficients/stacks.toml) to published runs, and forecasts each family without it.
+"""Fits the multipliers of software (coefficients/stacks.toml) to published runs, and forecasts each family of sources without it.
 
-    python benchmarks/fit_stacks.py RUNS.csv
+    python benchmarks/fit_stacks.py RUNS.csv            prints the fit, and each family left out
+    python benchmarks/fit_stacks.py RUNS.csv --write    also writes docs/measured/other_software.toml, for docs/accuracy.md
 
 RUNS.csv has a row for each published run: source, family, software, gpu, gpus, the model (`preset:NAME` or `config:FILE` beside
 the table), the layout, tokens/s of one GPU, and the confidence in all of this. Rows of low confidence are left out. The table is
 not part of this project: it holds what others published.
 
-Every run is forecast in NVIDIA's current software. The logarithms of the factors on its parts are then fitted by weighted least
-squares with priors, one vote per source (at most four rows count in full), and outliers count less.
+Every run is forecast without any software around it. The logarithms of the multipliers are then fitted by weighted least squares
+with priors, one vote per source (at most four rows count in full), and outliers count less. The widths of the bars follow:
+what the hardware model is unsure of, what the fit is unsure of, and how much runs differ beyond that (`runs`, `experts`: the most
+likely spreads of runs whose family was left out). All of this is done again in each fold, without the family that is forecast.
 """
 
 from __future__ import annotations
@@ -20,64 +23,125 @@ import os
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from math import exp, log, log2, sqrt
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, pvariance
+from typing import NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
 from gemmscope.cli import main as command_line
+from gemmscope.commands import forecast as command
+from gemmscope.forecast.stacks import HALF_WIDTHS, Software, stacks, stacks_on
+from gemmscope.forecast.stacks import _facts as table
 from gemmscope.gpu.specs import gpu
 from gemmscope.parts import STEP_PARTS
+from gemmscope.recipe.recipes import BASELINE, recipe
 
-NOISE, OUTLIER, MOST_ROWS, SIGMAS = 0.07, 0.15, 4, 1.645
+OUT = Path(__file__).resolve().parent.parent / "docs/measured/other_software.toml"
+NOISE, OUTLIER, MOST_ROWS = 0.07, 0.15, 4
+ONCE_MS = 10.0  # the unit of what a step takes once
 COMPILED = {"torchtitan": "torchtitan", "fms-fsdp": "pytorch-compiled"}
 STACKS = {"MPT": "mosaic", "torchtitan": "pytorch", "fms-fsdp": "pytorch", "nanotron": "nanotron", "jax": "jax",
-          "megatron": "nvidia-2024", "nemo": "nvidia-2024", "dgxc": "nvidia", "automodel": "automodel"}  # fmt: skip
-ATTENTION = {"mosaic": "Triton", "jax": "cuDNN", "nvidia-2024": "cuDNN", "nvidia": "", "automodel": ""}  # else FlashAttention-2
-NVIDIA = ("nvidia", "nvidia-2024", "jax")
-# Logarithms of factors: the prior's mean and standard deviation.
+          "megatron": "nvidia-2024", "nemo": "nvidia-2024", "dgxc": "nvidia-2025", "automodel": "automodel"}  # fmt: skip
+# Logarithms of factors: the mean and the standard deviation of the prior. Attention: published rates of FlashAttention-2 and -3.
+# 500 W instead of 700: GEMMs at the power limit run at about (5/7)^(1/3) of the clock. `once`: in units of ONCE_MS.
 PRIORS = {
-    "attention Triton 8.0": (0.35, 0.2), "attention Triton 9.0": (0.9, 0.25), "attention FA2 8.0": (0.0, 0.15),
-    "attention FA2 9.0": (0.45, 0.2), "attention FA2 10.0": (0.6, 0.3), "attention cuDNN 9.0": (0.3, 0.2),
-    "attention cuDNN 8.0": (0.1, 0.2), "head and loss": (0.3, 0.2), "norms and activations": (0.2, 0.2),
-    "exposed communication": (0.0, 0.4), "quantization": (-0.1, 0.25), "PyTorch": (0.05, 0.06), "doubling": (0.01, 0.01),
+    "Triton attention of 2023 8.0": (0.35, 0.2), "Triton attention of 2023 9.0": (0.8, 0.25), "FlashAttention-2 8.0": (0.0, 0.15),
+    "FlashAttention-2 9.0": (0.37, 0.15), "FlashAttention-2 10.0": (0.5, 0.3), "cuDNN attention of 2024 8.0": (0.1, 0.15),
+    "cuDNN attention of 2024 9.0": (0.25, 0.15), "loss of PyTorch": (0.3, 0.2), "norms of PyTorch": (0.3, 0.2),
+    "overlap of 2023 and 2024": (-0.2, 0.4), "torchao in training": (-0.1, 0.25), "PyTorch": (0.03, 0.05),
+    "GEMMs of 2023 and 2024 8.0": (-0.02, 0.04), "GEMMs of 2023 and 2024 9.0": (0.05, 0.05),
+    "GEMMs of 2023 and 2024 10.0": (0.0, 0.08), "FP8 GEMMs of 2025 10.0": (0.05, 0.08), "500 W and 2.4 TB/s h100": (0.1, 0.05),
+    "doubling": (0.01, 0.01), "once": (4.0, 2.0), "step nvidia": (0.0, 0.03), "step nvidia-26.04": (0.0, 0.03),
 }  # fmt: skip
-OF_A_STACK = (0.0, 0.1)
+OF_A_STACK, UNUSED = (0.0, 0.07), (0.0, 0.0001)
+RUNS_SPREAD = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.10, 0.12, 0.15)
+EXPERTS_SPREAD = (0.05, 0.08, 0.10, 0.12, 0.15, 0.18, 0.22, 0.27)
+LIKELY = ((0.06, 0.5, 0.3), (0.15, 0.4, 0.5))  # weak priors of both: about, within a factor, and how many votes that counts
+BUBBLE, COMPUTED = "pipeline bubble", ("GEMMs", "quantization", "norms and activations", "attention")
+AT = {part: index for index, part in enumerate(STEP_PARTS)}
+WHOLE, ONCE = "step", "once"
+Factors = list[tuple[str, str, float]]  # name, what it multiplies (a part, the whole step, or what is added once), its power
 
 
 @dataclass
 class Run:
-    """A published run with its forecast: the parts of the step, and which factors apply to which part (None: to all)."""
+    """A published run with its forecast without software."""
 
-    source: str
-    family: str
+    row: dict[str, str]
     published_ms: float
     parts_ms: np.ndarray
-    half_width: float
-    factors: list[tuple[str, int | None, float]]
+    step_ms: float
+    half_width: float  # of the hardware model
+    named: str = ""
+    factors: dict[str, Factors] = field(default_factory=dict)  # of every stack that runs on this GPU
 
-    def predicted(self, values: dict[str, float]) -> tuple[float, dict[str, float]]:
+    @property
+    def source(self) -> str:
+        return self.row["source"]
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.parts_ms[AT["routing"]])
+
+    def predicted(self, factors: Factors, values: dict[str, float]) -> tuple[float, dict[str, float]]:
         """The logarithm of the step, and its derivatives."""
-        powers, whole = np.zeros(len(STEP_PARTS)), 0.0
-        for name, part, weight in self.factors:
-            if part is None:
-                whole += weight * values[name]
+        powers, whole, once_ms = np.zeros(len(STEP_PARTS)), 0.0, 0.0
+        for name, what, power in factors:
+            if what == WHOLE:
+                whole += power * values[name]
+            elif what == ONCE:
+                once_ms += power * values[name]
             else:
-                powers[part] += values[name]
-        times = self.parts_ms * np.exp(powers)
+                powers[AT[what]] += power * values[name]
+        times, compute = self.parts_ms * np.exp(powers), [AT[part] for part in COMPUTED]
+        times[AT[BUBBLE]] *= times[compute].sum() / self.parts_ms[compute].sum()
+        total = times.sum() * exp(whole) + once_ms
+        share, filling = 1 - once_ms / total, times[AT[BUBBLE]] / (times.sum() - times[AT[BUBBLE]])
         slopes: dict[str, float] = defaultdict(float)
-        for name, part, weight in self.factors:
-            slopes[name] += weight if part is None else float(times[part] / times.sum())
-        return log(times.sum()) + whole, slopes
+        for name, what, power in factors:
+            if what == ONCE:
+                slopes[name] += power / total
+            else:
+                part = 1.0 if what == WHOLE else times[AT[what]] / times.sum() * (1 + filling * (what in COMPUTED))
+                slopes[name] += power * part * share
+        return log(total), slopes
+
+
+def factors_of(stack: str, row: dict[str, str]) -> Factors:
+    """Which multipliers a stack has in a run, as stacks.toml says."""
+    known, architecture, chosen = stacks()[stack], gpu(row["gpu"]).architecture, recipe(row["recipe"])
+    factors: Factors = [(f"step {stack}", WHOLE, 1.0)]
+    if known.per_doubling:
+        factors.append(("doubling", WHOLE, max(log2(int(row["gpus"]) / 8), 0.0)))
+    if known.once_ms[0]:
+        factors.append((ONCE, ONCE, ONCE_MS))
+    for name in known.uses:
+        facts = table()["multipliers"][name]
+        part, _, condition = facts["part"].partition(" by ")
+        part = part.removesuffix(" in low precision")
+        low = " in low precision" in facts["part"]
+        if (
+            (low and chosen.name == BASELINE)
+            or (condition and "transformer_engine" in chosen.backends)
+            or (part not in AT and part != WHOLE)
+        ):
+            continue
+        place = row["gpu"] if row["gpu"] in facts["at"] else architecture
+        known_here = f"{name} {place}" if set(facts["at"]) > {"other"} else name
+        factors.append((known_here, part, 1.0))
+    return factors
 
 
 def forecast(row: dict[str, str], folder: Path, recompute: str) -> dict[str, object] | None:
-    """The forecast of one row by the command line; None if it is refused."""
+    """The forecast of one row by the command line, without software around it; None if it is refused."""
     kind, spec = row["model_spec"].split(":", 1)
     arguments = [f"--{kind}", str(folder / spec) if kind == "config" else spec, "--recipes", row["recipe"].lower()]
     names = {"gpu": "gpu", "gpus": "gpus", "mbs": "micro-batch-size", "seq": "sequence-length", "ga": "gradient-accumulation"}
@@ -90,7 +154,7 @@ def forecast(row: dict[str, str], folder: Path, recompute: str) -> dict[str, obj
     arguments += ["--sequence-parallel"] * bool(row["sp"]) + ["--recompute", recompute] * (recompute != "none")
     with tempfile.TemporaryDirectory() as place, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         out = Path(place) / "run.json"
-        sys.argv = ["gemmscope", "forecast", *arguments, *row["extra"].split(), "--stack", "nvidia", "--json", str(out)]
+        sys.argv = ["gemmscope", "forecast", *arguments, *row["extra"].split(), "--json", str(out)]
         try:
             command_line.main()
         except SystemExit as end:
@@ -110,69 +174,202 @@ def read_run(row: dict[str, str], folder: Path) -> Run | None:
     parts = sum(weight * np.array([time["parts_ms"].get(part, 0.0) for part in STEP_PARTS]) for weight, time in forecasts)
     step = forecasts[0][1]["step_ms"]
     compiled = "compile" in row["software"].lower()
-    stack = COMPILED[row["family"]] if compiled and row["family"] in COMPILED else STACKS[row["family"]]
-    kernels, at = ATTENTION.get(stack, "FA2"), STEP_PARTS.index
-    architecture = gpu(row["gpu"]).architecture
-    factors: list[tuple[str, int | None, float]] = [(stack, None, 1.0), ("doubling", None, max(log2(int(row["gpus"]) / 8), 0.0))]
-    factors += [(f"attention {kernels} {architecture}", at("attention"), 1.0)] if kernels else []
-    if stack not in NVIDIA:
-        named = ("head and loss", "norms and activations", "exposed communication")
-        factors += [("PyTorch", None, 1.0), *((name, at(name), 1.0) for name in named)]
-    if row["recipe"] in ("FP8Tensorwise", "FP8Rowwise"):
-        factors.append(("quantization", at("quantization"), 1.0))
+    named = COMPILED[row["family"]] if compiled and row["family"] in COMPILED else STACKS[row["family"]]
     tokens = int(row["mbs"]) * int(row["ga"]) * int(row["seq"]) / (int(row["tp"]) * int(row["pp"]) * int(row["cp"]))
     published = tokens / float(row["tokens_s_gpu"]) * 1000
-    return Run(row["source"], row["family"], published, parts, log(step["high"] / step["low"]) / 2, factors)
+    run = Run(row, published, parts, float(parts.sum()), log(step["high"] / step["low"]) / 2, named)
+    run.factors = {stack.name: factors_of(stack.name, row) for stack in stacks_on(gpu(row["gpu"]))}
+    return run
 
 
-def fit(runs: list[Run]) -> tuple[dict[str, float], dict[str, float]]:
-    """The logarithms of all factors, and their standard deviations."""
-    names = sorted({name for run in runs for name, *_ in run.factors} | set(PRIORS))
-    mean_of, width = (np.array([PRIORS.get(name, OF_A_STACK)[which] for name in names]) for which in (0, 1))
+class Fit(NamedTuple):
+    """Logarithms of all multipliers, with their covariance."""
+
+    names: list[str]
+    values: dict[str, float]
+    covariance: np.ndarray
+
+    def predicted(self, run: Run, *, named: bool) -> tuple[float, float]:
+        """The logarithm of the step and the variance that the multipliers leave; of any of the stacks if none is named."""
+        results = []
+        for factors in [run.factors[run.named]] if named else run.factors.values():
+            value, slopes = run.predicted(factors, self.values)
+            slope = np.array([slopes.get(name, 0.0) for name in self.names])
+            results.append((value, slope @ self.covariance @ slope))
+        values = [value for value, _ in results]
+        return mean(values), mean(variance for _, variance in results) + pvariance(values)
+
+
+def prior(name: str) -> tuple[float, float]:
+    """What is assumed of a multiplier before the fit."""
+    return PRIORS.get(name, OF_A_STACK if name.startswith("step ") else UNUSED)
+
+
+def fit(runs: Sequence[Run], names: list[str]) -> Fit:
+    """The multipliers that these runs want."""
+    mean_of, width = (np.array([prior(name)[which] for name in names]) for which in (0, 1))
     values, rows = mean_of.copy(), Counter(run.source for run in runs)
     for _ in range(12):
         matrix, right = np.diag(1 / width**2), (mean_of - values) / width**2
         for run in runs:
-            predicted, slopes = run.predicted(dict(zip(names, values, strict=True)))
+            predicted, slopes = run.predicted(run.factors[run.named], dict(zip(names, values, strict=True)))
             error, slope = log(run.published_ms) - predicted, np.array([slopes.get(name, 0.0) for name in names])
             weight = min(1.0, MOST_ROWS / rows[run.source]) / NOISE**2 / max(1.0, abs(error) / OUTLIER)
             matrix += weight * np.outer(slope, slope)
             right += weight * error * slope
         values = values + np.linalg.solve(matrix, right)
-    return dict(zip(names, values, strict=True)), dict(zip(names, np.sqrt(np.diag(np.linalg.inv(matrix))), strict=True))
+    return Fit(names, dict(zip(names, values.tolist(), strict=True)), np.linalg.inv(matrix))
 
 
-def show(title: str, errors: dict[str, list[float]]) -> None:
-    """The errors of the step time of every source, and the median of their medians."""
+class LeftOut(NamedTuple):
+    """A run that was forecast without its family: the error of the logarithm, and the variance without `runs` and `experts`."""
+
+    run: Run
+    error: float
+    variance: float
+
+    def half_width(self, spreads: tuple[float, float]) -> float:
+        """Of the bar, given the spreads of runs and of runs with experts."""
+        further = spreads[0] ** 2 + spreads[1] ** 2 * self.run.has_experts
+        return HALF_WIDTHS * sqrt(self.variance + further)
+
+
+def left_out(runs: Sequence[Run], names: list[str], *, named: bool) -> Iterable[tuple[Sequence[Run], list[LeftOut]]]:
+    """For each family: the other runs, and its own as they are forecast from these."""
+    for family in sorted({run.row["family"] for run in runs}):
+        others, known = [run for run in runs if run.row["family"] != family], []
+        fitted = fit(others, names)
+        for run in (run for run in runs if run.row["family"] == family):
+            value, variance = fitted.predicted(run, named=named)
+            known.append(LeftOut(run, log(run.published_ms) - value, variance + (run.half_width / HALF_WIDTHS) ** 2))
+        yield others, known
+
+
+def spreads_of(known: Sequence[LeftOut]) -> tuple[float, float]:
+    """The most likely spreads of runs, and further of runs with experts; one vote per source."""
+    rows = Counter(one.run.source for one in known)
+
+    def unlikely(spreads: tuple[float, float]) -> float:
+        lost = sum(
+            ((log(value / about)) / within) ** 2 / 2 * votes
+            for value, (about, within, votes) in zip(spreads, LIKELY, strict=True)
+        )
+        for one in known:
+            variance = (one.half_width(spreads) / HALF_WIDTHS) ** 2
+            lost += (log(variance) + one.error**2 / variance) / 2 / rows[one.run.source]
+        return lost
+
+    return min(product(RUNS_SPREAD, EXPERTS_SPREAD), key=unlikely)
+
+
+class Score(NamedTuple):
+    """How runs of a source were forecast: errors of tokens/s, and how well the error bars hold."""
+
+    runs: int
+    median: float
+    signed: float
+    inside: float
+    half_width: float
+    interval: float  # the interval score: the width of the bar, and 20 times what lies outside
+
+
+def scores(errors: dict[str, list[tuple[float, float]]]) -> dict[str, Score]:
+    """The score of each source, and `all`: one vote per source. Pairs: error of the logarithm, half-width of the bar."""
+    known_scores = {}
+    for source, known in sorted(errors.items()):
+        off, widths = [exp(error) - 1 for error, _ in known], [width for _, width in known]
+        inside = mean(abs(error) <= width for error, width in known)
+        interval = mean(2 * width + 20 * max(abs(error) - width, 0.0) for error, width in known)
+        known_scores[source] = Score(len(known), median(map(abs, off)), median(off), inside, median(widths), interval)
+    votes = list(zip(*known_scores.values(), strict=True))
+    widths = [width for known in errors.values() for _, width in known]
+    return {
+        **table,
+        "all": Score(sum(votes[0]), median(votes[1]), median(votes[2]), mean(votes[3]), median(widths), mean(votes[5])),
+    }
+
+
+def show(title: str, known_scores: dict[str, Score]) -> None:
+    """Print a table of scores."""
     print(f"\n{title}")
-    medians = {source: median(abs(exp(-error) - 1) for error in of) for source, of in errors.items()}
-    for source, of in errors.items():
-        print(f"  {source:18} {len(of):3} runs, off by {medians[source]:5.1%} (median), {exp(-median(of)) - 1:+.1%} signed")
-    print(f"  median of the medians {median(medians.values()):.1%}, mean {mean(medians.values()):.1%}")
+    for source, of in known_scores.items():
+        print(
+            f"  {source:18} {of.runs:3} runs, off by {of.median:5.1%} (median), {of.signed:+6.1%} signed, {of.inside:4.0%} "
+            f"inside the bar, half-width {of.half_width:.2f}, interval score {of.interval:.2f}"
+        )
+
+
+def written(tables: dict[str, dict[str, Score]]) -> str:
+    """The scores as TOML."""
+    lines = ["# Written by benchmarks/fit_stacks.py --write: tokens/s of runs whose family was left out of the fit."]
+    for title, known_scores in tables.items():
+        lines.append(f"\n[{title}]")
+        lines += [
+            f'"{source}" = {{ runs = {of.runs}, median = {of.median:.3f}, signed = {of.signed:.3f}, inside = {of.inside:.2f}, '
+            f"half_width = {of.half_width:.2f}, interval = {of.interval:.2f} }}"
+            for source, of in known_scores.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def by_source(known: Iterable[tuple[LeftOut, float]]) -> dict[str, list[tuple[float, float]]]:
+    """Errors and half-widths by source."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one, width in known:
+        errors[one.run.source].append((one.error, width))
+    return errors
+
+
+def generation_only(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
+    """One factor per GPU generation, and the spread that it leaves: what every other model has to beat."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for family in sorted({run.row["family"] for run in runs}):
+        ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for run in (run for run in runs if run.row["family"] != family):
+            ratios[gpu(run.row["gpu"]).architecture][run.source].append(log(run.published_ms / run.step_ms))
+        factors = {at: mean(map(mean, sources.values())) for at, sources in ratios.items()}
+        squares = [mean((ratio - factors[at]) ** 2 for ratio in of) for at, sources in ratios.items() for of in sources.values()]
+        for run in (run for run in runs if run.row["family"] == family):
+            factor = factors.get(
+                gpu(run.row["gpu"]).architecture, mean(factors.values())
+            )  # of a generation that no other family has
+            error = log(run.published_ms / run.step_ms) - factor
+            errors[run.source].append((error, HALF_WIDTHS * sqrt(mean(squares))))
+    return errors
 
 
 def main() -> None:
     """Fit, and forecast each family without it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    table = parser.parse_args().runs
-    rows = [row for row in csv.DictReader(table.open()) if row["confidence"] != "low" and row["split"] != "reference"]
-    runs = [run for run in (read_run(row, table.parent) for row in rows) if run is not None]
-    values, deviations = fit(runs)
-    for name, value in values.items():
-        print(f"{name:28} {exp(value):.2f}, half-width {SIGMAS * deviations[name]:.2f}")
-    apart: dict[str, list[float]] = defaultdict(list)
-    plain: dict[str, list[float]] = defaultdict(list)
-    for family in sorted({run.family for run in runs}):
-        without, _ = fit([run for run in runs if run.family != family])
-        for run in (run for run in runs if run.family == family):
-            known = {name: without.get(name, PRIORS.get(name, OF_A_STACK)[0]) for name, *_ in run.factors}
-            apart[run.source].append(log(run.published_ms) - run.predicted(known)[0])
-            plain[run.source].append(log(run.published_ms) - log(run.parts_ms.sum()))
-    show("NVIDIA's current software", plain)
-    show("each family left out", apart)
-    spread = sqrt(mean(mean(error**2 for error in of) for of in apart.values()))
-    print(f"standard deviation of the errors of what was left out: {spread:.2f}")
+    parser.add_argument("--write", action="store_true", help="write the figures for the documentation")
+    asked = parser.parse_args()
+    place = asked.runs
+    command.software_on = lambda *_, **__: Software("none", "no software", {})
+    rows = [row for row in csv.DictReader(place.open()) if row["confidence"] != "low" and row["split"] != "reference"]
+    runs = [run for run in (read_run(row, place.parent) for row in rows) if run is not None]
+    names = sorted({name for run in runs for factors in run.factors.values() for name, *_ in factors})
+    fitted = fit(runs, names)
+    print(f"{len(runs)} runs of {len({run.source for run in runs})} sources")
+    for name, deviation in zip(names, np.sqrt(np.diag(fitted.covariance)), strict=True):
+        value = fitted.values[name]
+        print(f"{name:36} {value * ONCE_MS if name == ONCE else exp(value):7.3f}, spread {deviation:.3f}")
+    tables = {"generation": scores(generation_only(runs))}
+    show("one factor per GPU generation, each family left out", tables["generation"])
+    for named in (True, False):
+        known, widths = [], []
+        for others, of_family in left_out(runs, names, named=named):
+            spreads = spreads_of([one for _, inner in left_out(others, names, named=named) for one in inner])
+            widths.append(spreads)
+            known += [(one, one.half_width(spreads)) for one in of_family]
+        title = "named" if named else "unnamed"
+        tables[title] = scores(by_source(known))
+        show(f"each family left out, its stack {title}", tables[title])
+        print("  spreads in each fold:", ", ".join(f"{runs} and {experts}" for runs, experts in widths))
+        whole = spreads_of([one for one, _ in known])
+        print(f"  spreads from all families: runs {whole[0]}, experts {whole[1]}")
+    if asked.write:
+        OUT.write_text(written(tables), "utf-8")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.stacks import software_on
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.interval import Interval
@@ -24,6 +25,7 @@ from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import spread
 
+NEWEST = (26, 6)  # containers from here on are what the stack `nvidia` describes
 TABLE = Path(__file__).resolve().parent.parent / "docs/measured/published_runs.csv"
 
 
@@ -71,6 +73,11 @@ class PublishedRun:
         )  # fmt: skip
 
     @property
+    def stack(self) -> str:
+        """The software of its container."""
+        return "nvidia" if tuple(map(int, self.container.split("."))) >= NEWEST else "nvidia-26.04"
+
+    @property
     def layout(self) -> str:
         """As the tables name it: `TP4 PP8 VP5`."""
         sizes = {"FSDP": self.fsdp, "TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp, "EP": self.ep}
@@ -108,14 +115,15 @@ class Scorer:
     """Forecasts of published runs. GEMMs are kept: only what `cluster.toml` says is computed again."""
 
     def __init__(self, runs: Iterable[PublishedRun]) -> None:
-        forecasters: dict[str, Forecaster] = {}
+        forecasters: dict[tuple[str, str], Forecaster] = {}
         self.prepared = []
         for published in runs:
             chip = gpu(published.gpu)
-            if chip.name not in forecasters:
-                forecasters[chip.name] = Forecaster(chip, "sustained", measured=calibrated(chip.name)[0])
+            if (place := (chip.name, published.stack)) not in forecasters:
+                software = software_on(chip, published.stack)
+                forecasters[place] = Forecaster(chip, "sustained", measured=calibrated(chip.name)[0], software=software)
             model, run = published.model, published.run
-            self.prepared.append((published, forecasters[chip.name], model, run, derive(model, run)))
+            self.prepared.append((published, forecasters[place], model, run, derive(model, run)))
 
     def compared(self) -> list[Compared]:
         comparisons = []

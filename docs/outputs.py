@@ -121,6 +121,7 @@ BLOCKS = {
 }
 MADE: dict[str, Callable[[], str]] = {
     "published runs, summary": published_tables.runs_summary,
+    "other software": published_tables.other_software,
     "published runs": published_tables.fitted_runs,
     "other published runs": published_tables.other_runs,
     "experts on an H200": published_tables.experts_on_h200,

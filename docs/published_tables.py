@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.stacks import software_on
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import presets
@@ -45,6 +46,21 @@ def runs_summary() -> str:
     return "\n".join(lines)
 
 
+def other_software() -> str:
+    """Runs of other software, each family left out of the fit: errors of tokens/s by source, and how well the bars hold."""
+    known = parse_toml((DOCS / "measured/other_software.toml").read_text("utf-8"))
+    lines = [
+        "| source | runs | stack named: error | inside | bar | unnamed: error | inside | bar |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for source in known["named"]:
+        cells = [known[way][source] for way in ("named", "unnamed")]
+        shown = [f"{of['median']:.1%} | {of['inside']:.0%} | ±{of['half_width']:.0%}" for of in cells]
+        name = "**one vote per source**" if source == "all" else source
+        lines.append(f"| {name} | {cells[0]['runs']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def fitted_runs() -> str:
     """The runs that were fitted."""
     return _table([comparison for comparison in compared() if comparison.run.fitted])
@@ -73,7 +89,8 @@ def _table(some: list[Compared]) -> str:
 
 def experts_on_h200() -> str:
     """Layers with experts as `gemmscope step` measured them, beside the forecast of what one rank computes."""
-    forecaster = Forecaster(gpu("h200"), "sustained", measured=calibrated("h200")[0])
+    chip = gpu("h200")  # its software does not fuse the biases of experts
+    forecaster = Forecaster(chip, "sustained", measured=calibrated("h200")[0], software=software_on(chip, "nvidia-26.04"))
     lines = [
         "| model | batch | recipe | launch, ms per layer | forecast | GPU, ms per layer | forecast |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",

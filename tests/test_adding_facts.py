@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gemmscope.errors import MissingFactError
 from gemmscope.recipe.precisions import precision_shown, precision_with, precisions
 from support.command import Outcome
 from support.package_copy import PackageCopy, package_copy
@@ -125,6 +127,13 @@ def test_add_a_recipe_to_numerics(copy: PackageCopy) -> None:
     outcome = copy.outcomes(numerics)[0]
     assert missing(outcome) is None
     assert "MXFP6" in outcome.out
+
+
+def test_a_missing_fact_reaches_the_process_that_asks_for_it() -> None:
+    """Plans are searched in several processes."""
+    error = pickle.loads(pickle.dumps(MissingFactError("gpu/specs.toml", "b400.sms")))
+    assert (error.file, error.key) == ("gpu/specs.toml", "b400.sms")
+    assert "specs.toml has no b400.sms" in str(error)
 
 
 def test_a_precision_of_several_widths_is_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:

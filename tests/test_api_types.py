@@ -71,6 +71,8 @@ def test_dir_shows_the_api() -> None:
         lambda: gs.load("gpt2").plan("h100", 8, layres=2),
         lambda: gs.bench_gemms(share_gpus=True),
         lambda: gs.explain_trace("x.json", stepps=3),
+        lambda: gs.trace_me("x.json", stepps=3),
+        lambda: gs.record_tensors(None, "x.safetensors", stepps=3),
     ],
 )
 def test_a_wrong_keyword_lists_the_right_ones(call: Callable[[], object]) -> None:
@@ -119,6 +121,11 @@ def test_shapes_that_are_none(shapes: object) -> None:
     with pytest.raises(gs.UserError) as error:
         gs.forecast_gemms("h200", shapes=shapes)  # type: ignore[arg-type]
     assert "(8192, 4096, 14336)" in error.value.hint
+
+
+def test_one_mode_needs_no_list() -> None:
+    forecast = gs.load("gpt2").on(1, 64).forecast("h200", modes="autocast")
+    assert forecast.gpus[0].linears.modes == ("autocast",)
 
 
 def test_completion_shows_the_api() -> None:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from gemmscope.text import printable
@@ -38,6 +38,7 @@ class MissingFactError(UserError):
     def __init__(self, file: str, key: str) -> None:
         self.file, self.key = file, key
         super().__init__(f"a fact is missing: {file} has no {key}", f"add {key} to src/gemmscope/{file} (see CONTRIBUTING.md)")
+        self.args = file, key  # what another process makes it from again
 
 
 def option(name: str, value: object = None) -> str:
@@ -92,6 +93,13 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """
     similar = closest(given, known)
     return f"did you mean {' or '.join(similar)}? " if similar else ""
+
+
+def no_option(function: str, name: str, known: Sequence[str]) -> UserError:
+    """The error for a keyword that a function of the Python API does not have: it lists those that it has."""
+    similar = closest(name, known, 1)
+    meant = f"did you mean {similar[0]}? " if similar else ""
+    return UserError(f"{function} has no option {name}", f"{meant}options: {', '.join(known)}")
 
 
 LONGEST_SHOWN = 60

@@ -56,3 +56,12 @@ class Interval:
         """The same estimate in another unit."""
         ends = [end * factor if end is not None else None for end in (self.low, self.high)]
         return Interval(self.value * factor, *ends)
+
+    def inverse(self, of: float = 1.0) -> Interval:
+        """`of` over the estimate: a rate from a time, a slowdown from a speedup. An end that is not above zero has no inverse.
+
+        >>> Interval(2.0, 1.6, 2.5).inverse()
+        Interval(value=0.5, low=0.4, high=0.625)
+        """
+        low, high = (of / end if end is not None and end > 0 else None for end in (self.high, self.low))
+        return Interval(of / self.value, low, high)

@@ -3,14 +3,32 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from importlib import metadata
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
-from gemmscope.errors import UserError, in_a_line
+from gemmscope.errors import UserError, in_a_line, no_option
 from gemmscope.say import say
 
+Arguments = ParamSpec("Arguments")
+
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
+
+
+def known_keywords(initialize: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """For the classes that a training script creates: a wrong keyword is one `UserError` that lists the right ones."""
+    known = [name for name in signature(initialize).parameters if name != "self"]
+
+    @wraps(initialize)
+    def create(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
+        for name in keywords:
+            if name not in known:
+                raise no_option(initialize.__qualname__.partition(".")[0], name, known)
+        initialize(*arguments, **keywords)
+
+    return create
 
 
 def own_rank() -> int:

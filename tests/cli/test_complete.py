@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gemmscope.cli import complete
+from gemmscope.cli import build
 from gemmscope.gpu.specs import gpus
 from gemmscope.model import presets
 from gemmscope.options.declare import options_of
@@ -50,9 +50,9 @@ def test_offers(run: Run, monkeypatch: pytest.MonkeyPatch, line: str, offers: li
 
 
 def test_the_names_are_those_that_are_accepted() -> None:
-    assert list(complete.gpus()) == list(gpus())
-    assert list(complete.recipes()) == list(recipes())
-    assert tuple(complete.presets()) == presets.names()
+    assert list(build.listed("gpu/specs.toml")) == list(gpus())
+    assert list(build.listed("recipe/recipes.toml")) == list(recipes())
+    assert tuple(build.listed("model/presets/")) == presets.names()
     assert list(options_of(BenchOptions)["backend"].choices) == list(backends())
 
 
@@ -68,4 +68,4 @@ def test_completion_imports_nothing_heavy() -> None:
     environment = {**os.environ, **bash("gemmscope forecast --gpu h2")}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.split() == ["h200", "h200-nvl"]
+    assert child.stdout.split() == ["h20", "h200", "h200-nvl"]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.document import document
+from gemmscope.document.sweep_tables import speedup_of
 from gemmscope.findings import Finding
 from gemmscope.results.forecast import ForecastResult
 from support.command import Run, run
@@ -476,3 +478,23 @@ def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:
     assert outcome.code == 0
     by_code = findings(run, f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
     assert by_code["recipe-left-out"].facts["recipe"] == "NVFP4"
+
+
+def test_bare_gemms_are_told_with_quantization_too(run: Run) -> None:
+    """What quantization leaves of the best case is beside it, not in a warning alone."""
+    [because] = document(result(run, "forecast --shapes 1024,4096x4096x16384 --gpu h200")).because
+    assert "autocast" in because
+    assert "1024x1024x1024" in because
+    assert list(document(result(run, "forecast --shapes 4096 --gpu h200 --autocast-only")).because) == []
+
+
+def test_sweeps_of_two_gpus_answer_with_the_better_one(run: Run) -> None:
+    line = f"forecast {SIZES} --gpu h200,b200 --sweep micro_batch_size=16,32 --sweep sequence_length=512,1024"
+    shown = document(result(run, line))
+    largest = max(speedup_of(point) for sweep in result(run, line).sweeps for point in sweep.points)
+    assert f"{largest:.2f}x" in shown.answer
+    assert "b200" in shown.answer
+    assert shown.because[0].startswith("On h200, ")
+    assert shown.summary is not None
+    assert [column.name for column in shown.summary.columns] == ["GPU", "micro_batch_size", "512", "1024"]
+    assert len(shown.summary.rows) == 4

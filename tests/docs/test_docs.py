@@ -242,6 +242,9 @@ def test_errors_in_the_readme_are_those_of_the_accuracy_page() -> None:
     dense, experts = ({kind: published[f"{models} | {kind}"] for kind in (new, left_out)} for models in ("dense", "with experts"))
     assert f"dense models are {dense[new]} off (median), models with experts {experts[new]}." in text
     assert f"its runs are {dense[left_out]} off (dense) and {experts[left_out]} (with experts)" in text
+    votes = re.search(r"one vote per source\*\* \| 178 \| ([\d.]+%) \| (\d+%) \| \S+ \| ([\d.]+%) \| (\d+%)", page)
+    assert votes
+    assert f"{votes[1]} off (median of the sources) with the stack named, {votes[3]} without; {votes[2]} and {votes[4]}" in text
     medians = re.findall(r"\| \d+ \| ([\d.]+)% \| [\d.]+% \| \d+% \| (\d+)% \|", page)
     ours = [float(row[0]) for row in medians]
     assert f"not fitted: {min(ours):.0f} to {max(ours):.0f}% off (median)" in text

@@ -74,6 +74,11 @@ def test_every_other_answer() -> None:
     assert document(slow).answer == "Use BF16: no recipe and no mix with an error of at most 30.0% is faster."
 
 
+def gains(result: NumericsResult) -> dict[str, str]:
+    """The forecast speedups, as they are printed."""
+    return {row.recipe: f"{row.speedup.value:.2f}x" for row in result.recipes if row.speedup is not None}
+
+
 def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     result = numerics_result(bound=0.12)
     assert result.mixed is not None
@@ -85,8 +90,11 @@ def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
     assert shown.because[0].startswith("The fastest is NVFP4 with ")
     assert shown.advice is None
     open_ended = document(numerics_result(bound=None))
-    assert open_ended.answer.startswith("FP8Block has the smallest error of the low-precision recipes, 5.1%, 1.32x")
-    assert open_ended.because[0].startswith("The fastest are NVFP4 and FP8Delayed, too close to call. NVFP4: error 17.8%, 1.55x")
+    gain = gains(numerics_result(bound=None))
+    smallest = f"FP8Block has the smallest error of the low-precision recipes, 5.1%, {gain['FP8Block']} ["
+    fastest = f"The fastest are NVFP4 and FP8Delayed, too close to call. NVFP4: error 17.8%, {gain['NVFP4']} ["
+    assert open_ended.answer.startswith(smallest)
+    assert open_ended.because[0].startswith(fastest)
     assert "--bound" in open_ended.next_purpose
     no_speeds = document(numerics_result(gpu="", bound=0.12))
     assert no_speeds.answer.startswith("Fewest bits with an error of at most 12.0%: NVFP4 with ")
@@ -116,7 +124,10 @@ def test_recipes_with_the_same_error_are_named_together() -> None:
         row.model_copy(update={"error": 0.051}) if row.recipe in ("FP8Block", "MXFP8") else row for row in result.recipes
     )
     answer = document(result.model_copy(update={"recipes": same})).answer
-    assert answer.startswith("FP8Block and MXFP8 have the smallest error of the low-precision recipes, 5.1%: FP8Block 1.32x [")
+    gain = gains(result)
+    assert answer.startswith(
+        f"FP8Block and MXFP8 have the smallest error of the low-precision recipes, 5.1%: FP8Block {gain['FP8Block']} ["
+    )
     assert answer.endswith("] over BF16 in the training step (FORECAST).")
 
 
@@ -280,3 +291,15 @@ def test_errors_are_not_compared_with_times(tmp_path: Path) -> None:
     assert "gemmscope report" in raised.value.hint
     with pytest.raises(UserError, match="run 1 is a result of gemmscope numerics"):
         compare([result, result])  # type: ignore[list-item]
+
+
+def test_a_mix_that_is_mostly_bf16_is_not_recommended() -> None:
+    """Without speeds: a few linears in low precision are not worth their settings."""
+    result = numerics_result(gpu="", bound=0.12)
+    assert result.mixed is not None
+    assert result.mixed.chosen is not None
+    for share, advised in ((0.5, True), (0.89, False)):
+        chosen = result.mixed.chosen.model_copy(update={"higher": "BF16", "kept_share": share})
+        shown = document(result.model_copy(update={"mixed": result.mixed.model_copy(update={"chosen": chosen})}))
+        assert shown.answer.startswith("Fewest bits" if advised else "Stay with BF16: with an error of at most 12.0%, 89% of")
+        assert (shown.advice is not None) == advised

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gemmscope.document import document
+from gemmscope.document.common import same_model
 from gemmscope.document.model import decisive
 from gemmscope.findings import finding
 from gemmscope.job.load import model_run
@@ -97,3 +98,9 @@ def test_a_run_file_reads_back_as_the_same_document() -> None:
         again = ShapesResult.model_validate_json(result.to_json())
         assert again == result
         assert replace(document(again), name="") == replace(document(result), name="")
+
+
+def test_the_next_command_names_the_same_model() -> None:
+    typed = "--config c.json --ignore-key one --ignore-key two --micro-batch-size 1 --no-sequence-parallel"
+    listed = DENSE.model_copy(update={"command": f"gemmscope shapes {typed} --check --json run.json"})
+    assert same_model("forecast", listed) == f"gemmscope forecast {typed}"

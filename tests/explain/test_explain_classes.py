@@ -10,11 +10,13 @@ import pytest
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError
+from gemmscope.explain.attention_speed import RATES
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.explain.scopes import find_scopes
 from gemmscope.explain.step_evidence import gpu_rates
 from gemmscope.explain.work_class import classify_work
+from gemmscope.toml import load_data
 from support.traces import ADAM, BF16, FP8, Builder, codes, fact, shared_trace, steady
 
 SGEMM = "volta_sgemm_64x64_nt"
@@ -240,6 +242,11 @@ def test_a_mark_of_another_device_does_not_reject_a_trace(tmp_path: Path) -> Non
 
 
 CLASSES = {"GEMM": "gemm", "quantization": "quantize", "embedding and indexing": "embedding"}
+
+
+def test_rates_of_attention_are_of_implementations_with_kernels() -> None:
+    known = {entry["name"] for entry in load_data("gemmscope.engine", "kernel_names.toml")["attention"]}
+    assert {rate["name"] for rate in RATES} <= known
 
 
 def test_names_seen_in_other_traces() -> None:

@@ -213,7 +213,7 @@ def test_what_every_recipe_shares_does_not_widen_their_speedup() -> None:
     gain, time = forecast.speedup("MXFP8"), forecast.of("MXFP8")
     assert gain is not None
     assert time is not None
-    assert gain.half_width < 0.5 * time.step_ms.half_width
+    assert gain.half_width < 0.6 * time.step_ms.half_width
 
 
 def test_offloaded_activations_travel_to_the_cpu_and_back() -> None:

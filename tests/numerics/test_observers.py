@@ -27,7 +27,8 @@ PROBES = probes.compute_probes
 LOOPS = [*training_loops.loops(), *training_loops.compiled_loops()]
 TRACED = (  # with a profiler, a run takes a second; benchmarks/observer_matrix.py runs all
     "plain", "numpy_random in experts", "non-reentrant checkpoints of experts", "average by deepcopy", "torch.save and pickle",
-    "exception in backward", "a FLOP counter", "profiler of the user", "profiler of the user, before", "compiled by layer",
+    "exception in backward", "a FLOP counter", "profiler of the user", "profiler of the user, before",
+    "earlier profiler of the user", "compiled by layer",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import io
 import itertools
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler_legacy
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -419,10 +423,58 @@ def profiled(model: Any, x: Tensor, training: Training) -> Tensor:
     return loss
 
 
+def profiled_as_before(model: Any, x: Tensor, training: Training) -> Tensor:
+    """PyTorch's earlier profiler."""
+    with profiler_legacy.profile() as profiler:
+        loss = plain(model, x, training)
+    training.kept.append(len(profiler.function_events) > 0)
+    return loss
+
+
 def traced(model: Any, x: Tensor, training: Training) -> Tensor:
     training.kept.append(torch.jit.trace(model.eval(), x.detach(), check_trace=False)(x))
     model.train()
     return plain(model, x, training)
+
+
+def captured(model: Any, x: Tensor, training: Training) -> Tensor:
+    """The graph of the forward pass."""
+    graph = make_fx(lambda one: model(one))(x.detach())
+    training.kept += [str(graph.code), graph(x.detach())]
+    return plain(model, x, training)
+
+
+def interrupted(model: Any, x: Tensor, training: Training) -> Tensor:
+    """KeyboardInterrupt in experts, inside of a mode of the user, who goes on."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].register_forward_hook(interrupt, prepend=True)
+    with contextlib.suppress(KeyboardInterrupt), FlopCounterMode(display=False):
+        model(x)
+    handle.remove()
+    loss = plain(model, x, training)
+    training.kept.append(len(_get_current_dispatch_mode_stack()))
+    return loss
+
+
+def in_threads(model: Any, x: Tensor, training: Training) -> Tensor:
+    """Other threads use a layer while this one does."""
+    results: list[Any] = [None, None]
+
+    def gradients(number: int) -> None:
+        loss = model.layers[1](x.detach() * (number + 1)).square().sum()
+        results[number] = torch.autograd.grad(loss, list(model.layers[1].parameters()))
+
+    threads = [threading.Thread(target=gradients, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    loss = plain(model, x, training)
+    for thread in threads:
+        thread.join()
+    training.kept += results
+    return loss
 
 
 def profiled_from_the_start(device: str) -> Training:
@@ -448,6 +500,26 @@ def profiled_from_the_start(device: str) -> Training:
 def tied() -> nn.Module:
     model = Network()
     model.layers[1].up_proj.weight = model.layers[0].up_proj.weight
+    return model
+
+
+class Noise(nn.Module):
+    """A weight that is computed when it is read, with a random number and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return functional.dropout(weight, 0.1) * (1 + 0.01 * self.reads)
+
+
+def computed_weights() -> nn.Module:
+    model = Network()
+    parametrizations.spectral_norm(model.head)
+    parametrize.register_parametrization(model.layers[0].up_proj, "weight", Noise())
+    nn.utils.spectral_norm(model.layers[1].down_proj)
     return model
 
 
@@ -614,10 +686,15 @@ def loops() -> list[Loop]:
         Loop("graphs are kept", loop_of(step=graph_kept)),
         Loop("torch.jit.trace", loop_of(lambda: Network(Block()), traced)),
         Loop("profiler of the user", loop_of(step=profiled), traced=False),
+        Loop("earlier profiler of the user", loop_of(step=profiled_as_before), traced=False),
         Loop("profiler of the user, before", profiled_from_the_start, traced=False),
         Loop("tied weights", loop_of(tied)),
         Loop("LoRA", loop_of(two_layers(Lora))),
         Loop("weight norm", loop_of(normed)),
+        Loop("weights that are computed", loop_of(computed_weights)),
+        Loop("make_fx", loop_of(lambda: Network(Block(), Experts("batched")), captured)),
+        Loop("KeyboardInterrupt", loop_of(two_layers(partial(Experts, "loop")), interrupted)),
+        Loop("threads", loop_of(two_layers(partial(Experts, "loop")), in_threads)),
         Loop("attention", loop_of(attention)),
         Loop("default type float64", DoublePrecision()),
     ]

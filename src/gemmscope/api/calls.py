@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from gemmscope import commands
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, no_option
 from gemmscope.model.spec import RUN_SETTINGS
 from gemmscope.options.declare import Declared, Options, from_python, options_of, read_value
 from gemmscope.options.job import ModelOptions, RunOptions
@@ -88,9 +88,7 @@ def _unknown(function: str, name: str, known: Sequence[str]) -> UserError:
         )
     if name in OF_A_RUN:
         return UserError(f"{name} is a run setting, not an option of {function}", f"on(..., {name}=...).{function}(...)")
-    similar = closest(name, known, 1)
-    meant = f"did you mean {similar[0]}? " if similar else ""
-    return UserError(f"{function} has no option {name}", f"{meant}options: {', '.join(known)}")
+    return no_option(function, name, known)
 
 
 def prepared(

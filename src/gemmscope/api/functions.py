@@ -17,7 +17,7 @@ from gemmscope.options.declare import from_python
 from gemmscope.options.estimating import ForecastOptions, NumericsOptions
 from gemmscope.options.measuring import BenchOptions, CalibrateOptions, FleetOptions, SweepOptions
 from gemmscope.options.reading import CompareOptions, ExplainOptions
-from gemmscope.options.values import Shape, names
+from gemmscope.options.values import GEMM_SIZES, Shape, names
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -28,8 +28,6 @@ from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
 
-GEMM_SIZES = ("m", "k", "n")
-
 
 @takes(BenchOptions)
 def bench_gemms(
@@ -39,7 +37,7 @@ def bench_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,
@@ -99,7 +97,7 @@ def bench_gemm_sweep(
     gpus: str | None = None,
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -156,7 +154,7 @@ def fleet_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     ray: str | None = None,
@@ -234,7 +232,7 @@ def forecast_gemms(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     stack: str | None = None,
     network: str | float | None = None,
     nvlink_domain: int | str | None = None,
@@ -256,7 +254,7 @@ def forecast_gemms(
         modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
             beforehand), or both. [default: both]
         stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names. [default:
-            that of the model's file, else nvidia]
+            that of the model's file, else any that runs on the GPU]
         network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
             [default: the GPU's usual network]
         nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -265,7 +263,8 @@ def forecast_gemms(
         keep_higher: Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N layers,
             and linears such as mlp.down_proj in every layer.
         gpu_count: Number of GPUs. Sets dp, and with tokens also gives the cost of the full run.
-        gpu: GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.
+        gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own.
+            An unknown name lists all names.
         price: Price of one GPU-hour, the same for all GPUs or one for each, such as h200=2.5,b300=4.
         state: GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power
             limit.
@@ -304,8 +303,8 @@ def quantization_errors(
             channels.
         speed: Run file of step, bench or forecast, with the speed of each recipe.
         gpu: Forecast the speedups on this GPU, for the given model. With speed: the GPU to take from a forecast of several.
-        bound: Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all
-            linears.
+        bound: Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the
+            root mean square over all linears.
         depth: Also run the given model with each recipe in all linears, to get the error that accumulates up to each layer.
             Needs transformers. A module always runs this way, without this flag.
         recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of
@@ -377,7 +376,7 @@ def calibrate(
     # options
     recipes: Names | None = None,
     left_out: Names | None = None,
-    modes: Sequence[Mode] | None = None,
+    modes: Mode | Sequence[Mode] | None = None,
     precision: float | str | None = None,
     time_limit: float | str | None = None,
     backend: str | None = None,

@@ -21,10 +21,7 @@ from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 from gemmscope.results.sweep import SweepResult
-from gemmscope.sweep.axes import MEASURED_SIZES
-
-AXES_OF_LINEARS = tuple(name for name in MEASURED_SIZES if name != "gradient_accumulation")
-AXES_OF_FORECASTS = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
+from gemmscope.sweep.axes import FORECAST_SIZES, LINEAR_SIZES, MEASURED_SIZES
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +61,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         stack: str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
@@ -89,7 +86,7 @@ class Job(ModelRun):
             modes: autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized
                 beforehand), or both. [default: both]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -98,7 +95,8 @@ class Job(ModelRun):
             keep_higher: Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N
                 layers, and linears such as mlp.down_proj in every layer.
             gpu_count: Number of GPUs. Sets dp, and with tokens also gives the cost of the full run.
-            gpu: GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.
+            gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your
+                own. An unknown name lists all names.
             price: Price of one GPU-hour, the same for all GPUs or one for each, such as h200=2.5,b300=4.
             state: GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power
                 limit.
@@ -115,7 +113,7 @@ class Job(ModelRun):
             job = model_run(self.source, **self.arguments, gpus=options.gpus)
         return commands.forecast.forecast(job, options, context)
 
-    @takes(ForecastOptions, without=("gpu_count", "modes"), axes=AXES_OF_FORECASTS, one_run=False)
+    @takes(ForecastOptions, without=("gpu_count", "modes"), axes=FORECAST_SIZES, one_run=False)
     def sweep(
         self,
         *on_gpus: str | Iterable[str],
@@ -159,18 +157,19 @@ class Job(ModelRun):
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
             left_out: Recipes to skip.
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
-            gpu: GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.
+            gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your
+                own. An unknown name lists all names.
             state: GPU clocks: sustained, under the power limit as in long training, or burst, before the GPU reaches its power
                 limit.
         """
         given = locals()
         named = [*names(on_gpus), *names(gpu or ())]
         options, context = prepared(f"{self.call}.sweep", given, ForecastOptions, ["on_gpus"], gpu=named)
-        options = options.but(sweep=axes_of(given, AXES_OF_FORECASTS))
+        options = options.but(sweep=axes_of(given, FORECAST_SIZES))
         return commands.forecast.sweep(self.model_arguments, self.arguments, options, context)
 
     @takes(BenchOptions)
@@ -181,7 +180,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -236,7 +235,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         backend: str | None = None,
@@ -304,7 +303,7 @@ class Job(ModelRun):
         # options
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -368,7 +367,7 @@ class Job(ModelRun):
         options, context = prepared(f"{self.call}.fleet", locals(), FleetOptions)
         return commands.fleet.run_fleet(self, options, context)
 
-    @takes(SweepOptions, BenchOptions, axes=AXES_OF_LINEARS, one_run=False)
+    @takes(SweepOptions, BenchOptions, axes=LINEAR_SIZES, one_run=False)
     def bench_sweep(
         self,
         *,
@@ -392,7 +391,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -443,7 +442,7 @@ class Job(ModelRun):
         """
         given = locals()
         options, context = prepared(f"{self.call}.bench_sweep", given, BenchOptions)
-        sweep = SweepOptions(sweep=axes_of(given, AXES_OF_LINEARS), gpus=gpus, ray=ray)
+        sweep = SweepOptions(sweep=axes_of(given, LINEAR_SIZES), gpus=gpus, ray=ray)
         return commands.sweep.bench_sweep(self.model_arguments, self.arguments, options, sweep, context)
 
     @takes(SweepOptions, StepOptions, axes=MEASURED_SIZES, one_run=False)
@@ -471,7 +470,7 @@ class Job(ModelRun):
         gpus: str | None = None,
         recipes: Names | None = None,
         left_out: Names | None = None,
-        modes: Sequence[Mode] | None = None,
+        modes: Mode | Sequence[Mode] | None = None,
         precision: float | str | None = None,
         time_limit: float | str | None = None,
         ray: str | None = None,
@@ -544,8 +543,8 @@ class Job(ModelRun):
                 channels.
             speed: Run file of step, bench or forecast, with the speed of each recipe.
             gpu: Forecast the speedups on this GPU, for the given model. With speed: the GPU to take from a forecast of several.
-            bound: Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all
-                linears.
+            bound: Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is
+                the root mean square over all linears.
             depth: Also run the given model with each recipe in all linears, to get the error that accumulates up to each layer.
                 Needs transformers. A module always runs this way, without this flag.
             recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of

@@ -273,7 +273,7 @@ class Model:
                 no-ep-overlap]
             cuda_graphs: Launch layers as CUDA graphs. [default: unknown]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
-                [default: that of the model's file, else nvidia]
+                [default: that of the model's file, else any that runs on the GPU]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

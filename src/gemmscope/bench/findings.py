@@ -9,6 +9,7 @@ from typing import Any
 from gemmscope.bench.measurements import Measurements
 from gemmscope.choices import Mode
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.gpu import UNHEALTHY_THROTTLING
 from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.frameworks import backends
@@ -18,7 +19,6 @@ from gemmscope.results.linears import Evidence, Linears, OpTime
 from gemmscope.roles import role_named
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case
 
-SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 CLOCK_MOVED = 0.15  # between bursts of one recipe and mode
 
 
@@ -66,16 +66,11 @@ def fixed_counts(settings: BenchSettings) -> Finding:
     return finding("fixed-counts-after-load", **facts, seconds=settings.counts.gpu_warmup)
 
 
-def _joined(pairs: Iterator[tuple[tuple[Any, ...], str]]) -> dict[tuple[Any, ...], list[str]]:
-    """Ops (or passes) with the same facts are one finding."""
-    return grouped((facts, op) for facts, op in pairs)
-
-
 def _fallbacks(linears: Linears) -> Iterator[Finding]:
     def every(proofs: Iterable[Evidence], field: str) -> str:
         return " and ".join(dict.fromkeys(getattr(proof, field) for proof in proofs))
 
-    groups = _joined(
+    groups = grouped(
         ((cell.recipe, cell.mode, tuple(proofs), every(proofs.values(), "ran"), every(proofs.values(), "requested")), cell.op)
         for cell in linears.ops
         if (proofs := cell.fallbacks)
@@ -89,7 +84,7 @@ def _unproven(linears: Linears) -> Iterator[Finding]:
     if linears.forecast:
         return
     cells = [cell for cell in linears.ops if not cell.left_in_baseline]
-    groups = _joined(
+    groups = grouped(
         ((proof.verdict, bool(proof.kernels), cell.recipe, proof.ran, proof.requested), f"{cell.op} {pass_name}")
         for cell in cells
         for pass_name, proof in cell.evidence.items()
@@ -107,7 +102,7 @@ def _unproven(linears: Linears) -> Iterator[Finding]:
 
 def _by_reason(code: str, reasons: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
     """One finding for each recipe and reason, from (recipe, reason, op); empty reasons are skipped."""
-    groups = _joined(((name, reason), op) for name, reason, op in reasons if reason)
+    groups = grouped(((name, reason), op) for name, reason, op in reasons if reason)
     for (name, reason), ops in groups.items():
         yield finding(code, recipe=name, ops=list(dict.fromkeys(ops)), reason=reason)
 
@@ -153,7 +148,7 @@ def _slower(linears: Linears) -> list[Finding]:
 
 def _too_close(linears: Linears) -> Iterator[Finding]:
     close = (((name, mode), op) for name, mode, op, speedup in _op_speedups(linears) if speedup.includes_one)
-    for (name, mode), ops in _joined(close).items():
+    for (name, mode), ops in grouped(close).items():
         yield finding("ops-too-close", recipe=name, mode=mode, ops=ops)
     for mode, winner in linears.winners.items():
         for other in winner.rivals:
@@ -231,7 +226,7 @@ def _slowed_down(measurements: Measurements, linears: Linears) -> Iterator[Findi
     for mode in linears.modes:
         for name in linears.columns(mode):
             states = _states(measurements, name, mode)
-            slow = sorted({reason for state in states for reason in state.get("throttle", ()) if reason in SLOWED_DOWN})
+            slow = sorted({reason for state in states for reason in state.get("throttle", ()) if reason in UNHEALTHY_THROTTLING})
             if slow:
                 yield finding("throttled", recipe=name, mode=mode, reasons=slow)
             clocks = [state["sm_mhz"] for state in states]

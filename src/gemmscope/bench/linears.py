@@ -21,9 +21,7 @@ from gemmscope.recipe.recipes import BASELINE, Recipe, recipe
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Evidence, Linears, LinearsTotal, Memory, OpTime, Speedup, Winner, find_winner, linears_total
 from gemmscope.workload.cases import Case
-from gemmscope.workload.ops import PASSES, Pass
-
-BF16_BYTES = 2
+from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Pass
 
 
 def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine", capability: str = "") -> Memory:
@@ -36,13 +34,13 @@ def memory(cases: Sequence[Case], name: str, backend: str = "transformer_engine"
     facts = recipe(name)
     copy_bytes, kept_bytes = facts.weight_copy_bytes, facts.kept_bytes
     if frameworks()[backend].casts_again:
-        copy_bytes, kept_bytes = 0.0, BF16_BYTES
+        copy_bytes, kept_bytes = 0.0, ELEMENT_BYTES
     elif facts.one_copy(capability):
         copy_bytes /= 2
     weights = sum(case.weights * case.count for case in cases)
     inputs = sum(case.tokens * case.inputs * case.count for case in cases)
     return Memory(
-        recipe=name, weights_bytes=weights * BF16_BYTES, copies_bytes=weights * copy_bytes, kept_bytes=inputs * kept_bytes
+        recipe=name, weights_bytes=weights * ELEMENT_BYTES, copies_bytes=weights * copy_bytes, kept_bytes=inputs * kept_bytes
     )
 
 
@@ -146,9 +144,6 @@ def _pre_quantized(measurements: Measurements, tasks: Sequence[TaskResult]) -> O
     )
 
 
-GEMMS_ONLY = "torch"  # a backend that runs GEMMs and trains nothing
-
-
 def measured_linears(
     measurements: Measurements,
     recipes: Sequence[str],
@@ -180,7 +175,7 @@ def measured_linears(
         ),
     )
     capability = str(measurements.hello.device.get("compute_capability", ""))
-    counted = not linears.bare and not as_te_benchmark and backend != GEMMS_ONLY
+    counted = not linears.bare and not as_te_benchmark and not frameworks()[backend].gemms_only
     return linears.model_copy(
         update={
             "speedups": tuple(_speedups(measurements, linears)),

@@ -1,8 +1,10 @@
 """What a bench is asked to do: how to time and for how long, and which sizes of bare GEMMs are possible."""
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from gemmscope.choices import TIMINGS
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
 from gemmscope.options.measuring import MeasuringOptions, TimingOptions
@@ -24,8 +26,8 @@ def check_timing(options: TimingOptions) -> None:
     if fixed and until:
         message = f"{option(fixed[0])} measures a fixed number of times, so {option(until[0])} has no effect"
         raise UserError(message, "use only one of them")
-    if options.timing not in ("cuda-events", "profiler"):
-        raise UserError(f"{option('timing')} {shown(options.timing)} is not known", "it can be cuda-events or profiler")
+    if options.timing not in TIMINGS:
+        raise UserError(f"{option('timing')} {shown(options.timing)} is not known", f"it can be {' or '.join(TIMINGS)}")
     check_limits(*limits(options))
     iterations, warmup, seconds = options.num_iters, options.num_warmup, options.gpu_warmup
     for wrong, message, hint in (
@@ -103,6 +105,14 @@ def check_te_benchmark(*, model: bool, cache_weights: bool) -> None:
     if cache_weights:
         problem = f"{name} quantizes the weight in every call, but {option('cache_weights')} never does"
         raise UserError(problem, "use only one of them")
+
+
+def check_bare(shapes: Sequence[Shape] | None, *, model: bool) -> None:
+    """A `UserError` for bare GEMMs beside a model, and for sizes that are not those of a matrix."""
+    if model and shapes is not None:
+        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
+    for shape in shapes or ():
+        check_shape(shape)
 
 
 def check_shape(shape: Shape) -> None:

@@ -1,1 +1,1 @@
-"""The command line: one file per command, options that several commands share in `options.py`."""
+"""The command line: parses options, calls one function of `commands/`, writes the result."""

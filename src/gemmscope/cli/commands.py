@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gemmscope import commands, signals, writers
 from gemmscope.cli.output import (
@@ -41,7 +41,7 @@ from gemmscope.options.measuring import (
     skip_flags,
 )
 from gemmscope.options.reading import CompareOptions, DoctorOptions, ExplainOptions, Kind, ReportOptions, TraceMeOptions
-from gemmscope.options.values import Shape, shape, size
+from gemmscope.options.values import GEMM_SIZES, Shape, shape, size
 from gemmscope.say import say
 
 # Exit codes of single commands. Every command also has 0 and 2.
@@ -54,7 +54,7 @@ POINTS_LOST = 4  # of a sweep: GPUs were lost before all points were measured
 TOO_NOISY = 4  # to tell whether a run is slower
 
 PROFILE_SHAPE = "4096"
-KINDS: tuple[Kind, ...] = ("loop", "trainer", "plain")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT = "report.html"
 
 
@@ -180,8 +180,7 @@ def numerics(options: NumericsOptions, model: ModelOptions, run: RunOptions, out
     """Compute the quantization error of every linear in every recipe."""
     context = outputs.context([options.recording, options.speed, *_files_of(options.checkpoint), *model.files()])
     _check_model_named(model, run)
-    job = _job(model, run) if model.given() else None
-    result = commands.numerics.run_numerics(options, context, job=job)
+    result = commands.numerics.run_numerics(options, context, job=_job(model, run) if model.given() else None)
     return 0 if result.recipes else NOTHING_MEASURED
 
 
@@ -204,8 +203,7 @@ def explain(options: ExplainOptions, model: ModelOptions, run: RunOptions, outpu
     perfetto = {"perfetto": options.perfetto} if options.perfetto not in (None, "-") else {}
     context = outputs.context([*traces, options.baseline, options.against, *model.files()], perfetto)
     _check_model_named(model, run)
-    job = _job(model, run) if model.given() else None
-    deliver(commands.explain.explain(traces, options, context, job=job), outputs)
+    deliver(commands.explain.explain(traces, options, context, job=_job(model, run) if model.given() else None), outputs)
     return 0
 
 
@@ -316,8 +314,7 @@ def _check_sweep(options: MeasuringOptions) -> None:
     """A `UserError` for options that do not apply to many points."""
     if unused := options.of_one_run():
         hint = "vary micro_batch_size or sequence_length instead" if unused[0] == "break_even" else "remove one of them"
-        message = f"{option('sweep')} measures many points, but {option(unused[0])} applies to a single run"
-        raise UserError(message, hint)
+        raise UserError(f"{option('sweep')} measures many points, but {option(unused[0])} applies to a single run", hint)
 
 
 def _check_alone(sweep: SweepOptions) -> None:
@@ -352,15 +349,14 @@ def _bench_sweep(
     """A sweep of a model's linears, or of one bare GEMM."""
     named, shapes = [*model.given(), *run.given()], options.shapes
     if shapes is None:
-        if gemm := [name for name in sweep.sweep or () if name in commands.sweep.GEMM_SIZES]:
+        if gemm := [name for name in sweep.sweep or () if name in GEMM_SIZES]:
             raise UserError(
                 f"{gemm[0]} is a size of a bare GEMM, but no GEMM is given",
                 f"for example {option('shapes', '8192x4096x14336')}, of which {option('sweep')} varies {gemm[0]}",
             )
         return commands.sweep.bench_sweep(model.given(), run.given(), options, sweep, context)
     if named:
-        message = f"{option('shapes')} is a bare GEMM, but {_listed(named)} describes a model"
-        raise UserError(message, "use only one of them")
+        raise UserError(f"{option('shapes')} is a bare GEMM, but {_listed(named)} describes a model", "use only one of them")
     if len(shapes) != 1:
         raise UserError(
             f"{option('sweep')} varies m, k or n of one GEMM, but {option('shapes')} gives {len(shapes) or 'many'}",

@@ -9,10 +9,10 @@ from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
 from gemmscope.bench.choose import Choice, choose
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
-from gemmscope.bench.timing import LADDER, bench_settings, check_shape, check_te_benchmark, check_timing, limits, stopping_rule
+from gemmscope.bench.timing import LADDER, bench_settings, check_bare, check_te_benchmark, check_timing, limits, stopping_rule
 from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import not_resumed
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.fleet.quote import read_fleet, with_spread
 from gemmscope.gpu.environment import Environment, environment
@@ -109,10 +109,7 @@ def _prepared(job: ModelRun | None, options: BenchOptions, context: RunContext, 
     check_timing(options)
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
-    if job is not None and options.shapes is not None:
-        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "give one of the two")
-    for shape in options.shapes or ():
-        check_shape(shape)
+    check_bare(options.shapes, model=job is not None)
     machine = environment()
     framework = job.source.framework if job is not None else ""
     choice = choose(options, machine, cache_weights=options.cache_weights, framework=framework)

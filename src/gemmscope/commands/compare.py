@@ -33,15 +33,13 @@ def compare(
         )
     names = [str(run) if isinstance(run, (str, Path)) else f"run {number}" for number, run in enumerate(runs, start=1)]
     results = [_measured(run, name) for run, name in zip(runs, names, strict=True)]
-    kinds = [(name, result.kind) for name, result in zip(names, results, strict=True)]
-    one, kind = next(((name, kind) for name, kind in kinds if kind in ("sweep", "fleet")), kinds[0])
-    different = [(name, other) for name, other in kinds if other != kind]
-    if kind in ("sweep", "fleet") and different:
-        other, other_kind = different[0]
-        raise UserError(
-            f"{one} is a result of {command_of(kind)}, {other} of {command_of(other_kind)}: they cannot be compared",
-            "compare results of the same kind",
-        )
+    kind = results[0].kind
+    for name, result in zip(names, results, strict=True):
+        if result.kind != kind:
+            raise UserError(
+                f"{names[0]} is a result of {command_of(kind)}, {name} of {command_of(result.kind)}: they cannot be compared",
+                "compare results of the same kind",
+            )
     with damage_reported(*results):
         compare_kind: Callable[..., CompareResult] = compare_fleets if kind == "fleet" else compare_runs
         return compare_kind(results, names, limit=fail_if_slower, command=context.command)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from gemmscope.compare.traces import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
-from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.perfetto import write_annotated
+from gemmscope.explain.diagnose import TraceDiagnosis, diagnose, write_annotated
 from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.explain.trace_file import A_TRACE

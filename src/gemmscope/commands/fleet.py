@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gemmscope.bench.choose import chosen_modes, named_recipes
-from gemmscope.bench.timing import check_shape, check_timing
+from gemmscope.bench.timing import check_bare, check_timing
 from gemmscope.commands.bench import run_bench
 from gemmscope.commands.step import run_step
 from gemmscope.engine.journal import fingerprint
@@ -49,13 +49,10 @@ def unit_of(job: ModelRun | None, options: FleetOptions) -> MeasureUnit:
     named_recipes(options)
     chosen_modes(options)
     check_timing(options)
-    for shape in options.shapes or ():
-        check_shape(shape)
+    check_bare(options.shapes, model=job is not None)
     if options.step and job is None:
         what = "a training step needs a model" if options.shapes is None else f"{option('shapes')} has no training step"
         raise UserError(what, f"name a model, for example {option('preset', 'llama-3.1-8b')}, or remove {option('step')}")
-    if job is not None and options.shapes is not None:
-        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "use only one of them")
     if not options.step and (misplaced := [name for name in STEP_OPTIONS if getattr(options, name)]):
         raise UserError(f"{option(misplaced[0])} applies only to training steps", f"add {option('step')}, or remove it")
     alone = options.but(resume=False)

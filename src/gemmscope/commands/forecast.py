@@ -19,7 +19,7 @@ from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common
 from gemmscope.forecast.linear_results import forecast_linears, misaligned, padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
-from gemmscope.forecast.stacks import SoftwareStack, stack
+from gemmscope.forecast.stacks import software_on
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.step_findings import (
     accumulation_finding,
@@ -49,13 +49,11 @@ from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
 from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
-from gemmscope.sweep.axes import MEASURED_SIZES, by_reason, check_axes, configurations, swept_model
+from gemmscope.sweep.axes import FORECAST_SIZES, by_reason, check_axes, configurations, swept_model
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import Given, check, check_schedule, solve
-
-SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
 
 
 def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext = PLAIN) -> ForecastResult:
@@ -74,8 +72,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     if options.as_te_benchmark:
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
         linears = as_forward_calls(linears)
-    software = stack(options.stack, job.source.framework if job is not None else "")
-    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options, software)
+    task = _ForecastTask(subject, linears, chosen_modes(options), clocks, asked, options)
     _check_step(task, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
@@ -94,7 +91,6 @@ class _ForecastTask:
     clocks: ClockState
     asked: MixRequest | None
     options: ForecastOptions
-    software: SoftwareStack
 
     @property
     def stepping(self) -> RankWorkload | None:
@@ -113,7 +109,11 @@ class _ForecastTask:
         """The forecast for one GPU, in the recipes `names`."""
         adjustment, calibration_findings = calibrated(chip.name)
         cached, as_calls = self.options.cache_weights, self.options.as_te_benchmark
-        settings: dict[str, Any] = {"cache_weights": cached, "forward_only": as_calls, "software": self.software}
+        of_file = self.subject.source.framework if self.subject is not None else ""
+        asked = names if self.options.recipes is not None else ()
+        gpu_count = self.subject.run.gpus if self.subject is not None else 1
+        software = software_on(chip, self.options.stack, of_file, asked, gpus=gpu_count)
+        settings: dict[str, Any] = {"cache_weights": cached, "forward_only": as_calls, "software": software}
         forecaster = Forecaster(chip, self.clocks, measured=adjustment, **settings)
         linears = forecast_linears(
             forecaster,
@@ -191,15 +191,18 @@ def sweep(
     chips, clocks = chips_of(options.gpu), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     by_gpu = choose_recipes(chips, options)
-    check_axes(axes, SWEEP_SIZES, model)
+    check_axes(axes, FORECAST_SIZES, model)
     sweeps: list[GpuSweep] = []
     with signals.defer_signals() as deferred:
         possible, impossible = _configurations(model, run, axes, deferred)
         wanted = len(possible) * len(chips)
+        gpu_count = max((run.gpus for _, _, run in possible), default=1)
         with context.reporter.counting("points", wanted) as show:
             for number, chip in enumerate(chips):
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-                forecaster = Forecaster(chip, clocks, measured=adjustment, software=stack(options.stack))
+                forecaster = Forecaster(
+                    chip, clocks, measured=adjustment, software=software_on(chip, options.stack, gpus=gpu_count)
+                )
                 sweeps += forecast_sweep(
                     forecaster,
                     possible,

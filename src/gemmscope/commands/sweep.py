@@ -15,20 +15,19 @@ from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases
 from gemmscope.options.declare import with_defaults
 from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
-from gemmscope.options.values import Shape
+from gemmscope.options.values import GEMM_SIZES, Shape
 from gemmscope.pool.measure_unit import MeasureUnit
 from gemmscope.results.read import read_result
 from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.live_settings import for_live
 from gemmscope.step.stack_plan import plan_step
-from gemmscope.sweep.axes import MEASURED_SIZES, Axes, check_axes, configurations, possible_points
+from gemmscope.sweep.axes import LINEAR_SIZES, MEASURED_SIZES, Axes, check_axes, configurations, possible_points
 from gemmscope.sweep.point import BENCH_POINT, STEP_POINT
 from gemmscope.sweep.run import PRECISION, TIME_LIMIT_S, MeasuredSweepRun
 from gemmscope.workload.derive import derive
 from gemmscope.workload.sharding import check
 
-GEMM_SIZES = ("m", "k", "n")
 MOST_POINTS = 5000
 Measured = TypeVar("Measured", BenchOptions, StepOptions)
 
@@ -47,8 +46,7 @@ def bench_sweep(
             "the linears of one micro-batch do not depend on gradient_accumulation",
             "vary it with gemmscope step, or vary another size",
         )
-    sizes = [name for name in MEASURED_SIZES if name != "gradient_accumulation"]
-    check_axes(axes, sizes, model, MOST_POINTS)
+    check_axes(axes, LINEAR_SIZES, model, MOST_POINTS)
     options = _of_point(options)
 
     def unit(job: ModelRun) -> MeasureUnit:

@@ -21,7 +21,7 @@ from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.fleet.spread import NORMAL_95
 from gemmscope.interval import Interval
-from gemmscope.results.base import command_of
+from gemmscope.results.base import UNCOMPARED_SETTINGS
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
 from gemmscope.results.step import StepResult
@@ -34,7 +34,6 @@ BETWEEN_RUNS = 0.0035
 CONFIDENCE = 0.95
 WHICH_CHIP = {"node": "node", "GPU UUID": "uuid", "CPU": "cpu"}
 """Facts that are compared where all runs have them: run files of older versions do not say which chip it was."""
-UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight")
 
 
 class RowKey(NamedTuple):
@@ -51,11 +50,6 @@ def compare_runs(
     """Compare the first run with each of the others. They must be about one model and batch, and of one kind."""
     first, swept = runs[0], isinstance(runs[0], SweepResult)
     for run, name in zip(runs[1:], names[1:], strict=True):
-        if run.kind != first.kind:
-            raise UserError(
-                f"{names[0]} is a result of {command_of(first.kind)}, {name} of {command_of(run.kind)}: no rows in common",
-                "compare results of the same kind",
-            )
         if different := _different(first, run):
             what, same = ("sweeps", "the same") if swept else ("runs", "the same model and batch")
             raise UserError(f"{names[0]} and {name} are not {what} of the same thing: {different}", f"measure {same} in both")

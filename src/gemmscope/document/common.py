@@ -13,6 +13,8 @@ from gemmscope.findings import Finding, fill
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.health import health_problems
 from gemmscope.model.spec import RunSpec
+from gemmscope.options.declare import options_of
+from gemmscope.options.job import ModelOptions, RunOptions
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.toml import load_data
 from gemmscope.workload.cases import Case
@@ -20,16 +22,7 @@ from gemmscope.workload.cases import Case
 ANOTHER_GPU = "fleet-another-gpu"  # prefix of the codes of findings that quote a fleet
 SPLIT = ("tp", "cp", "pp", "ep")
 STATE_OF_GPU = (("SM clock", "sm_mhz", "MHz"), ("power", "power_w", "W"), ("temperature", "temperature_c", "°C"))
-MODEL_NAMES = (
-    "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp", "mtp_layers",
-)  # fmt: skip
-"""The options that name the model."""
-MODEL_OPTIONS = (
-    *MODEL_NAMES, "micro_batch_size", "sequence_length", "tp",
-    "sequence_parallel", "cp", "pp", "pp_stage", "pp_layers", "ep", "etp", "imbalance", "gradient_accumulation", "recompute",
-    "separate_projections", "fused_projections", "shapes",
-)  # fmt: skip
+MODEL_OPTIONS = (*options_of(ModelOptions, RunOptions), "fused_projections", "shapes")
 """The options that name the model and how it is run."""
 
 

@@ -80,7 +80,6 @@ def steps_table(each_step: Sequence[TracedStep]) -> Table:
     slowest = sorted(range(len(steps)), key=lambda place: -steps[place].time_ms)[:MOST_STEPS]
 
     hidden = len(steps) - len(slowest)
-    note = phrase("explain-slowest-steps", shown=MOST_STEPS, steps=len(steps), hidden=hidden) if hidden else ""
     return table(
         "Steps",
         [steps[place] for place in sorted(slowest)],
@@ -89,7 +88,7 @@ def steps_table(each_step: Sequence[TracedStep]) -> Table:
         Column("ms", lambda step: step.time_ms, ".2f"),
         Column("GPU busy, ms", lambda step: step.busy_ms, ".2f"),
         Column("GPU idle, ms", lambda step: step.idle_ms, ".2f"),
-        note=note,
+        note=phrase("explain-slowest-steps", shown=MOST_STEPS, steps=len(steps), hidden=hidden) if hidden else "",
     )
 
 
@@ -239,9 +238,8 @@ def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
     """What each cause costs; evidence and advice are messages."""
     step_ms = result.account.step_ms
 
-    title = "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them"
     return table(
-        title,
+        "Why the step is not faster, per step" if short else "Causes, by the speedup from fixing them",
         enumerate(result.causes, start=1),
         Column("Cause", lambda row: f"{row[0]}. {row[1].title}"),
         Column("Where", lambda row: row[1].where, drop=2),
@@ -327,7 +325,6 @@ def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
         "Exposed ms": sum(total.exposed_ms for total in rest),
     }
     from_ranks = any(total.waiting_from == "other ranks" for total in totals)
-    note = phrase("explain-waiting-of-ranks" if from_ranks else "explain-waiting")
     return table(
         "Collectives, per step",
         totals[:MOST_ROWS],
@@ -342,7 +339,7 @@ def collectives_table(totals: Sequence[CollectiveTotal]) -> Table:
         Column("Transfer ms", lambda total: None if total.waiting_ms is None else total.time_ms - total.waiting_ms, ",.3f"),
         Column("Algorithm GB/s", lambda total: total.algorithm_gbps, ",.1f"),
         Column("Bus GB/s", lambda total: total.bus_gbps, ",.1f"),
-        note=note,
+        note=phrase("explain-waiting-of-ranks" if from_ranks else "explain-waiting"),
         more=[sums] if rest else [],
         sparse=True,
     )
@@ -407,7 +404,6 @@ def idle_frames_table(result: ExplainResult) -> Table:
         "Idle ms": rest_ms,
         "Share of step": rest_ms / step_ms if step_ms else None,
     }
-    more = [rest] if frames and rest_ms > LEAST_REST * step_ms else []
     return table(
         "GPU idle time by CPU activity, per step",
         frames,
@@ -417,7 +413,7 @@ def idle_frames_table(result: ExplainResult) -> Table:
         Column("Idle ms", lambda frame: frame.time_ms, ",.3f"),
         Column("Share of step", lambda frame: frame.time_ms / step_ms, "%"),
         note=phrase("explain-idle-frames"),
-        more=more,
+        more=[rest] if frames and rest_ms > LEAST_REST * step_ms else [],
     )
 
 
@@ -445,11 +441,10 @@ def allocator_table(calls: Sequence[AllocatorCall]) -> Table:
 def memory_table(points: Sequence[MemoryPoint]) -> Table:
     """Memory over time: the maximum of each interval."""
     every = max(-(-len(points) // MOST_READINGS), 1)
-    shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
 
     return table(
         "Memory over time",
-        shown,
+        [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)],
         Column("ms", lambda point: point.time_ms, ",.2f"),
         Column("Allocated", lambda point: point.allocated, "B"),
         Column("Reserved", lambda point: point.reserved, "B"),
@@ -463,7 +458,6 @@ def ranks_table(result: ExplainResult) -> Table:
     def name(rank: RankTime) -> Cell:
         return Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank)
 
-    note = phrase("explain-waits") if result.straggler is not None else ""
     return table(
         "Ranks, per step",
         result.ranks,
@@ -475,6 +469,6 @@ def ranks_table(result: ExplainResult) -> Table:
         Column("Waits ms", lambda rank: rank.waiting_ms, ".2f"),
         Column("Last to arrive", lambda rank: rank.last_to_arrive, ".1f"),
         Column("Others wait for it ms", lambda rank: rank.delay_ms, ".2f"),
-        note=note,
+        note=phrase("explain-waits") if result.straggler is not None else "",
         sparse=True,
     )

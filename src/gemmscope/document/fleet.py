@@ -85,8 +85,7 @@ def _answer(view: FleetView) -> str:
         figures = ", ".join(f"{figure.name} {value_text(figure.center, figure)}" for figure in _main_figures(view))
         return phrase("fleet-one", kind=kind, figures=figures)
     if view.slow:
-        which = _counted(view.slow, f" of {of}", f" of {len(view.nodes)}")
-        return phrase("fleet-slow", which=which, outliers=_listed(view.slow))
+        return phrase("fleet-slow", which=_counted(view.slow, f" of {of}", f" of {len(view.nodes)}"), outliers=_listed(view.slow))
     limits = [figure.limit for figure in result.figures if figure.limit is not None]
     if not limits:
         return phrase("fleet-too-few", gpus=of, least=result.rule.least_gpus, slowest=_slowest(view))

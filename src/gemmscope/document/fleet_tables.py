@@ -132,10 +132,7 @@ def relative(value: Interval, figure: FleetFigure) -> Interval | None:
     center = figure.center.value
     if not 0 < center < math.inf or not 0 < value.value < math.inf:
         return None
-    if figure.higher_is_better:
-        return value.times(1 / center)
-    low, high = (center / end if end else None for end in (value.high, value.low))
-    return Interval(center / value.value, low, high)
+    return value.times(1 / center) if figure.higher_is_better else value.inverse(center)
 
 
 def times_of(standings: list[Standing]) -> list[Standing]:
@@ -208,9 +205,8 @@ def summary_table(view: FleetView) -> Table | None:
     compared = any(view.worst(gpu) is not None for gpu in listed)
     notes = [phrase("fleet-not-shown", gpus=units.counted(more, f"more {kind}"))] if more > 0 else []
     notes += [phrase("fleet-speed", kind=kind)] if compared else []
-    title = f"{kind}s, slowest first" if compared else f"{kind}s"
     shown = table(
-        title,
+        f"{kind}s, slowest first" if compared else f"{kind}s",
         listed,
         Column(kind, lambda gpu: gpu.place),
         Column("Outlier", verdict),

@@ -73,6 +73,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         return forecast_sweep_document(result, name)
     first, several = result.gpus[0], len(result.gpus) > 1
     answer, because = _answer(result)
+    software = [entry.text for entry in first.findings if entry.code == "step-software"]
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
     both = [] if first.linears.bare else [_main_table(result.gpus), cost_table(_steps(result.gpus), phrase("no-restarts"))]
     titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
@@ -83,10 +84,10 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         subject=subject(result.model, result.run, first.linears.cases),
         where=f"{', '.join(gpu.gpu for gpu in result.gpus) if several else first.title}, FORECAST",
         answer=answer,
-        because=because,
+        because=(*because, *(software if several else [])),
         key_figures=step_figures(first.step) if first.step is not None and not several else (),
         summary=_summary(result),
-        context=tuple(_context(result)),
+        context=(*_context(result), *(software if not several else [])),
         sections=(*sections({"Summary": both}), *own),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
         facts={"Method": _method(result)},
@@ -116,7 +117,6 @@ def _context(result: ForecastResult) -> Iterator[str]:
         batch += f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
         yield phrase("forecast-layout", gpus=step.gpus, batch=batch, sharing=_sharing(result.run))
     yield phrase(f"clocks-{result.state}")
-    yield from (finding.text for gpu in result.gpus[:1] for finding in gpu.findings if finding.code == "step-software")
 
 
 def _sharing(run: RunSpec) -> str:
@@ -265,10 +265,9 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
 def _pairs(step: StepTimes, prefix: str) -> Table:
     """Every low precision over every other: which of them are too close to call."""
 
-    pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
     return table(
         f"{prefix}FORECAST: recipes compared with each other: speedup of the training step",
-        pairs,
+        combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2),
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         Column("Speedup [90% error bar]", lambda pair: called_cell(step.speedup(pair[1], pair[0])), "x"),
@@ -281,9 +280,8 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
     first = gpu.memory[0]
     staged = first.stage or first.in_flight > 1
     where = phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight) if staged else ""
-    title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
     return table(
-        title,
+        f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}",
         MEMORY_USES,
         Column("Use", MEMORY_USES.get),
         *across(gpu.memory, lambda use, memory: getattr(memory, use), "B", head=lambda memory: memory.recipe),
@@ -298,9 +296,8 @@ def _exchanged(step: StepTimes, prefix: str) -> Table | None:
     if not time.exchanged:
         return None
 
-    title = f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})"
     return table(
-        title,
+        f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})",
         time.exchanged,
         Column("Exchange", lambda one: phrase(f"exchange-{one.kind}")),
         Column("Over", lambda one: "CPU link" if one.kind == "offload" else "network" if one.crosses else "NVLink"),

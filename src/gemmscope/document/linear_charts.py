@@ -101,10 +101,8 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
 
 def rate(case: Case, cell: OpTime) -> Interval:
     """TFLOP/s of a whole op; a shorter time is a higher rate."""
-    work, time = case.flops * len(case.passes) / 1e9, cell.total_ms
-    low = work / time.high if time.high else None
-    high = work / time.low if time.low and time.low > 0 else None
-    return Interval(work / time.value, *((low, high) if low is not None and high is not None else (None, None)))
+    rate = cell.total_ms.inverse(case.flops * len(case.passes) / 1e9)
+    return rate if rate.known else Interval(rate.value)
 
 
 def op_facts(

@@ -1,6 +1,6 @@
 """The linears of a bench or a forecast as parts of a Document: the answer, tables and charts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, combinations
 from typing import Any
@@ -43,7 +43,7 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     if not linears.ops:
         return phrase("nothing-measured"), ()
     if linears.bare:
-        return _answer_of_gemms(linears, where), ()
+        return _answer_of_gemms(linears, where), tuple(_with_quantization(linears))
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
     about = {"baseline": BASELINE, "what": phrase(f"linears-of-{mode}"), "where": where}
     winner = linears.winners.get(mode)
@@ -83,8 +83,7 @@ def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
 def _answer_of_gemms(linears: Linears, where: str) -> str:
     mode = linears.modes[-1]
     about: dict[str, Any] = {"shapes": len(linears.cases), "where": where}
-    pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
-    gains = {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
+    gains = _gains(linears, mode)
     if not gains:
         return phrase("gemms-without-speedup", **about)
     name, op = max(gains, key=lambda pair: gains[pair].value)
@@ -92,6 +91,22 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
     uncertain = gain.includes_one or gain.below_one
     code = "gemms-uncertain" if uncertain else "gemms-fastest"
     return phrase(code, baseline=BASELINE, best=f"{op} in {name}, {units.speedup(gain)}, {mode}", **about)
+
+
+def _gains(linears: Linears, mode: Mode) -> dict[tuple[str, str], Interval]:
+    """The speedups of bare GEMMs, by recipe and op."""
+    pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
+    return {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
+
+
+def _with_quantization(linears: Linears) -> Iterator[str]:
+    """What is left of the speedups of bare GEMMs where training quantizes their inputs."""
+    if linears.modes[-1] != "autocast" and "autocast" in linears.modes and (gains := _gains(linears, "autocast")):
+        least, most = (
+            f"{op} in {name}, {units.speedup(gains[name, op])}"
+            for name, op in (choose(gains, key=lambda pair: gains[pair].value) for choose in (min, max))
+        )
+        yield phrase("gemms-with-quantization", least=least, most=most)
 
 
 def _what(linears: Linears, mode: Mode) -> str:
@@ -173,15 +188,13 @@ def linears_summary(linears: Linears) -> Table | None:
     bar = "90% error bar" if linears.forecast else "95% interval"
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(largest)
-    note = phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else ""
-    title = f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}"
     return table(
-        title,
+        f"Speedup of every {what} over {BASELINE}, {mode} (± {bar})" if names else f"Time of every {what}, {mode}",
         [case for case in linears.cases if case.op in largest],
         Column(first, lambda case: case.op),
         Column(times, baseline, "ms", drop=1),
         *across(names, lambda case, name: _short_speedup(linears, mode, name, case.op), "x"),
-        note=note,
+        note=phrase("not-shown", rows=units.counted(left_out, f"smaller {what}")) if left_out else "",
         more=sums,
     )
 
@@ -243,10 +256,9 @@ def _kept(linears: Linears, name: str) -> float | None:
 
 def _pairs(linears: Linears, start: str) -> Table:
 
-    pairs = combinations([name for name in linears.recipes if name != BASELINE], 2)
     return table(
         f"{start}Recipes compared with each other: speedup of all linears",
-        pairs,
+        combinations([name for name in linears.recipes if name != BASELINE], 2),
         Column("Recipe", lambda pair: pair[1]),
         Column("Over", lambda pair: pair[0]),
         *across(linears.modes, lambda pair, mode: _pair(linears, mode, pair), "x", head=MODE_TITLES.__getitem__),
@@ -278,11 +290,9 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
     """Milliseconds and TFLOP/s of every pass and op, then the sums."""
     bare, names = linears.bare, linears.columns(mode)
 
-    rows = [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))]
-    title = f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)"
     return table(
-        title,
-        rows,
+        f"{start}{MODE_TITLES[mode]}: time of every {'GEMM' if bare else 'pass'} (ms, TFLOP/s in brackets)",
+        [(case, one) for case in linears.cases for one in (case.passes if len(case.passes) == 1 else (*case.passes, None))],
         Column("Op", lambda row: row[0].op, when=not bare),
         Column("Pass", lambda row: row[1] or ALL, when=not bare),
         Column("M x K x N", lambda row: row[0].op if bare else _shape(*row)),

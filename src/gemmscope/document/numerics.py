@@ -31,6 +31,7 @@ from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.numerics import Mix, NumericsResult, RecipeError
 
+MOSTLY = 0.75  # of the FLOPs
 SYNTHETIC = "SYNTHETIC"
 KINDS = {"recording": "recorded tensors", "checkpoint": "the weights of a checkpoint", "synthetic": "SYNTHETIC tensors"}
 
@@ -43,7 +44,7 @@ def numerics_document(result: NumericsResult, name: str = "") -> Document:
     speeds = f", with speeds on {result.speed_gpu}" if result.speed_of else ""
     where = f"{SYNTHETIC} tensors" if synthetic else "errors only"
     tags = [f"{SYNTHETIC} tensors" if synthetic else "", "speeds are a FORECAST" if forecast else ""]
-    advised = mixed is not None and mixed.settings and chosen is not None and not _too_close(chosen)
+    advised = mixed is not None and mixed.settings and chosen is not None and not (_too_close(chosen) or _mostly_baseline(chosen))
     return Document(
         kind="numerics",
         title=phrase(f"numerics-title-{result.source}", name=result.name) + speeds + (" (FORECAST)" if forecast else ""),
@@ -148,6 +149,11 @@ def _too_close(chosen: Mix) -> bool:
     return chosen.speedup is not None and chosen.speedup.known and not chosen.speedup.above_one
 
 
+def _mostly_baseline(chosen: Mix) -> bool:
+    """Whether a mix without a known speed leaves so little in low precision that it is not worth its settings."""
+    return chosen.speedup is None and chosen.higher == BASELINE and chosen.kept_share > MOSTLY
+
+
 def _gain(speedup: Interval | None) -> float:
     return speedup.value if speedup is not None else 0.0
 
@@ -192,6 +198,8 @@ def _below_bound(result: NumericsResult, chosen: Mix | None, bound: float) -> st
         return phrase("numerics-use-baseline" if smallest.error <= bound else "numerics-only-baseline", **about)
     if _too_close(chosen):
         return phrase("numerics-stay", **about)
+    if _mostly_baseline(chosen):
+        return phrase("numerics-mostly-baseline", share=chosen.kept_share, **about)
     return phrase("numerics-fastest-mix" if result.speed_of else "numerics-fewest-bits", **about)
 
 

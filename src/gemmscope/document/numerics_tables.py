@@ -327,10 +327,9 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
 
 def stale_table(result: NumericsResult, marked: str) -> Table:
     """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
-    rows = sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative)
     return table(
         f"{marked}Delayed scaling on recorded steps",
-        rows,
+        sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative),
         Column("Linear", lambda stale: stale.name),
         Column("Tensor", lambda stale: stale.tensor),
         Column("Maximum over history", lambda stale: Cell(f"{stale.growth:.2f}x", stale.growth), "x"),
@@ -360,10 +359,9 @@ def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
 
 def loss_table(result: NumericsResult, marked: str) -> Table:
     """How much each recipe changes the loss of one batch."""
-    rows = [row for row in result.depth if row.loss is not None]
     return table(
         f"{marked}At the end of the model",
-        rows,
+        [row for row in result.depth if row.loss is not None],
         Column("Recipe", lambda row: row.recipe),
         Column("Error of the last layer", lambda row: row.forward[-1] if row.forward else None, "error"),
         Column("Loss with the recipe minus without", lambda row: row.loss, "+.2g"),

@@ -9,7 +9,7 @@ from math import ceil
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment
-from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, phrase, same_model, sections, subject
+from gemmscope.document.common import command_facts, model_facts, phrase, same_model, sections, subject
 from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section
 from gemmscope.document.palette import part_key
 from gemmscope.document.plan_tables import (
@@ -29,10 +29,13 @@ from gemmscope.document.plan_tables import (
 from gemmscope.document.sweep_tables import spread
 from gemmscope.document.table import grouped
 from gemmscope.model.spec import RunSpec
+from gemmscope.options.declare import options_of
+from gemmscope.options.job import ModelOptions, OverlapOptions, SystemOptions
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
 MOST_PLACES = 14  # along the axis of memory
-SETTINGS = ("network", "nvlink_domain", "state")  # options of the command that the next one needs too
+KEPT = (*options_of(ModelOptions, SystemOptions, OverlapOptions), "imbalance", "state")
+"""The options of the command that the next one needs too."""
 
 
 def plan_document(result: PlanResult, name: str = "") -> Document:
@@ -90,7 +93,7 @@ def _safe_text(point: PlanPoint) -> list[str]:
     """If the memory of the best layout is tight: the fastest layout for which it is not."""
     if not point.layouts[0].tight:
         return []
-    safe = next((layout for layout in point.layouts if not layout.tight), None)
+    safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]
     return [phrase("plan-safe", layout=layout_name(safe), rate=plain_rate(safe.tokens_per_s), memory=safe.memory_gb)]
@@ -265,7 +268,7 @@ def _next_command(result: PlanResult) -> str:
         options |= {"price": f"{result.price:g}"} if result.price is not None else {}
     flags = ["--sequence-parallel"] if run.sequence_parallel else []
     arguments = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
-    return same_model("forecast", result, shlex.join(arguments), (*MODEL_NAMES, *SETTINGS))
+    return same_model("forecast", result, shlex.join(arguments), KEPT)
 
 
 def _typed(tokens: float) -> str:

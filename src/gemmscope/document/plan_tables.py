@@ -48,12 +48,8 @@ def plain_rate(rate: Interval) -> str:
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
     """Days for the whole run, or for a billion tokens."""
-    rate = layout.tokens_per_s
     tokens = result.tokens if result.tokens is not None else 1e9
-    day = tokens / result.gpus / 86400
-    return Interval(
-        day / rate.value, day / rate.high if rate.high is not None else None, day / rate.low if rate.low is not None else None
-    )
+    return layout.tokens_per_s.inverse(tokens / result.gpus / 86400)
 
 
 def money(result: PlanResult, layout: PlanLayout) -> Interval:
@@ -73,10 +69,9 @@ def summary(result: PlanResult) -> Table | None:
     shown = shown[:MOST_ROWS]
     notes = [phrase("plan-part-of-front", shown=len(shown), front=len(front))] if len(shown) < len(front) else []
     notes += [phrase("plan-close-mark")] if any(layout.close for layout in shown) and not _has_cost(result) else []
-    title = "Pareto front: the fastest layouts for a given memory [90% error bar]"
 
     return table(
-        title,
+        "Pareto front: the fastest layouts for a given memory [90% error bar]",
         shown,
         *_names(1, 1),
         *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2}),
@@ -132,11 +127,10 @@ def _short(amount: Interval) -> Cell:
 
 def _speed(layout: PlanLayout) -> Cell:
     """Relative to the best, marked where it is too close to call."""
-    ratio = layout.slowdown
-    if ratio is None:
+    if layout.slowdown is None:
         return Cell("best", 1.0)
-    low, high = (1 / end if end else None for end in (ratio.high, ratio.low))
-    return Cell(f"{1 / ratio.value:.2f}{'?' if layout.close else ''}", 1 / ratio.value, low, high)
+    speed = layout.slowdown.inverse()
+    return estimated(f"{speed.value:.2f}{'?' if layout.close else ''}", speed)
 
 
 def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
@@ -199,6 +193,7 @@ def _remarks(layout: PlanLayout) -> str | None:
         "too close to call": layout.close,
         "host-bound": layout.host_bound,
         "memory is tight": layout.tight,
+        "may not fit": layout.may_not_fit,
         f"layers {','.join(map(str, layout.pp_layers or ()))}": bool(layout.pp_layers),
     }
     return ", ".join(remark for remark, applies in remarks.items() if applies) or None

@@ -65,10 +65,9 @@ def _summary(result: ShapesResult) -> Table:
     shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
 
     left_out = f" {phrase('not-shown', rows=units.counted(len(ops) - len(shown), 'smaller op'))}" if len(ops) > len(shown) else ""
-    rows = [gemms for op, gemms in ops.items() if op in shown]
     return table(
         "GEMMs of one micro-batch on one rank",
-        rows,
+        [gemms for op, gemms in ops.items() if op in shown],
         Column("Op", lambda gemms: gemms[0].op),
         Column("Forward M x K x N", lambda gemms: gemms[0].shape),
         Column("Passes", lambda gemms: ", ".join(dict.fromkeys(gemm.pass_name for gemm in gemms)), drop=3),

@@ -198,7 +198,7 @@ def _method(result: StepResult) -> Facts:
         ("torch.compile", settings.compile),
         ("optimizer", settings.optimizer if result.ran != "stack" else ""),
         ("bursts", phrase("step-bursts", keep=settings.keep_ms, drop=settings.drop_ms)),
-        ("samples", phrase("step-samples", count=count, variants=len(result.variants))),
+        ("samples", phrase("step-samples", count=count, variants=len(result.variants)) if count else ""),
         ("duration", ", ".join(f"{purpose} {seconds:g} s" for purpose, seconds in result.seconds.items())),
         ("intervals", phrase("step-intervals")),
         *command_facts(result),

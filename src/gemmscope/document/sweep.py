@@ -25,12 +25,12 @@ def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
-    answers = [sweep_answer(sweep) for sweep in result.sweeps]
-    answer, because = answers[0]
-    several = len(answers) > 1
+    best_first = sorted(result.sweeps, key=lambda sweep: -max(map(speedup_of, sweep.points), default=0.0))
+    (answer, because), *others = map(sweep_answer, best_first)
+    several = bool(others)
     if several:
-        answer = phrase("sweep-of-gpus", points=count, gpus=len(answers))
-        because = [sentence.removeprefix(phrase("forecast")) for sentence, _ in answers]
+        sentences = [sentence.removeprefix(phrase("forecast")) for sentence, _ in others]
+        because = [sentence[:1].upper() + sentence[1:] for sentence in sentences]
     replicas = phrase("sweep-replicas", dp=result.dp) if result.dp > 1 else ""
     return Document(
         kind="forecast",
@@ -138,7 +138,8 @@ def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     gaining = [point for point in possible if point.gains]
     close = sum(bool(point.winner and point.winner.rivals) for point in gaining)
     at_some = phrase("sweep-close", points=close) if close else ""
-    count = f"{len(gaining):,} of {units.counted(len(possible), about_sweep(sweep, 'possible'))}"
+    count = units.counted(len(possible), about_sweep(sweep, "possible"))
+    count = f"all {count}" if len(gaining) == len(possible) > 1 else f"{len(gaining):,} of {count}"
     because = [phrase("sweep-gaining", line=about_sweep(sweep, "line"), count=count, close=at_some, **about)]
     if len(sweep.sizes) == 1 and sweep.break_even:
         because.append(phrase("sweep-begins", faster=about_sweep(sweep, "faster"), begins=_begins(sweep)))

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from gemmscope import units
 from gemmscope.document.common import phrase
-from gemmscope.document.table import Cell, Column, Table, across, grouped, table
+from gemmscope.document.table import Cell, Column, Table, across, grouped, rate_cell, table
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint, Swept
 
@@ -64,17 +64,13 @@ def _rate(point: SweepPoint) -> float | None:
 
 
 def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
-    """One size: a row for each point, or as many as fit a screen. Two sizes: the plane of one GPU, or the best point of each."""
+    """One size: a row for each point, or as many as fit a screen. Two sizes: the plane of every GPU, or of the first mode."""
     if not any(sweep.points for sweep in sweeps):
         return None
     first, measured = sweeps[0], isinstance(sweeps[0], MeasuredSweep)
-    if len(first.sizes) == 2 and (len(sweeps) == 1 or measured):
-        return _plane(first)
-    one = len(first.sizes) == 1
-    if one:
-        rows = [(sweep, point) for sweep in sweeps for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))]
-    else:
-        rows = [(sweep, max(sweep.points, key=speedup_of)) for sweep in sweeps if sweep.points]
+    if len(first.sizes) == 2:
+        return _planes([first] if measured else sweeps)
+    rows = [(sweep, point) for sweep in sweeps for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))]
     of_point: list[Column[SweepPoint]] = [
         *across(first.sizes, lambda point, size: point.values[size], "d"),
         Column("Best recipe", lambda point: point.winner.best if point.winner else Cell(_why_not(point), level="warning")),
@@ -82,26 +78,30 @@ def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
         Column(
             "Too close to call",
             lambda point: ", ".join(point.winner.rivals) or None if point.winner else None,
-            drop=3 if one else 0,
+            drop=3,
         ),
         Column("Host-bound", lambda point: _few_host_bound(point) if point.winner else None, drop=1),
-        Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2 if one else 0),
-        Column("Tokens/s/GPU", lambda point: point.tokens_per_s if point.winner else None, ",.0f", drop=5),
+        Column(_time_head(first), lambda point: point.baseline_ms if point.winner else None, "ms", drop=2),
+        Column("Tokens/s/GPU", lambda point: _tokens(point) if point.winner else None, ",.0f", drop=5),
         Column("Memory GB", lambda point: point.memory_gb if point.winner else None, ".0f", drop=4),
         Column("TFLOP/s", _rate, "TFLOP/s", when=measured),
     ]
 
     total = sum(len(sweep.points) for sweep in sweeps)
     shown = phrase("sweep-rows" if len(sweeps) > 1 else "sweep-points", shown=len(rows), points=total)
-    title = about_sweep(first, "summary") if one else "The largest speedup of every GPU [90% error bar]"
     return table(
-        title,
+        about_sweep(first, "summary"),
         rows,
         Column("Mode" if measured else "GPU", lambda row: about_sweep(row[0], "name"), when=len(sweeps) > 1),
         *(column.of(itemgetter(1)) for column in of_point),
-        note=shown if one and len(rows) < total else "",
-        sparse=one,
+        note=shown if len(rows) < total else "",
+        sparse=True,
     )
+
+
+def _tokens(point: SweepPoint) -> Cell | None:
+    """The rate of the best recipe, whose time is known about as well as that in BF16."""
+    return rate_cell(point.tokens_per_s, point.baseline_ms.half_width) if point.tokens_per_s and point.baseline_ms else None
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
@@ -132,27 +132,30 @@ def _few_host_bound(point: SweepPoint) -> str | None:
     return units.counted(len(point.host_bound), "recipe") if names is not None and names.count(",") > 1 else names
 
 
-def _plane(sweep: GpuSweep) -> Table:
-    """The best recipe as a letter with its speedup, for the values of both sizes."""
-    down, right = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
-    by_values = {tuple(point.values[size] for size in sweep.sizes): point for point in sweep.points}
-    rows = [down[place] for place in spread(len(down), MOST_ROWS)]
+def _planes(sweeps: Sequence[GpuSweep]) -> Table:
+    """The best recipe as a letter with its speedup, for the values of both sizes; one GPU after the other."""
+    first, points = sweeps[0], [point for sweep in sweeps for point in sweep.points]
+    down, right = (sorted({point.values[size] for point in points}) for size in first.sizes)
+    by_values = {(sweep.gpu, *(point.values[size] for size in first.sizes)): point for sweep in sweeps for point in sweep.points}
+    rows = [(sweep.gpu, down[place]) for sweep in sweeps for place in spread(len(down), max(MOST_ROWS // len(sweeps), 3))]
     shown = [right[place] for place in spread(len(right), MOST_ACROSS)]
     numbers = count(1)
     of_recipes = {name: known.letter for name, known in recipes().items()}
-    letters = {name: of_recipes.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
+    names = dict.fromkeys(name for sweep in sweeps for name in (BASELINE, *sweep.recipes))
+    letters = {name: of_recipes.get(name) or str(next(numbers)) for name in names}
 
-    winners = [point.winner for point in sweep.points if point.winner is not None]
+    winners = [point.winner for point in points if point.winner is not None]
     legend = [f"{letters[name]} = {name}" for name in dict.fromkeys(winner.best for winner in winners)]
     legend += ["? = too close to call"] if any(winner.rivals for winner in winners) else []
-    legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
-    left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(sweep.points) else ""
+    legend += ["h = host-bound"] if any(map(_bound, points)) else []
+    left_out = f" {phrase('sweep-some-points')}" if len(rows) * len(shown) < len(points) else ""
 
     return table(
-        f"{about_sweep(sweep, 'plane')}; columns: {sweep.sizes[1]}",
+        f"{about_sweep(first, 'plane')}; columns: {first.sizes[1]}",
         rows,
-        Column(sweep.sizes[0], lambda row: row, "d"),
-        *across(shown, lambda row, value: _field(by_values.get((row, value)), letters), "x"),
+        Column("GPU", lambda row: row[0], when=len(sweeps) > 1),
+        Column(first.sizes[0], lambda row: row[1], "d"),
+        *across(shown, lambda row, value: _field(by_values.get((*row, value)), letters), "x"),
         note=f"{', '.join(legend)}.{left_out}",
     )
 
@@ -188,7 +191,7 @@ def points_table(sweep: GpuSweep) -> Table:
         *across(sweep.sizes, lambda point, size: point.values[size], "d"),
         Column(_time_head(sweep), lambda point: point.baseline_ms, "ms"),
         *across(low, lambda point, name: point.speedups.get(name), "x"),
-        Column("Tokens/s/GPU, best", lambda point: point.tokens_per_s, ",.0f"),
+        Column("Tokens/s/GPU, best", _tokens, ",.0f"),
         Column("Memory GB, best", lambda point: point.memory_gb, ".0f"),
         Column("Largest speedup", lambda point: point.winner.speedup if point.winner else None, "x"),
         Column("Best", lambda point: point.winner.best if point.winner else None),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from gemmscope import units
+from gemmscope import grouping, units
 from gemmscope.findings import Level
 from gemmscope.interval import Interval
 
@@ -189,10 +189,7 @@ def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, tuple[Item, ...]]:
     >>> grouped([("a", 1), ("b", 2), ("a", 3)])
     {'a': (1, 3), 'b': (2,)}
     """
-    groups: dict[Key, list[Item]] = {}
-    for key, item in pairs:
-        groups.setdefault(key, []).append(item)
-    return {key: tuple(items) for key, items in groups.items()}
+    return {key: tuple(items) for key, items in grouping.grouped(pairs).items()}
 
 
 def across(

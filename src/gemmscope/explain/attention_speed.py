@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
@@ -14,7 +14,7 @@ from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precisions
-from gemmscope.results.explain import AttentionTotal, Cause
+from gemmscope.results.explain import AttentionPass, AttentionTotal, Cause
 from gemmscope.toml import load_data
 
 RATES: list[dict[str, Any]] = load_data("gemmscope.explain", "attention.toml")["rate"]
@@ -34,15 +34,13 @@ CAUSAL_AT = {"aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product
              "aten::_cudnn_attention_forward": 9, "aten::_efficient_attention_forward": 11}  # fmt: skip
 FLASH_TEMPLATE = re.compile(r"_traits<.*?>\s*>?, ?(?:\(bool\))?(?:true|false|0|1), ?(?:\(bool\))?(true|false|0|1)")
 
-PassName = Literal["forward", "backward", ""]
-
 
 @dataclass(frozen=True)
 class _Key:
     """What the kernels of one row have in common."""
 
     backend: str
-    pass_name: PassName
+    pass_name: AttentionPass
     shape: tuple[int, int, int, int, int] | None = None  # batch, heads, queries, keys, head size
     causal: bool | None = None
     precision: str = ""
@@ -104,7 +102,7 @@ def _key(item: TimedWork) -> _Key | None:
     forward = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
     backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)
     chosen = backward or forward
-    pass_name: PassName = "forward" if chosen is not None or FORWARD.search(name) else ""
+    pass_name: AttentionPass = "forward" if chosen is not None or FORWARD.search(name) else ""
     pass_name = "backward" if backward is not None or BACKWARD.search(name) else pass_name
     types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
     precision = next((known.in_traces for known in PRECISIONS if known.torch_type in types), "")
@@ -149,7 +147,7 @@ def _math_key(item: TimedWork) -> _Key | None:
     keys, head = (n, k) if n == m else (k, n) if k == m else (max(k, n), min(k, n))
     if batch < 2 or (head > LARGEST_HEAD and not inside):
         return None
-    phase: PassName = "forward" if pass_name in ("fprop", "recomputed") else "backward" if pass_name else ""
+    phase: AttentionPass = "forward" if pass_name in ("fprop", "recomputed") else "backward" if pass_name else ""
     return _Key(MATH, phase, (1, batch, m, keys, head), None, item.gemm.precision)
 
 

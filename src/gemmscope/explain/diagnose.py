@@ -1,9 +1,13 @@
 """The diagnosis of one trace: its account, its causes in the order of what fixing them would gain, the verdict, and each step
-beside the others: how long it took, what made it slow, and whether the steps fall into two groups."""
+beside the others: how long it took, what made it slow, and whether the steps fall into two groups. It can be written into
+a copy of the trace, on tracks of its own, for Perfetto and chrome://tracing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
@@ -15,14 +19,13 @@ from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
-from gemmscope.explain.trace_view import EXPOSED, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
+from gemmscope.explain.trace_file import EventStream, write_trace
+from gemmscope.explain.trace_view import ROW_TITLES, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
 from gemmscope.explain.work_class import UNKNOWN_PRECISION
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause, StepAccount, TracedStep
 
 OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
-
-
 GROUPS_APART = 1.5  # ratio of the shortest step of the slow group to the longest of the fast one
 SMALLEST_GROUP = 0.2  # of all steps
 MAIN_REASON = 0.1  # of a step's extra time: what takes less is not named
@@ -176,10 +179,10 @@ def _usual_times(times: Sequence[float]) -> list[float]:
 
 def _profile(view: TraceView, shares: Shares) -> dict[str, float]:
     """Milliseconds of one step by class of work and by reason of idle time."""
-    renamed = {"communication": EXPOSED, NOT_RECORDED: UNRECORDED}
+    titles = {**ROW_TITLES, NOT_RECORDED: UNRECORDED}
     work = ((view.work_classes[number].name, share) for number, share in shares.of.items())
     gaps = ((str(gap.why), gap.time) for gap in shares.gaps)
-    return {renamed.get(name, name): time / 1000 for name, time in add_up([*work, *gaps]).items()}
+    return {titles.get(name, name): time / 1000 for name, time in add_up([*work, *gaps]).items()}
 
 
 def step_findings(rows: Sequence[TracedStep]) -> Iterator[Finding]:
@@ -223,3 +226,38 @@ def two_groups(times: Sequence[float]) -> tuple[list[float], list[float]] | None
     if at is None or ordered[at] < GROUPS_APART * ordered[at - 1]:
         return None
     return ordered[:at], ordered[at:]
+
+
+PROCESS = "gemmscope diagnosis"
+NAMING = ("process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index")
+
+
+def events_of(diagnosis: TraceDiagnosis) -> Iterator[dict[str, Any]]:
+    """One track with the steps and one for each cause, in the time of the trace."""
+    zero = diagnosis.trace.zero_us + diagnosis.trace.skew_us
+    steps, verdict = diagnosis.view.steps.chosen, diagnosis.verdict.text
+    yield {"ph": "M", "name": "process_name", "pid": PROCESS, "tid": 0, "args": {"name": PROCESS}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": PROCESS, "tid": 0, "args": {"sort_index": -1}}
+    facts = {"verdict": verdict, **{name: f"{time:.3f} ms" for name, time in diagnosis.account.classes_ms.items()}}
+    for step in steps:
+        yield _event(f"{step.name}: {verdict}", zero + step.begin, step.time, "steps", facts)
+    for number, cause in enumerate(diagnosis.causes, start=1):
+        facts = {"cost": f"{cause.cost_ms:.2f} ms per step", "evidence": " ".join(proof.text for proof in cause.evidence)}
+        for begin, end, label in cause.spans or [(step.begin, step.end, cause.title) for step in steps]:
+            yield _event(label, zero + begin, end - begin, f"{number}. {cause.title}", facts)
+
+
+def _event(name: str, start: float, time: float, track: str, facts: dict[str, str]) -> dict[str, Any]:
+    return {"ph": "X", "cat": "gemmscope", "name": name, "pid": PROCESS, "tid": track, "ts": round(start, 3),
+            "dur": round(time, 3), "args": facts}  # fmt: skip
+
+
+def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
+    """All events of the trace, followed by the diagnosis; gzipped if the name ends in .gz.
+
+    Metadata that a viewer does not need is not copied: it may hold anything.
+    """
+    path, stream = Path(target), EventStream(diagnosis.trace.source)
+    events = chain(stream, events_of(diagnosis))
+    shown = (event for event in events if event.get("ph") != "M" or event.get("name") in NAMING)
+    write_trace(path, shown, stream.head, packed=path.suffix == ".gz")

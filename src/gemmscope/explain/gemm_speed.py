@@ -10,6 +10,7 @@ from gemmscope.explain.recorded_trace import as_list, as_table
 from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.gpu import UNHEALTHY_THROTTLING
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, GemmShapeTotal
@@ -17,7 +18,6 @@ from gemmscope.results.explain import Cause, GemmShapeTotal
 SLOW_CLOCK = 0.55  # of the highest clock
 SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
 IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
-BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 LOADED_BYTES = 16  # that tensor cores load at once
 TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
@@ -40,7 +40,7 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
     computing = [item for item in step.items if item.work_class.rank == 0]
     if clock is not None:
         mean, highest, reasons = clock
-        bad = [reason for reason in reasons if reason in BAD_REASONS]
+        bad = [reason for reason in reasons if reason in UNHEALTHY_THROTTLING]
         evidence = [finding("cause-throttle-reasons", reasons=bad)] if bad else []
         if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
             evidence = [finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])]

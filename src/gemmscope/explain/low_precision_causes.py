@@ -153,9 +153,8 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     layers = [item.scope.operators[-1].name if item.scope.operators else "" for item in casts]
     weights_ms = sum(item.share * shares.get(layer, shares[""]) for item, layer in zip(casts, layers, strict=True)) / 1000
     cost = weights_ms * (count - 1) / count
-    kernels = ", ".join(f"{number:.0f}" for number in counts[:8])
     evidence = [
-        finding("cause-casts-per-micro-batch", micro_batches=count, kernels=kernels),
+        finding("cause-casts-per-micro-batch", micro_batches=count, kernels=", ".join(f"{number:.0f}" for number in counts[:8])),
         finding("cause-weight-casts", tensors=per_gemm, weights_ms=weights_ms, repeated_ms=cost),
     ]
     forward = [item for item in step.casts if item.scope.phase == "forward"]

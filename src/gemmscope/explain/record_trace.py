@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -37,10 +38,14 @@ from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONCRETE, as_tab
 from gemmscope.explain.trace_file import EventStream, write_trace
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
-from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.training import Guard, known_keywords, own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
-PROFILER_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
+PROFILER_CALLS = {
+    "profiler": ("_prepare_profiler", "_enable_profiler", "_disable_profiler"),
+    "profiler_legacy": ("_enable_profiler_legacy", "_disable_profiler_legacy"),
+}
+"""The calls of torch's C++ code by which its profilers begin and end, by their module in `torch.autograd`."""
 PLAIN_STEPS = 5  # times of steps without the profiler that are kept: the last ones before the recording
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
 
@@ -61,6 +66,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     includes the rank.
     """
 
+    @known_keywords
     def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
         if not 1 <= steps <= MOST_STEPS or after < 0:
             raise ValueError(f"steps must be between 1 and {MOST_STEPS}, and after at least 0, got {steps=}, {after=}")
@@ -171,14 +177,19 @@ class _OtherProfilers:
         from torch.autograd import _profiler_enabled as profiler_enabled
         from torch.autograd import profiler
 
-        self._module, self._began, self._ours = profiler, began, False
+        self._began, self._ours = began, False
         # a profiler with a schedule may be prepared, and not run yet
         scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
         known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
         self.running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
-        self._calls = {name: getattr(profiler, name) for name in PROFILER_CALLS}
-        self._watched = {name: partial(self._called, name) for name in self._calls}
-        vars(profiler).update(self._watched)
+        self._calls: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+        for kind, names in PROFILER_CALLS.items():
+            with suppress(ImportError):  # not every version of torch has both
+                module = vars(import_module(f"torch.autograd.{kind}"))
+                self._calls += [(module, name, module[name]) for name in names]
+        self._watched = [partial(self._called, name, call) for _, name, call in self._calls]
+        for (module, name, _), watched in zip(self._calls, self._watched, strict=True):
+            module[name] = watched
 
     def ours(self, method: Callable[..., object], *arguments: object) -> None:
         """Call our own profiler."""
@@ -194,15 +205,15 @@ class _OtherProfilers:
             if own is not None:
                 self.ours(own.__exit__, None, None, None)
         finally:
-            calls = vars(self._module)
-            calls.update({name: call for name, call in self._calls.items() if calls[name] is self._watched[name]})
+            for (module, name, call), watched in zip(self._calls, self._watched, strict=True):
+                module[name] = call if module[name] is watched else module[name]
 
-    def _called(self, name: str, *arguments: Any, **settings: Any) -> Any:
+    def _called(self, name: str, call: Callable[..., object], *arguments: Any, **settings: Any) -> Any:
         if not self._ours:
-            self.running = name != "_disable_profiler"
+            self.running = not name.startswith("_disable")
             if self.running:
                 self._began()
-        return self._calls[name](*arguments, **settings)
+        return call(*arguments, **settings)
 
 
 class _Clock:

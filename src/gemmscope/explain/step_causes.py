@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
 from gemmscope.explain.timeline import Gap, incomplete_replays
-from gemmscope.explain.trace_view import EXPOSED, TimedWork, add_up
+from gemmscope.explain.trace_view import TITLES, TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import grouped
 from gemmscope.results.explain import Cause
@@ -19,8 +19,13 @@ EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
 BACKWARD_NAMES = ("bprop", "bwd", "backward", "Backward")
-# Parts of the step that low precision does not speed up: the share of GPU time from which on each is a cause, and what is usual
-DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25, 0.12), "rest": (0.40, 0.15)}
+# Parts that low precision does not speed up: the share of GPU time from which each is a cause, what is usual, and its classes
+DILUTIONS = {
+    "attention": (0.30, 0.15, ("attention",)),
+    "head": (0.30, 0.12, ("loss",)),  # and the GEMMs of the output head
+    "optimizer": (0.25, 0.12, ("optimizer",)),
+    "rest": (0.40, 0.15, ("norms", "activations", "elementwise", "embedding")),
+}
 
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
@@ -44,18 +49,16 @@ def _host_activities(step: StepEvidence) -> Iterator[Cause]:
             waiting = sum(any(gap.why == activity["name"] for gap in shares.gaps) for shares in step.view.shares)
             facts = {**step.time_facts(time), "waiting": waiting, "steps": step.view.count}
             evidence = finding("cause-host-activity", **facts, longest_ms=max(gap.time for gap in gaps) / 1000)
-            yield step.cause(
-                activity["cause"], time, [evidence, *_calls(step, activity["name"])], gaps=gaps, label=activity["name"]
-            )
+            yield step.cause(activity["cause"], time, [evidence, *_calls(step, activity)], gaps=gaps, label=activity["name"])
 
 
-def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
+def _calls(step: StepEvidence, activity: Mapping[str, str]) -> Iterator[Finding]:
     """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
     begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
-    inside = (call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end)
+    inside = (call for call in step.view.trace.host_work.get(activity["name"], ()) if begin <= call.start < end)
     calls = grouped((call.name, (call.end - call.start) / 1000) for call in inside)
     ordered, limit = sorted(calls.items(), key=lambda pair: -sum(pair[1])), LONG_CALL * step.step_ms
-    nested = activity != "memory allocation"  # annotations and functions of one activity are inside each other, calls are not
+    nested = "names" in activity  # annotations and functions of one activity are inside each other, calls are not
     for name, times in ordered[: 1 if nested else 2]:
         if sum(times) > LONG_CALL * sum(ordered[0][1]):
             facts = {"total_ms": sum(times), "longest_ms": max(times), "limit_ms": limit}
@@ -189,10 +192,10 @@ def _repeated_gemms_ms(step: StepEvidence) -> float:
 
 
 def _communication(step: StepEvidence) -> Iterator[Cause]:
-    exposed = step.account.classes_ms.get(EXPOSED, 0.0)
+    items, total = step.of_class("communication"), step.account.communication_ms
+    exposed = step.ms(items)
     if exposed <= WAITING * step.step_ms:
         return
-    items, total = step.of_class("communication"), step.account.communication_ms
     scales = any(item.work_class.facts.kernel_class == "update" for item in step.items)  # are updated: delayed scaling
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
     all_facts = {**step.time_facts(exposed), "total_ms": total, "hidden_share": step.account.hidden_ms / total}
@@ -220,25 +223,21 @@ def _dilution(step: StepEvidence) -> Iterator[Cause]:
     """Parts that low precision does not speed up. Their cost is the time beyond what is usual."""
     if not any(item.gemm.low for item in step.items):
         return
-    classes, step_ms = step.account.classes_ms, step.step_ms
     attention, head = step.of_class("attention"), [item for item in step.items if item.gemm.head]
-    attention_facts = [finding("cause-attention-kernels", kernels=step.per_step(attention))]
-    head_facts = [finding("cause-gemm-sizes", sizes=sizes)] if (sizes := sizes_of(head, 1)) else []
-    rest = ["norms", "activations", "elementwise", "embedding and indexing"]
-    parts: dict[str, tuple[float, list[TimedWork], list[str], list[Finding]]] = {
-        "attention": (step.ms(attention), attention, ["attention"], attention_facts),
-        "head": (step.ms(head) + classes.get("loss", 0.0), head, ["output head", "loss"], head_facts),
-        "optimizer": (classes.get("optimizer", 0.0), [], ["optimizer"], []),
-        "rest": (sum(classes.get(name, 0.0) for name in rest), [], rest, []),
+    sizes, step_ms, gemms_ms = sizes_of(head, 1), step.step_ms, step.ms(step.low)
+    known: dict[str, tuple[list[TimedWork], list[Finding]]] = {
+        "attention": (attention, [finding("cause-attention-kernels", kernels=step.per_step(attention))]),
+        "head": (head, [finding("cause-gemm-sizes", sizes=sizes)] if sizes else []),
     }
-    busy_ms, gemms_ms = step.account.busy_ms, step.ms(step.low)
-    for code, (time, items, names, details) in parts.items():
-        reported, usual = DILUTIONS[code]
-        if time > reported * busy_ms:
+    for code, (reported, usual, classes) in DILUTIONS.items():
+        kernels, details = known.get(code, ([], []))
+        items = {item.index: item for item in (*kernels, *(item for name in classes for item in step.of_class(name)))}.values()
+        time = step.ms(items)
+        if time > reported * step.account.busy_ms:
+            names = [*(["output head"] if code == "head" else []), *(TITLES[name] for name in classes)]
             evidence = [
                 finding("cause-not-sped-up", time_ms=time, step_ms=step_ms, share=time / step_ms, parts=names),
                 *details,
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
-            shortened = {item.index: item for item in (*items, *(item for name in names for item in step.of_class(name)))}
-            yield step.cause(code, time - usual * busy_ms, evidence, items, shortened=shortened.values())
+            yield step.cause(code, time - usual * step.account.busy_ms, evidence, kernels, shortened=items)

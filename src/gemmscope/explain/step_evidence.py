@@ -1,21 +1,24 @@
-"""What all searches for causes share: the evidence of a step, how fast its GPU can be, and how a cause is made from them."""
+"""What all searches for causes share: the evidence of a step, how fast its GPU can be, what recording it cost,
+and how a cause is made from them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from statistics import median
 from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.recording_cost import RecordingCost
+from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace_view import TimedWork, TraceView, largest_sums
+from gemmscope.explain.trace_view import HOST, TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
-from gemmscope.findings import Fact, Finding
+from gemmscope.findings import Fact, Finding, finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.grouping import grouped
+from gemmscope.parts import StepPart
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
@@ -318,3 +321,56 @@ def compute_capability(properties: dict[str, Any]) -> float | None:
     major, minor = properties.get("computeMajor"), properties.get("computeMinor", 0)
     whole = all(isinstance(part, int) and not isinstance(part, bool) and 0 <= part < 100 for part in (major, minor))
     return float(f"{major}.{minor}") if whole else None
+
+
+NOTICEABLE = 0.03  # of the step
+
+
+@dataclass(frozen=True)
+class RecordingCost:
+    """How much longer the recorded steps of a trace took than steps without the profiler, which slows launches. `trace_me` times
+    steps before it records; other traces only show which options were on."""
+
+    trace: RecordedTrace
+    account: StepAccount
+
+    @cached_property
+    def plain_ms(self) -> float | None:
+        """A step without the profiler; None where that was not timed."""
+        times = [time for time in as_list(self.trace.facts.get("plain_steps_ms")) if isinstance(time, (int, float)) and time > 0]
+        return median(times) if times else None
+
+    @property
+    def host_ms(self) -> float:
+        """The time in which the recorded step waits for launches."""
+        return self.account.parts_ms.get(HOST, 0.0)
+
+    @property
+    def excess_ms(self) -> float:
+        """The part of that which only the recorded step has; 0 where it is not known."""
+        return min(max(self.account.step_ms - (self.plain_ms or self.account.step_ms), 0.0), self.host_ms)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the step might be faster without the profiler, and nobody timed it."""
+        slows = bool(self.trace.slowing_options) and self.host_ms > NOTICEABLE * self.account.step_ms
+        return slows and self.plain_ms is None
+
+    @property
+    def step_ms(self) -> float:
+        """The step without what recording adds, as far as that is known."""
+        return self.account.step_ms - self.excess_ms
+
+    @property
+    def parts_ms(self) -> dict[StepPart, float]:
+        """The parts of that step."""
+        times = self.account.parts_ms
+        return times | {HOST: self.host_ms - self.excess_ms} if self.excess_ms else times
+
+    def findings(self) -> Iterator[Finding]:
+        """What recording changed in this trace, or may have changed."""
+        facts = {"step_ms": self.account.step_ms, "host_ms": self.host_ms}
+        if self.unknown:
+            yield finding("recording-may-slow", options=sorted(self.trace.slowing_options), **facts)
+        elif self.excess_ms > NOTICEABLE * self.account.step_ms:
+            yield finding("recording-slows", plain_ms=self.plain_ms or 0.0, excess_ms=self.excess_ms, **facts)

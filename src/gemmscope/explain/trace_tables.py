@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import inf
-from typing import Literal
 
 from gemmscope.explain.attention_speed import attention_rows
 from gemmscope.explain.collectives import collective_totals, collectives_of
@@ -14,25 +13,23 @@ from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_speed import gemm_shapes
 from gemmscope.explain.recorded_trace import Call, RecordedTrace
 from gemmscope.explain.step_evidence import StepEvidence
-from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace_view import TraceView, counted
-from gemmscope.results.explain import AllocatorCall, ExplainTables, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
+from gemmscope.explain.timeline import HOST_IDLE, SHORT_US, Gap
+from gemmscope.explain.trace_view import TITLES, TraceView, counted
+from gemmscope.results.explain import AllocatorCall, ExplainTables, FrameKind, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
 MOST_KERNELS = 20
 MOST_FRAMES = 15
 MOST_POINTS = 200
 MOST_OPEN = 200  # activities of the CPU at one moment
-SHORT_US = 10.0
 COVERED = 0.5  # of a gap: what the CPU did for that long explains it
 ALLOCATES = re.compile(r"^(cuda|hip|cu)(Malloc|Free|HostAlloc|HostFree|Mem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))")
 NOT_TELLING = ("ProfilerStep", "<built-in", "nccl:")
-FrameKind = Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
 
 
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
     """The kernels that take the most time."""
     times = counted((item.work.name, item.work.time) for item in step.items)
-    classes, steps = {item.work.name: item.name for item in step.items}, step.view.count
+    classes, steps = {item.work.name: TITLES[item.name] for item in step.items}, step.view.count
     return tuple(
         TopKernel(
             name=name, kernel_class=classes[name], count=count / steps, time_ms=time / 1000 / steps, mean_us=time / count,

@@ -22,13 +22,18 @@ EXPOSED: StepPart = "exposed communication"
 HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
 UNRECORDED = "GPU busy, kernels not recorded"
-ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", UNRECORDED, HOST, IDLE)
+TITLES = {name: CLASSES[name]["title"] if name in CLASSES else name for name in ORDER}
+ROW_TITLES = {**TITLES, "communication": EXPOSED}  # the time in which nothing else runs
+LAST_ROWS = ("communication", "other")
+ROWS = (
+    *(title for name, title in ROW_TITLES.items() if name not in LAST_ROWS), *(ROW_TITLES[name] for name in LAST_ROWS),
+    UNRECORDED, HOST, IDLE,
+)  # fmt: skip
 PARTS: dict[str, StepPart] = {
-    EXPOSED: EXPOSED,
     HOST: HOST,
     IDLE: IDLE,
     UNRECORDED: "other",
-    **{entry["name"]: entry["part"] for entry in CLASSES},
+    **{ROW_TITLES[name]: facts["part"] for name, facts in CLASSES.items()},
 }
 
 
@@ -136,8 +141,7 @@ def counted(pairs: Iterable[tuple[Key, float]]) -> dict[Key, tuple[int, float]]:
 def account_of(view: TraceView) -> StepAccount:
     """Milliseconds and counts per step."""
     count, items = view.count, view.items()
-    times = [(EXPOSED if item.name == "communication" else item.name, item.share / 1000 / count) for item in items]
-    classes = add_up(times)
+    classes = add_up((ROW_TITLES[item.name], item.share / 1000 / count) for item in items)
     busy_ms = sum(classes.values())
     idle = largest_sums((str(gap.why), gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
     classes[UNRECORDED] = unrecorded_ms = idle.pop(NOT_RECORDED, 0.0)
@@ -165,7 +169,7 @@ def account_of(view: TraceView) -> StepAccount:
         quantization_kernels=casts / count,
         low_gemms=sum(gemm.low for gemm in gemms) / count,
         kernels_per_gemm=(len(gemms) + casts) / len(gemms) if gemms else 0.0,
-        named_share=1 - classes.get("other", 0.0) / busy_ms if busy_ms else 0.0,
+        named_share=1 - classes.get(TITLES["other"], 0.0) / busy_ms if busy_ms else 0.0,
         unknown=_unknown([item for item in items if item.name == "other"], count),
     )
 

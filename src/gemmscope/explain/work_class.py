@@ -15,7 +15,7 @@ from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_shown, precisions
-from gemmscope.toml import load_data
+from gemmscope.toml import FactTable, load_data
 
 BF16, FP16, FP8, TF32, FP32 = (precisions()[name].in_traces for name in ("bf16", "fp16", "fp8", "tf32", "fp32"))
 MULTIPLIED = [known for known in precisions().values() if known.rates]
@@ -23,10 +23,10 @@ LOW = tuple(known.in_traces for known in MULTIPLIED if known.low)
 WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().values() if known.weight_only)
 UNKNOWN_PRECISION = "unknown precision"
 PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
-CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
+CLASSES: FactTable = load_data("gemmscope.explain", "classes.toml")["class"]
 OPERATOR_RULES: list[dict[str, str]] = load_data("gemmscope.explain", "operators.toml")["operator"]
-CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
-ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
+CLASS_NAMES = {kernel: name for name, facts in CLASSES.items() for kernel in facts["kernels"]}
+ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *CLASSES)
 CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")

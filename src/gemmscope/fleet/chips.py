@@ -119,6 +119,11 @@ class FigureColumn(Sample):
         """Of its logarithms as speeds: a time is slow where it is large."""
         return 1 if self.figure.unit == "x" else -1
 
+    def between(self, value: float, ends: tuple[float, float] | None) -> Interval:
+        """A value of the figure with the ends of its interval, which are logarithms of speeds."""
+        low, high = sorted(exp(self.sign * end) for end in ends) if ends is not None else (None, None)
+        return rounded(Interval(value, low, high))
+
     def interval(self, chip: int) -> Interval | None:
         """The figure of one chip, with its interval; None where it has none."""
         value, error, own = float(self.values[chip]), float(self.errors[chip]), self.ends[chip]

@@ -235,7 +235,7 @@ class _Group:
             noise = float(np.sqrt(np.mean(healthy**2))) if len(healthy) else 0.0
             spread = chip_spread(speeds[~outside], noise, column.freedom)
             test: RuleOutcome | None = self.calls.figures.get(figure.name)
-            center = self._center(column, speeds)
+            center, another = self._center(column, speeds), another_gpu(speeds, outside)
             yield FleetFigure(
                 name=figure.name,
                 unit=figure.unit,
@@ -248,7 +248,7 @@ class _Group:
                 lowest=float(column.values[known].min()),
                 highest=float(column.values[known].max()),
                 spread=rounded(spread) if spread is not None else None,
-                another=self._another(column, speeds, outside, center),
+                another=column.between(center.value, another) if another is not None else None,
                 noise=float(f"{typical_error(errors):.4g}") if np.isfinite(errors).any() else None,
                 noise_from=column.noise_from,
                 limit=float(f"{test.limit:.4g}") if test is not None else None,
@@ -258,22 +258,7 @@ class _Group:
         """The median; with fewer than six GPUs without an interval, and for a single GPU with its own."""
         if len(speeds) == 1 and (own := column.interval(int(np.flatnonzero(np.isfinite(column.values))[0]))) is not None:
             return own
-        ends = median_interval(speeds)
-        low, high = sorted(exp(column.sign * end) for end in ends) if ends is not None else (None, None)
-        return rounded(Interval(exp(column.sign * float(np.median(speeds))), low, high))
-
-    def _another(
-        self,
-        column: FigureColumn,
-        speeds: NDArray[np.float64],
-        outside: NDArray[np.bool_],
-        center: Interval,
-    ) -> Interval | None:
-        ends = another_gpu(speeds, outside)
-        if ends is None:
-            return None
-        low, high = sorted(exp(column.sign * end) for end in ends)
-        return rounded(Interval(center.value, low, high))
+        return column.between(exp(column.sign * float(np.median(speeds))), median_interval(speeds))
 
     def gpus(self, versions: Mapping[str, str], health: Mapping[str, int | str]) -> Iterable[FleetGpu]:
         """Every GPU, with what differs from the most common values."""

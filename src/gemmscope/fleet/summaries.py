@@ -17,13 +17,12 @@ from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import ModelResult, ModelSummary, Part
+from gemmscope.results.base import UNCOMPARED_SETTINGS, ModelResult, ModelSummary, Part
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.fleet import GpuCondition
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepResult, StepSettings, StepTimes
 
-UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight", "host")
 LARGEST = 1e30  # of a number in a result
 MOST_FINDINGS = 20
 MOST_TEXTS = 60  # versions, facts
@@ -182,8 +181,7 @@ def _step_figures(view: RunView) -> Iterator[SummaryFigure]:
     if view.step is None or view.kind != "step":
         return
     for time in view.step.recipes:
-        flops = time.model_tflops * 1e12 * time.step_ms.value / 1000
-        yield _figure(time.recipe, "step", time.step_ms, flops=flops)
+        yield _figure(time.recipe, "step", time.step_ms, flops=time.model_tflops * 1e12 * time.step_ms.value / 1000)
         if time.speedup is not None and time.recipe != BASELINE:
             yield _figure(time.recipe, "speedup", time.speedup)
 

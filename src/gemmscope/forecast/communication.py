@@ -25,6 +25,7 @@ from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart
+from gemmscope.results.step import ExchangeKind
 from gemmscope.toml import load_data
 from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
@@ -33,7 +34,6 @@ SLOWEST_GBPS, FASTEST_GBPS = 0.001, 10_000
 FORWARD, BACKWARD = 1 / 3, 2 / 3  # of a micro-batch's time
 BOTH = FORWARD + BACKWARD
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
-ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
 network_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/network.toml"))
 """The table of networks."""
 _collectives = cache(partial(load_data, "gemmscope.forecast", "coefficients/collectives.toml"))

@@ -13,7 +13,7 @@ from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.stacks import SoftwareStack, stack
+from gemmscope.forecast.stacks import Software, reference
 from gemmscope.forecast.training import (
     Quantizing,
     facts,
@@ -85,18 +85,18 @@ class Forecaster:
         cache_weights: bool = False,
         measured: Calibration | None = None,
         forward_only: bool = False,
-        software: SoftwareStack | None = None,
+        software: Software | None = None,
     ) -> None:
         """`forward_only`: a linear that runs forward alone quantizes its weight for that direction. `software`: it runs steps."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
-        self.software = software or stack(None)
+        self.software = software or reference(chip)
         self._forward_only = forward_only
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
         self._uncertainty = uncertainty_of("quantize", chip)
 
-    def running(self, software: SoftwareStack) -> "Forecaster":
+    def running(self, software: Software) -> "Forecaster":
         """The same chip and GEMMs with other software around them."""
         other = copy(self)
         other.software = software
@@ -216,9 +216,8 @@ class Forecaster:
                 shared += time_ms * shared_part
                 least += time_ms * least_share
             if quantizes:
-                share = costs.in_step * count
-                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
-                weights += costs.time_ms(case.weights) * share
+                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * count * (2 + runs) / 3
+                weights += costs.time_ms(case.weights) * count
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
         return LinearTimes(gemms, least, *casts)

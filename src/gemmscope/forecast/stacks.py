@@ -1,9 +1,17 @@
-"""The software that runs a step: how much longer each part takes than in NVIDIA's current software, and how certain that is."""
+"""The software that runs a step: multipliers on what the hardware model says, each with a mean and a spread.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from math import hypot, log2
+The reference is NVIDIA's current software, which the coefficients of GEMMs, casts and all other ops describe. Another stack
+multiplies parts of the step, and an unnamed one is the mixture of all stacks that run on the GPU. `coefficients/stacks.toml` is
+the one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import exp, hypot, log, log2, sqrt
+from statistics import NormalDist, mean, pvariance
 from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
@@ -11,42 +19,149 @@ from gemmscope.forecast.communication import Exposed
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.parts import StepPart
+from gemmscope.recipe.frameworks import frameworks
+from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.toml import load_data
 
-USUAL = "nvidia"
+REFERENCE, MIXTURE = "nvidia", "unnamed"
 WAITING: StepPart = "exposed communication"
+CHANGED = ("GEMMs", "quantization")
 SCALES_FROM = 8  # GPUs
+HALF_WIDTHS = NormalDist().inv_cdf(0.95)  # of a 90% error bar, in standard deviations
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """A factor on the time of something: the mean and the variance of its logarithm."""
+
+    log: float = 0.0
+    variance: float = 0.0
+
+    @cached_property
+    def factor(self) -> float:
+        return exp(self.log)
+
+    @cached_property
+    def half_width(self) -> float:
+        """Of its 90% error bar, as a logarithm."""
+        return HALF_WIDTHS * sqrt(self.variance)
+
+    def of_this(self, estimate: Estimate) -> Estimate:
+        """The estimate multiplied; the error is its own."""
+        return Estimate(estimate.value * self.factor, hypot(estimate.own, self.half_width), estimate.shared)
+
+    def of_all(self, estimate: Estimate) -> Estimate:
+        """The estimate multiplied; others that are multiplied have the same error."""
+        return Estimate(estimate.value * self.factor, estimate.own, hypot(estimate.shared, self.half_width))
+
+    def and_also(self, other: Multiplier) -> Multiplier:
+        """Both factors, whose errors are independent."""
+        return Multiplier(self.log + other.log, self.variance + other.variance)
+
+    def updated(self, seen: Multiplier) -> Multiplier:
+        """What is known after a measurement: both weighted by their certainty. The one rule for everything that is measured.
+
+        >>> Multiplier(0.2, 0.01).updated(Multiplier(0.0, 0.01))
+        Multiplier(log=0.1, variance=0.005)
+        """
+        if not self.variance:
+            return self
+        share = self.variance / (self.variance + seen.variance)
+        return Multiplier(self.log + share * (seen.log - self.log), self.variance * (1 - share))
+
+
+ONE = Multiplier()
+
+
+@dataclass(frozen=True)
+class Software:
+    """One stack (or the mixture of several) on one GPU: a multiplier for each part of the step, for the whole `step`, for low
+    precision, and for the casts of each recipe; what each step takes once, in milliseconds; and what each doubling of the
+    GPUs adds."""
+
+    name: str
+    title: str
+    multipliers: Mapping[str, Multiplier] = field(default_factory=dict)
+    once_ms: float = 0.0
+    once_variance: float = 0.0  # of its milliseconds
+    per_doubling: float = 0.0
+
+    def of(self, what: str) -> Multiplier:
+        return self.multipliers.get(what, ONE)
+
+    def part(self, part: StepPart, estimate: Estimate) -> Estimate:
+        """The time of a part. Of parts that a recipe changes, other recipes have the same error."""
+        known = self.multipliers.get(part)
+        if known is None:
+            return estimate
+        return known.of_all(estimate) if part in CHANGED else known.of_this(estimate)
+
+    def low_precision(self, name: str) -> tuple[Multiplier, Multiplier]:
+        """Of the GEMMs in recipe `name`, and of its casts."""
+        chosen = recipe(name)
+        if not chosen.quantizes:
+            return ONE, ONE
+        gemms, casts = self.of("GEMMs in low precision"), self.of(f"quantization of {chosen.name}")
+        if "transformer_engine" in chosen.backends:
+            return gemms, casts
+        return gemms.and_also(self.of("GEMMs by torchao")), casts.and_also(self.of("quantization by torchao"))
+
+    def exchange(self, wait: Exposed) -> Exposed:
+        """What is exposed of an exchange."""
+        known = self.of(WAITING)
+        factor = known.factor * self.of("step").factor
+        unsure_ms = hypot(wait.unsure_ms, wait.exposed_ms * known.half_width) * factor
+        return wait._replace(exposed_ms=wait.exposed_ms * factor, unsure_ms=unsure_ms)
+
+    def once(self) -> Estimate:
+        """What every step takes beside its parts: data, clipping, logging, synchronization."""
+        return Estimate(self.once_ms, HALF_WIDTHS * sqrt(self.once_variance) / self.once_ms if self.once_ms else 0.0)
+
+    def slower(self, gpus: int) -> float:
+        """The factor on all computation on this number of GPUs."""
+        return self.of("step").factor * (1 + self.per_doubling * max(log2(gpus / SCALES_FROM), 0.0))
+
+    def uncertainty(self, *, experts: bool) -> float:
+        """Of the whole step: the half-width of its 90% error bar, as a logarithm."""
+        further = self.of("experts").variance if experts else 0.0
+        return HALF_WIDTHS * sqrt(self.of("step").variance + self.of("runs").variance + further)
+
+    def measured(self, seen: Mapping[str, Multiplier], device: str) -> Software:
+        """The same software after measurements of its multipliers."""
+        known = {**self.multipliers, **{what: self.of(what).updated(factor) for what, factor in seen.items()}}
+        return replace(self, title=f"{self.title}, measured on {device}", multipliers=known)
 
 
 @dataclass(frozen=True)
 class SoftwareStack:
-    """One stack. Its factors are in `coefficients/stacks.toml`."""
+    """One stack as the table has it. Pairs are a factor (or milliseconds) and the spread of its logarithm."""
 
     name: str
     title: str
-    attention: str
-    parts: Mapping[str, float] = field(default_factory=dict)
-    step: float = 1.0
+    gpus: Sequence[str] = ()
+    uses: Sequence[str] = ()
+    step: tuple[float, float] = (1.0, 0.0)
+    once_ms: tuple[float, float] = (0.0, 0.0)
     per_doubling: float = 0.0
-    uncertainty: float = 0.0
+    backends: Sequence[str] = ("transformer_engine",)
 
-    def part(self, part: StepPart, estimate: Estimate, chip: GpuSpec) -> Estimate:
-        """The time of a part in this software."""
-        longer = self.parts.get(part, 1.0)
-        if part != "attention":
-            return estimate.times(longer)
-        known = _facts()["attention"][self.attention]
-        factor = longer * known.get(chip.architecture, known["other"])
-        return Estimate(estimate.value * factor, estimate.own, hypot(estimate.shared, known["uncertainty"]))
+    def on(self, chip: GpuSpec) -> Software:
+        """Its multipliers on this GPU."""
+        table, known = _facts(), {"step": _multiplier(self.step)}
+        for name in (*table["all"], *self.uses):
+            facts = table["multipliers"][name]
+            place = next((place for place in (chip.name, chip.architecture) if place in facts["at"]), "other")
+            known[facts["part"]] = known.get(facts["part"], ONE).and_also(_multiplier(facts["at"][place]))
+        once_ms, spread = self.once_ms
+        return Software(self.name, self.title, known, once_ms, (once_ms * spread) ** 2, self.per_doubling)
 
-    def exchange(self, wait: Exposed) -> Exposed:
-        """What is exposed of an exchange in this software."""
-        factor = self.parts.get(WAITING, 1.0)
-        return wait._replace(exposed_ms=wait.exposed_ms * factor, unsure_ms=wait.unsure_ms * factor)
+    def runs(self, name: str) -> bool:
+        """Whether it trains in this recipe."""
+        return name == BASELINE or any(backend in recipe(name).backends for backend in self.backends)
 
-    def slower(self, gpus: int) -> float:
-        """The factor on the whole step on this number of GPUs."""
-        return self.step * (1 + self.per_doubling * max(log2(gpus / SCALES_FROM), 0.0))
+
+def _multiplier(pair: Sequence[float]) -> Multiplier:
+    return Multiplier(log(pair[0]), pair[1] ** 2)
 
 
 @cache
@@ -60,14 +175,63 @@ def stacks() -> dict[str, SoftwareStack]:
     return {name: SoftwareStack(name, **facts) for name, facts in _facts()["stacks"].items()}
 
 
-def stack(name: str | None, framework: str = "") -> SoftwareStack:
-    """The stack of this name; if none is named, that of the framework whose file was read, else NVIDIA's current one."""
-    if name is None:
-        return stacks().get(framework, stacks()[USUAL])
-    if name in stacks():
-        return stacks()[name]
-    similar = closest(name, stacks(), 1)
-    raise UserError(
-        f"{option('stack')} {shown(name)} is not a known software stack",
-        f"{f'did you mean {similar[0]}? ' if similar else ''}give one of {', '.join(stacks())}",
-    )
+def stacks_on(chip: GpuSpec) -> list[SoftwareStack]:
+    """The stacks that run on a GPU."""
+    return [stack for stack in stacks().values() if not stack.gpus or chip.architecture in stack.gpus]
+
+
+def mixture(chip: GpuSpec) -> Software:
+    """Any of the stacks that run on this GPU, each as likely as the others: for each multiplier the mean, the spread of each
+    stack, and the spread between them."""
+    members = stacks_on(chip)
+    software = [stack.on(chip) for stack in members]
+    mixed = {}
+    for what in dict.fromkeys(what for one in software for what in one.multipliers):
+        alike = [
+            one for stack, one in zip(members, software, strict=True) if "by torchao" not in what or "torchao" in stack.backends
+        ]
+        known = [one.of(what) for one in alike]
+        mixed[what] = Multiplier(
+            mean(one.log for one in known), mean(one.variance for one in known) + pvariance([one.log for one in known])
+        )
+    times = [one.once_ms for one in software]
+    variance = mean(one.once_variance for one in software) + pvariance(times)
+    doubling = mean(one.per_doubling for one in software)
+    return Software(MIXTURE, _facts()["mixture"]["title"], mixed, mean(times), variance, doubling)
+
+
+def reference(chip: GpuSpec) -> Software:
+    """What `gemmscope step` would run on this GPU, which is what the coefficients were measured with."""
+    software = stacks()[REFERENCE].on(chip)
+    return replace(software, title=_facts()["reference"]["title"], multipliers={**software.multipliers, "runs": ONE})
+
+
+def software_on(
+    chip: GpuSpec, name: str | None = None, of_file: str = "", recipes: Iterable[str] = (), *, gpus: int = 1
+) -> Software:
+    """The software of this name on a GPU: one that is named, else that of the model's file, else any; on a single GPU, what
+    `gemmscope step` would run there. `recipes`: those that were asked for; a stack that is named must run them.
+    """
+    if name is None and of_file not in stacks():
+        return mixture(chip) if gpus > 1 else reference(chip)
+    chosen = stacks().get(of_file if name is None else name.strip().lower())
+    if chosen is None:
+        similar = closest(str(name), stacks(), 1)
+        raise UserError(
+            f"{option('stack')} {shown(name)} is not a known software stack",
+            f"{f'did you mean {similar[0]}? ' if similar else ''}give one of {', '.join(stacks())}",
+        )
+    possible = stacks_on(chip)
+    if chosen not in possible:
+        if name is None:
+            return mixture(chip)
+        names = ", ".join(stack.name for stack in possible)
+        raise UserError(f"{option('stack', chosen.name)}: {chosen.title} does not run on {chip.name}", f"stacks that do: {names}")
+    if name is not None and (impossible := [other for other in recipes if not chosen.runs(other)]):
+        names = ", ".join(stack.name for stack in possible if all(map(stack.runs, impossible)))
+        libraries = " and ".join(frameworks()[backend].title for backend in chosen.backends)
+        raise UserError(
+            f"{option('stack', chosen.name)}: {chosen.title} trains with {libraries}, which has no {impossible[0]}",
+            f"stacks that have it: {names}",
+        )
+    return chosen.on(chip)

@@ -4,7 +4,7 @@ GEMMs and their quantization depend on the recipe; the head, attention, norms, a
 dilute the speedup. A model split over several GPUs also waits for collectives, for the pipeline to fill, and for the slowest GPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot, inf, log2
@@ -33,8 +33,9 @@ from gemmscope.forecast.mixed import (
     kept_share,
     without_misaligned,
 )
+from gemmscope.forecast.stacks import ONE, WAITING
 from gemmscope.forecast.step_estimate import PROPORTIONAL, StepEstimate, gpu_speedup, speedup
-from gemmscope.forecast.training import facts, op_ms, uncertainty_of
+from gemmscope.forecast.training import facts, only_torchao, op_ms, uncertainty_of
 from gemmscope.interval import Interval
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -52,7 +53,8 @@ from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, Activa
 from gemmscope.workload.summary import totals
 from gemmscope.workload.traced_ops import TracedLinear
 
-WAITING: StepPart = "exposed communication"
+ONCE: StepPart = "idle, other"
+WHOLE_TENSOR = "FP8Tensorwise"
 NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
 
 
@@ -193,22 +195,24 @@ class StepForecast:
         one = self._micro_batch(name)
         computed = total(one.values())
         computed_ms = {part: estimate.value for part, estimate in one.items()}
-        software = self.forecaster.software
+        software, once = self.forecaster.software, self.forecaster.software.once()
+        optimizer = fixed.optimizer.times(software.of("step").factor)
         waits = [software.exchange(exposed(exchange, run, computed_ms)) for exchange in fixed.exchanged]
         waited_ms = sum(wait.exposed_ms for wait in waits)
         once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
-        if fixed.optimizer.value:
-            parts["optimizer"] = fixed.optimizer
+        further: dict[StepPart, Estimate] = {"optimizer": optimizer, ONCE: once}
+        parts |= {part: estimate for part, estimate in further.items() if estimate.value}
         if waited_ms:
             parts[WAITING] = Estimate(waited_ms, hypot(*(wait.unsure_ms for wait in waits)) / waited_ms)
         filling, head_ms = (run.pp - 1) / run.vp, computed_ms.get("head and loss", 0.0) * (1 - 1 / run.pp)
         if run.pp > 1:  # the other stages have no output head
             parts[PROPORTIONAL] = Estimate(filling * (gpu_ms - head_ms), computed.own, computed.shared)
-        beside_ms = once_ms + fixed.optimizer.value
+        beside_ms = once_ms + optimizer.value
         launching = in_phases(*self._launches(name), 3 * self._weight_runs - 2, waits=self._waits)
-        launched = LaunchedStep(launching, gpu_ms, batches, filling, beside_ms - filling * head_ms, beside_ms / batches)
+        further_ms = beside_ms + once.value - filling * head_ms
+        launched = LaunchedStep(launching, gpu_ms, batches, filling, further_ms, beside_ms / batches)
         known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are not those of traced modules
         at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), launched)
@@ -218,14 +222,14 @@ class StepForecast:
         fixed, linears = self.fixed, self._gemms(name)
         quantization = linears.casts(self._weight_casts)
         every: dict[StepPart, Estimate] = {"GEMMs": linears.gemms, "quantization": quantization, **fixed.per_micro_batch}
-        known = cluster()["experts"]
-        if self._biased and (unfused := self._mean(name, lambda chosen: float(chosen not in known["fused_biases"]))):
-            activation = fixed.expert_activation.times((known["biased"] - 1) * unfused)
-            every["norms and activations"] = total([every["norms and activations"], activation])
+        software = self.forecaster.software
+        if self._biased and (unfused := software.of("biases of experts")) != ONE:
+            known, activation = every["norms and activations"], fixed.expert_activation
+            others = Estimate(known.value - activation.value, known.own, known.shared)
+            every["norms and activations"] = total([others, unfused.of_this(activation)])
         least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
-        software, chip = self.forecaster.software, self.forecaster.chip
-        return {part: software.part(part, estimate.times(self._slower), chip) for part, estimate in one.items()}
+        return {part: software.part(part, estimate.times(self._slower)) for part, estimate in one.items()}
 
     @property
     def _weight_casts(self) -> float:
@@ -236,24 +240,43 @@ class StepForecast:
     def _gemms(self, name: str) -> LinearTimes:
         """All linears. A traced model has some that stay in BF16 beside the quantized ones."""
         if self.model is not None and recipe(name).kept is None:
-            return self._in_recipes({name: self.quantized})
-        linears = by_recipe(self.quantized, self.assigned(name))
+            linears = self._in_recipes({name: self.quantized})
+            if only_torchao(recipe(name)):
+                linears = linears._replace(activations=linears.activations.times(1 - self._not_repeated(name)))
+            return linears
+        of_recipes = by_recipe(self.quantized, self.assigned(name))
         if self.model is None:
-            linears[BASELINE] = [*linears.get(BASELINE, []), *self._plain]
-        return self._in_recipes(linears)
+            of_recipes[BASELINE] = [*of_recipes.get(BASELINE, []), *self._plain]
+        return self._in_recipes(of_recipes)
+
+    def _in_recipe(self, linears: Sequence[CountedCase], name: str) -> LinearTimes:
+        """Linears as this software runs them."""
+        gemms, least_ms, activations, weights = self.forecaster.in_step(linears, name)
+        low, casts = self.forecaster.software.low_precision(name)
+        return LinearTimes(low.of_all(gemms), least_ms * low.factor, casts.of_all(activations), casts.of_all(weights))
 
     def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
-        times = [self.forecaster.in_step(cases, name) for name, cases in linears.items() if cases]
+        times = [self._in_recipe(cases, name) for name, cases in linears.items() if cases]
         gemms, least_ms, activations, weights = zip(*times, strict=True) if times else ((), (), (), ())
         return LinearTimes(total(gemms), sum(least_ms), total(activations), total(weights))
 
-    def _mean(self, name: str, value: Callable[[str], float]) -> float:
-        """The value of a recipe; for a mix, the mean of its two recipes, weighted by their number of linears."""
-        chosen = recipe(name)
-        if chosen.kept is None:
-            return value(name)
-        share, low, high = self.kept_share(name), value(chosen.base), value(chosen.kept.recipe)
-        return high if share == 1 else low + (high - low) * share
+    def _not_repeated(self, name: str) -> float:
+        """The share of the casts of activations that torchao's compiled layers save: linears that read the same tensor share its
+        cast, and with one scale for the whole tensor, tensor parallelism casts a rank's shard before it is gathered."""
+        costs, run = self.forecaster.costs(name).quantizing, self.run
+        shards = run.tp if run.sequence_parallel and name == WHOLE_TENSOR else 1
+        all_ms, saved_ms, seen = 0.0, 0.0, set[tuple[str, int, int, int]]()
+        for op, (case, count, runs) in zip(self._quantized_ops, self.quantized, strict=True):
+            facts, times = op.facts, count * (2 + runs) / 3
+            key = facts.reads, count, case.tokens, case.inputs
+            sizes = (case.tokens * case.inputs, facts.reads_shard), (case.tokens * case.outputs, facts.ends_block)
+            for tensor, (elements, sharded) in enumerate(sizes):
+                whole_ms = costs.time_ms(elements) * times
+                taken_ms = costs.time_ms(elements / shards) * times if sharded else whole_ms
+                all_ms += whole_ms
+                saved_ms += whole_ms if tensor == 0 and facts.reads and key in seen else whole_ms - taken_ms
+            seen.add(key)
+        return saved_ms / all_ms if all_ms else 0.0
 
     @property
     def _waits(self) -> bool:
@@ -287,9 +310,8 @@ class StepForecast:
     @cached_property
     def _slower(self) -> float:
         """The ratio of a step to the sum of its kernels, on architectures known only from published steps and on several GPUs."""
-        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0)) * self.forecaster.software.slower(
-            self.run.gpus
-        )
+        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
+        factor *= self.forecaster.software.slower(self.run.gpus)
         several = cluster()["several"]
         return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
 
@@ -303,10 +325,9 @@ class StepForecast:
         """The uncertainty of the whole step that all recipes have in common."""
         of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
         known = cluster()["several"]
-        several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
+        several = known["uncertainty_per_doubling"] * self._doublings
         experts = self.rank_share.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
-        of_experts = cluster()["experts"]["software"] if experts else 0.0
-        return hypot(of_step, several, of_experts, self.forecaster.software.uncertainty)
+        return hypot(of_step, several, self.forecaster.software.uncertainty(experts=bool(experts)))
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because the work between them draws less power.

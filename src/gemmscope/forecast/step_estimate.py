@@ -92,7 +92,7 @@ def gpu_speedup(
         return Estimate(value)
     share = after.value / (after.value + constant.value)  # the share of the step that depends on the recipe
     gain = ratio(before, after, in_common)
-    dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # an error of the constant part changes the dilution
+    dilution = constant.uncertainty * (1 - share) * abs(1 - 1 / value)  # an error of the constant part changes the dilution
     return Estimate(value, gain.own * share, hypot(gain.shared * share, dilution))
 
 

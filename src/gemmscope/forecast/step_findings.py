@@ -6,7 +6,7 @@ from math import ceil
 
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.communication import cluster
-from gemmscope.forecast.stacks import stacks
+from gemmscope.forecast.stacks import stacks_on
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.model.spec import RunSpec
@@ -112,14 +112,13 @@ def software_finding(forecast: StepForecast) -> Finding:
     """Which software the forecast assumes, and the other one that would change the step most."""
     forecaster, time_ms = forecast.forecaster, forecast.step(BASELINE).time_ms
     changes = {}
-    for name, other in stacks().items():
-        there = StepForecast(forecaster.running(other), forecast.model, forecast.run, forecast.workload, forecast.network)
-        changes[name] = there.step(BASELINE).time_ms / time_ms - 1
-    name = max(changes, key=lambda name: abs(changes[name]))
-    software = stacks()[name].title
-    return finding(
-        "step-software", title=forecaster.software.title, other=software, name=name, changed=changes[name], recipe=BASELINE
-    )
+    for stack in stacks_on(forecaster.chip):
+        there = forecaster.running(stack.on(forecaster.chip))
+        step = StepForecast(there, forecast.model, forecast.run, forecast.workload, forecast.network).step(BASELINE)
+        changes[stack.name, stack.title] = step.time_ms / time_ms - 1
+    name, other = max(changes, key=lambda known: abs(changes[known]))
+    facts: dict[str, Fact] = {"title": forecaster.software.title, "other": other, "name": name, "changed": changes[name, other]}
+    return finding("step-software", **facts, recipe=BASELINE)
 
 
 def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:

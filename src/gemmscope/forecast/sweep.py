@@ -95,7 +95,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
         why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
         return point(why_not=why_not, memory_gb=least_gb)
     return point(
-        baseline_step_ms=steps[BASELINE].time_ms,
+        baseline_step_ms=steps[BASELINE].interval,
         speedups=speedups,
         winner=winner,
         host_bound=tuple(name for name, step in fitting.items() if step.host_bound),

@@ -87,21 +87,20 @@ def torchao_known(chip: GpuSpec) -> bool:
 
 
 class Quantizing(NamedTuple):
-    """The time to quantize one tensor: launches, a time per element, and how a step differs from bare linears.
+    """The time to quantize one tensor: launches, and a time per element.
 
     Elements of a short tensor take up to `excess` more; in a tensor of `half_at` elements, half of that.
     """
 
     launch_ms: float
     element_ms: float
-    in_step: float
     excess: float = 0.0
     half_at: float = 1.0
 
     def time_ms(self, elements: float) -> float:
         """The time to quantize a tensor with this many elements.
 
-        >>> Quantizing(0.0, 1e-6, 1.0, excess=0.4, half_at=1e8).time_ms(1e8)
+        >>> Quantizing(0.0, 1e-6, excess=0.4, half_at=1e8).time_ms(1e8)
         120.0
         """
         return self.launch_ms + self.element_ms * elements * (1 + self.excess / (1 + elements / self.half_at))
@@ -119,13 +118,13 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     0.082
     """
     if not recipe.quantizes:
-        return Quantizing(0.0, 0.0, 1.0)
+        return Quantizing(0.0, 0.0)
     table = facts()["quantize"]
     known = table["casts"][recipe.base or recipe.name]
     written = recipe.bytes_written / (2 if recipe.one_copy(chip.architecture) else 1)
     element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
     slower = table["slower"].get(chip.architecture, {})
-    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"], **slower)
+    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, **slower)
 
 
 def one_way(recipe: Recipe, chip: GpuSpec) -> float:

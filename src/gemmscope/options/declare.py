@@ -4,7 +4,7 @@
         check: Annotated[bool, Option("Compare the shapes with a trace of the real model.")] = False
 
 The field has the name, the type and the default; `Option` has the rest. The classes that a command takes are its options: they
-are spread over the command line (`cli/spread.py`) and over the keywords of the Python API (`api/`), and the function of the
+are spread over the command line (`cli/build.py`) and over the keywords of the Python API (`api/`), and the function of the
 command gets them as filled-in objects. Nothing heavy is imported here: `--help` reads these classes.
 """
 
@@ -44,7 +44,7 @@ class Option:
     choices: tuple[str, ...] = ()
     """The values it can have, where the type is no `Literal`: the metavar, and offered by shell completion."""
     names: str = ""
-    """The list that shell completion offers: presets, gpus, recipes or networks."""
+    """Where the names that shell completion offers are: a file of facts, `FILE TABLE`, or a folder with a file for each."""
     flags: tuple[str, ...] = ()
     """Its spellings, where they do not follow from its name."""
     aliases: tuple[str, ...] = ()

@@ -51,9 +51,10 @@ class ForecastOptions(RecipeOptions, SystemOptions):
     gpu: Annotated[
         list[str],
         Option(
-            "GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.",
+            "GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own. "
+            "An unknown name lists all names.",
             metavar="NAME,...",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="Names | None",
         ),
@@ -215,7 +216,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Type of GPU: h100, b200, gb200 and others. An unknown name lists all names.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
             parse=names,
             accepts="str",
         ),
@@ -256,7 +257,7 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
         Option(
             "Only these recipes, such as fp8current,mxfp8.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
@@ -303,13 +304,14 @@ class NumericsOptions(Options):
         Option(
             "Forecast the speedups on this GPU, for the given model. With --speed: the GPU to take from a forecast of several.",
             metavar="NAME",
-            names="gpus",
+            names="gpu/specs.toml",
         ),
     ] = None
     bound: Annotated[
         float | None,
         Option(
-            "Find the fastest mix of precisions whose error is at most this. The error is the root mean square over all linears.",
+            "Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the "
+            "root mean square over all linears.",
             metavar="PERCENT",
             parse=percentage,
         ),
@@ -326,7 +328,7 @@ class NumericsOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all of Transformer Engine",

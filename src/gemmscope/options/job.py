@@ -17,7 +17,7 @@ class ModelOptions(Options):
         Option(
             "A well-known model, such as llama-3.1-8b. gemmscope shapes --list-presets lists them all.",
             metavar="NAME",
-            names="presets",
+            names="model/presets/",
         ),
     ] = None
     config: Annotated[
@@ -214,8 +214,8 @@ class SystemOptions(Options):
         Option(
             "Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.",
             metavar="NAME",
-            names="stacks",
-            default="that of the model's file, else nvidia",
+            names="forecast/coefficients/stacks.toml stacks",
+            default="that of the model's file, else any that runs on the GPU",
         ),
     ] = None
     network: Annotated[
@@ -223,7 +223,7 @@ class SystemOptions(Options):
         Option(
             "Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.",
             metavar="NAME|GB/S",
-            names="networks",
+            names="forecast/coefficients/network.toml networks",
             parse=str,
             default="the GPU's usual network",
         ),

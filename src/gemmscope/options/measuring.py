@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-from gemmscope.choices import Compile, Mode, OptimizerName
+from gemmscope.choices import Compile, Mode, OptimizerName, Timing
 from gemmscope.errors import UserError, option
 from gemmscope.options.declare import OWN, Option, Options, RunFile
 from gemmscope.options.values import Axes, Shape, axes, bare_shapes, names, percentage, token_count
 from gemmscope.toml import load_data
-
-Timing = Literal["cuda-events", "profiler"]
 
 KEEP_HIGHER = Option(
     "Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N layers, and linears such "
@@ -66,7 +64,7 @@ class RecipeOptions(Options):
         Option(
             "Recipes to compare, such as fp8current,mxfp8. BF16 is always included.",
             metavar="NAME,...",
-            names="recipes",
+            names="recipe/recipes.toml",
             parse=names,
             accepts="Names | None",
             default="all that the GPU supports",
@@ -79,8 +77,9 @@ class RecipeOptions(Options):
             "autocast (forward and backward with quantization), pre-quantized (only the GEMMs, on inputs quantized beforehand), "
             "or both.",
             default="both",
+            parse=names,
             in_shell=False,
-            accepts="Sequence[Mode] | None",
+            accepts="Mode | Sequence[Mode] | None",
         ),
     ] = None
     no_fp8_current: Annotated[bool, Option("Skip FP8Current.", in_python=False)] = False

@@ -43,7 +43,7 @@ class ExplainOptions(Options):
         Option(
             "Recipe of the run file to compare with.",
             metavar="NAME",
-            names="recipes",
+            names="recipe/recipes.toml",
             default="the recipe in the trace",
         ),
     ] = None

@@ -14,6 +14,8 @@ from gemmscope.errors import UserError, option, shown
 
 Shape = tuple[int, int, int]
 Axes = Mapping[str, Sequence[int]]
+GEMM_SIZES = ("m", "k", "n")
+"""The sizes of a bare GEMM, as a sweep varies them."""
 
 NUMBER = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)([kmgbt]?)", re.ASCII | re.IGNORECASE)
 BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}

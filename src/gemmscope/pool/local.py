@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 
 from gemmscope.folders import temporary_folder
 from gemmscope.gpu.environment import node_name
-from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
+from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, RESTART_S, START_S, PlaceSetup, event_of, unit_line
 from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceLost, PlaceRefused, Unit, UnitDone, UnitFailed
 from gemmscope.process import Ending, ProcessEndedError, WorkerProcess, worker_environment
 
-START_S = 90.0  # a place worker that has not said hello by then is ended: it imports nothing heavy
 MOST_DEATHS = 3  # in a row, without a unit finished between them
-RESTART_S = 1.0  # after a death: the memory of its measuring process is released by then
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import Any
 from gemmscope.pool.pool import Event, Place, PlaceFound, PlaceRefused, Unit, UnitDone, UnitFailed, UnitProgress
 
 PLACE_WORKER = "gemmscope.pool.place_worker"  # the module that a place worker runs
+START_S = 90.0  # a place that has not said hello by then never will: it imports nothing heavy
+RESTART_S = 1.0  # after a death: the memory of its measuring process is released by then
 ALIVE_S = 5.0  # how often a place worker gives a sign of life
 
 
@@ -71,8 +73,7 @@ def event_of(place: str, text: str | bytes, *, name: str = "") -> Event:
             case "outcome":
                 return UnitDone(place, str(data["unit"]), data["outcome"])
             case "failure":
-                unfit = bool(data.get("unfit"))
-                return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=unfit)
+                return UnitFailed(place, str(data["unit"]), str(data["why"]), str(data["hint"]), unfit=bool(data.get("unfit")))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"not a line of a place worker: {error}") from error
     raise ValueError("not a line of a place worker")

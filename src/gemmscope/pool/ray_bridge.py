@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.pool import ray_actor as relay
+from gemmscope.pool.place_messages import RESTART_S, START_S
 from gemmscope.pool.ray_messages import NoTokensError, NotRayError, host_and_port, why_no_connection
 from gemmscope.process import messages_to_parent
 
@@ -86,11 +87,9 @@ def _closure(names: Iterable[str]) -> list[Distribution]:
 NODES_S = 1.0  # between two checks of the nodes of the cluster
 HEAD_S = 60.0  # a head node that does not answer for this long is gone
 POLL_S, POLLS_PER_S = 1.0, 500.0  # how long an actor waits for lines; longer where there are many, for so many calls per second
-START_S = 90.0  # an actor that has not started by then never will
 HELLO_S = 120.0  # the same for its place worker
 FREE_S = 30.0  # time limit for the list of free GPUs
 MOST_RESTARTS = 3  # of one slot without an outcome in between
-RESTART_S = 1.0  # the GPU is released by then
 STOP_S = 5.0  # time limit for place workers to end
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; the fourth byte is its type
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
@@ -320,8 +319,7 @@ class Bridge:
         again = again and not left and slot.restarts < MOST_RESTARTS
         self.outgoing.put(type="lost", slot=slot.number, why=why, again=again, left=left)
         if again:
-            known = slot.known or slot.greeted
-            self._start(slot.node, slot.restarts + 1, known=known, delay_s=RESTART_S * 2**slot.restarts)
+            self._start(slot.node, slot.restarts + 1, known=slot.known or slot.greeted, delay_s=RESTART_S * 2**slot.restarts)
 
     def _refuse(self, slot: Slot, why: str) -> None:
         if not slot.over:

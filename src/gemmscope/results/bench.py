@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gemmscope.choices import Timing
 from gemmscope.gpu.environment import Environment
 from gemmscope.results.base import ModelResult, Samples
 from gemmscope.results.linears import Linears
@@ -34,7 +35,7 @@ class BenchSettings:
     rest_ms: float = 0.0  # idle time before each burst, which then holds one op alone: the GPU runs at its highest clock
     max_rounds: int = 1_000_000  # in practice no limit: precision and time decide
     counts: Counts | None = None  # instead of a precision and a time limit
-    timing: Literal["cuda-events", "profiler"] = "cuda-events"
+    timing: Timing = "cuda-events"
     cache_weights: bool = False  # weights are quantized once per step: the timed micro-batch is not the first
     filter_layers: bool = True  # leave those layers in BF16 that the framework's own filter would leave
     as_te_benchmark: bool = False  # linears are forward calls whose X needs no gradient, as in Transformer Engine's script

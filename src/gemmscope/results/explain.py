@@ -192,11 +192,14 @@ class GemmShapeTotal(Part):
     """The time of all of them in it, per step, casts of the activations included; a forecast."""
 
 
+AttentionPass = Literal["forward", "backward", ""]
+
+
 class AttentionTotal(Part):
     """The attention kernels of one shape and pass, per step."""
 
     backend: str
-    pass_name: Literal["forward", "backward", ""] = ""
+    pass_name: AttentionPass = ""
     batch: int | None = None
     heads: int | None = None
     queries: int | None = None
@@ -263,11 +266,14 @@ class LaunchStatistics(Part):
     """Share of launches at which nothing else was queued or running."""
 
 
+FrameKind = Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
+
+
 class IdleFrame(Part):
     """Idle time of the GPU by what the CPU did meanwhile, per step."""
 
     frame: str
-    kind: Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
+    kind: FrameKind
     gaps: float
     time_ms: float
 

@@ -5,6 +5,7 @@ Nothing in it was measured on the GPU it names, and every interval is a 90% erro
 
 from typing import Literal
 
+from gemmscope.choices import ClockState
 from gemmscope.findings import Finding
 from gemmscope.results.base import ModelResult, Part
 from gemmscope.results.linears import Linears
@@ -65,7 +66,7 @@ class ForecastResult(ModelResult):
     kind: Literal["forecast"] = "forecast"
     coefficients: str
     """Which data the forecast was fitted on."""
-    state: Literal["sustained", "burst"]
+    state: ClockState
     dp: int = 1
     interrupted: bool = False
     """A signal ended the sweep early: only the points that were computed until then are here."""

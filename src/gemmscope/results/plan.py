@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from gemmscope.choices import ClockState
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.results.base import ModelResult, ModelSummary, Part
@@ -36,6 +37,8 @@ class PlanLayout(Part):
     """Of the GPU that needs most, in the usual case."""
     tight: bool = False
     """Some settings, or a fragmented allocator, would need more than the GPU has."""
+    may_not_fit: bool = False
+    """It usually needs more than the GPU has, and fits with settings that need less."""
     slowdown: Interval | None = None
     """Its step over that of the best layout; null for the best itself. Errors that both have alike cancel."""
     on_front: bool = False
@@ -47,7 +50,7 @@ class PlanLayout(Part):
     @property
     def close(self) -> bool:
         """Whether it is too close to call against the best layout; false for the best itself."""
-        return self.slowdown is not None and not self.slowdown.above_one
+        return self.slowdown is not None and not self.slowdown.above_one and not self.may_not_fit
 
     @property
     def splits(self) -> str:
@@ -111,7 +114,7 @@ class PlanResult(ModelResult):
     kind: Literal["plan"] = "plan"
     coefficients: str
     """Which data the forecast was fitted on."""
-    state: Literal["sustained", "burst"]
+    state: ClockState
     gpu: str
     title: str
     gpus: int
@@ -132,6 +135,7 @@ class PlanResult(ModelResult):
     ready_to_paste: dict[str, str] = {}
     """The best layout: framework → settings."""
     next_command: str = ""
+    """In files of earlier versions."""
     interrupted: bool = False
     """A signal ended the search early: only the layouts that were computed until then are here."""
 

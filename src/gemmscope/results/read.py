@@ -83,8 +83,7 @@ def _gpus(gpus: Any, path: str) -> list[FleetGpu]:
     validated = []
     for number, gpu in enumerate(gpus):
         if _count(gpu, MOST_VALUES_OF_GPU) > MOST_VALUES_OF_GPU:
-            message = f"{path} is too large: gpus.{number} has more than {MOST_VALUES_OF_GPU:,} values"
-            raise UserError(message, EXPECTED)
+            raise UserError(f"{path} is too large: gpus.{number} has more than {MOST_VALUES_OF_GPU:,} values", EXPECTED)
         validated.append(_validated(adapter, gpu, path, "fleet", f"gpus.{number}."))
     return validated
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from gemmscope.results.base import ModelResult, Part
 from gemmscope.workload.check import Difference
-from gemmscope.workload.ops import Gemm
+from gemmscope.workload.ops import Direction, Gemm
 from gemmscope.workload.summary import Totals
 
 
@@ -45,7 +45,7 @@ class ListedBatchedGemm(Part):
     """A batched GEMM without a weight: the scores, context and gradients of unfused attention."""
 
     op: str
-    direction: Literal["forward", "backward"]
+    direction: Direction
     m: int
     k: int
     n: int

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, Field
 
 from gemmscope.choices import Compile, OptimizerName
 from gemmscope.findings import Finding
@@ -16,11 +16,8 @@ from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import ModelResult, Origin, Part, Samples
+from gemmscope.results.base import NUMBER, ModelResult, Origin, Part, Samples
 from gemmscope.results.linears import Speedup, Winner
-
-NUMBER = BeforeValidator(lambda value: Interval(float(value)) if isinstance(value, (int, float)) else value)
-"""Earlier run files have a number without an interval."""
 
 
 class WaterfallLevel(Part):
@@ -46,10 +43,13 @@ class Cost(Part):
     """Sequences of one step on all GPUs."""
 
 
+ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+
+
 class Exchanged(Part):
     """What one rank exchanges in one step for one reason, in milliseconds."""
 
-    kind: Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
+    kind: ExchangeKind
     time_ms: float
     exposed_ms: float
     """What the step waits for; the rest is hidden behind computation."""

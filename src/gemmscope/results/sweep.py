@@ -5,12 +5,12 @@ A point is one configuration. All recipes of a measured point ran on the same GP
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from gemmscope.findings import Finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import ModelResult, Origin, Part
+from gemmscope.results.base import NUMBER, ModelResult, Origin, Part
 from gemmscope.results.linears import Winner
 
 Swept = Literal["training step", "linears", "GEMM"]
@@ -20,7 +20,7 @@ class SweepPoint(Part):
     """One configuration of a sweep."""
 
     values: dict[str, int]
-    baseline_step_ms: float | None = None
+    baseline_step_ms: Annotated[Interval | None, NUMBER] = None
     speedups: dict[str, Interval] = {}
     winner: Winner | None = None
     host_bound: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class SweepPoint(Part):
     @property
     def baseline_ms(self) -> Interval | None:
         """The time in BF16."""
-        return Interval(self.baseline_step_ms) if self.baseline_step_ms is not None else None
+        return self.baseline_step_ms
 
     @property
     def reason(self) -> str:

@@ -15,6 +15,10 @@ from gemmscope.signals import DeferredSignals
 
 MEASURED_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "gradient_accumulation", "tp", "cp", "pp", "ep", "etp")
 """Sizes that change what one GPU runs."""
+FORECAST_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
+"""Sizes that forecasts can vary."""
+LINEAR_SIZES = tuple(name for name in MEASURED_SIZES if name != "gradient_accumulation")
+"""Sizes that change the linears of one micro-batch."""
 MOST_POINTS = 100_000
 MOST_REASONS, OTHER_REASONS = 20, "other reasons (see the table of all points)"
 

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from gemmscope.choices import Mode
-from gemmscope.findings import Finding
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Samples
@@ -69,18 +68,8 @@ def _both_ways(speedups: Iterable[Speedup]) -> dict[tuple[str, str], Interval]:
     ratios = {}
     for ratio in speedups:
         ratios[ratio.recipe, ratio.over] = ratio.speedup
-        ratios[ratio.over, ratio.recipe] = _inverse(ratio.speedup)
+        ratios[ratio.over, ratio.recipe] = ratio.speedup.inverse()
     return ratios
-
-
-def _inverse(ratio: Interval) -> Interval:
-    """One over a ratio, with its interval.
-
-    >>> _inverse(Interval(2.0, 1.6, 2.5))
-    Interval(value=0.5, low=0.4, high=0.625)
-    """
-    low, high = ratio.high, ratio.low
-    return Interval(1 / ratio.value, 1 / low if low else None, 1 / high if high and high > 0 else None)
 
 
 def _ranked(times: Mapping[str, Interval], speedups: Mapping[str, Interval], winner: Winner) -> dict[str, Any]:
@@ -117,10 +106,5 @@ def _about(result: BenchResult | StepResult) -> dict[str, Any]:
         "model": result.model.model_dump(mode="json") if result.model is not None else None,
         "limit_reached": any(result.has(code) for code in LIMITS),
         "interrupted": result.interrupted,
-        "findings": [_plain(entry) for entry in result.findings],
+        "findings": result.model_dump(mode="json", include={"findings"})["findings"],
     }
-
-
-def _plain(entry: Finding) -> dict[str, Any]:
-    facts = {name: asdict(fact) if isinstance(fact, Interval) else fact for name, fact in entry.facts.items()}
-    return {"code": entry.code, "level": entry.level, "facts": facts}

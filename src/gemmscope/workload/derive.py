@@ -379,8 +379,7 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     # So do prediction layers, which embed tokens again.
     needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings
     copies = int(needs_table) - int(is_tied)
-    parameters = head.parameters + copies * width * (vocab // run.tp)
-    yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)
+    yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters + copies * width * (vocab // run.tp))
     yield Loss(role="loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
 

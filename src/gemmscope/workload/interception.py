@@ -204,13 +204,12 @@ def _attention(
         recorder.masks[mask] += 1
     recorder.attentions[op]["forward"] += 1
     # 4 bytes each, also in a module whose FP32 tensors count as BF16
-    kept = [query.new_empty((*query.shape[:-1], keys), dtype=torch.int32)] if unfused and query.is_meta else []
     return stand_ins.shapes_only(
         recorder,
         (query, key, value, bias),
         lambda: query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed,
         lambda _: recorder.attentions[op].update(["backward"]),
-        kept,
+        [query.new_empty((*query.shape[:-1], keys), dtype=torch.int32)] if unfused and query.is_meta else [],
     )
 
 

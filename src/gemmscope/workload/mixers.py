@@ -27,8 +27,7 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
         weights = channels * (part.conv_kernel + part.conv_bias)
         yield causal_conv(run.tokens, channels, part.conv_kernel, weights)
     if part.kind == "lightning attention":  # without a convolution
-        width = 2 * part.keys + part.inner
-        yield Activation(role="mixer-activation", rows=run.tokens, width=width)
+        yield Activation(role="mixer-activation", rows=run.tokens, width=2 * part.keys + part.inner)
     if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
         states = part.rank + 2 * part.key_dim
         yield linear("mixer-x", run, part.inner, states)

@@ -21,6 +21,7 @@ SMALL, NORMAL, LARGE = 6.5, 7.5, 8.5  # sizes of text, in points
 HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\", ".": "+++", "-": "-----", "|": "|||||"}  # dots would take a megabyte in SVG
 WGRAD = "\\\\\\\\\\"
 Drawn = TypeVar("Drawn")
+LETTER_IN = 0.062  # width of a letter of a label
 LONGEST_LABEL = 26  # characters along an axis
 
 

@@ -240,9 +240,7 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
 def _rate(compared: ComparedTime) -> Interval:
     """Tokens/s with the interval of the time; the time itself where there is no rate."""
     rate, time = compared.tokens_per_s, compared.time_ms
-    if rate is None or not time.low or not time.high:
-        return time if rate is None else Interval(rate)
-    return Interval(rate, rate * time.value / time.high, rate * time.value / time.low)
+    return time if rate is None else time.inverse(rate * time.value)
 
 
 def _side_by_side(documents: Sequence[Document]) -> PanelGroup:

@@ -12,7 +12,7 @@ from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, WaterfallChart, axis_ends, legend, time_text
 from gemmscope.document.table import grouped
 from gemmscope.writers import drawing
-from gemmscope.writers.drawing import CLEAR, INK, LARGE, NORMAL, SMALL, SOFT, WHISKER, face, finite
+from gemmscope.writers.drawing import CLEAR, INK, LARGE, LETTER_IN, NORMAL, SMALL, SOFT, WHISKER, face, finite
 
 BAR_WIDTH = 0.68
 SLOT_IN = 0.46  # the least room for a bar with its labels
@@ -20,7 +20,6 @@ PANEL_IN = 2.25  # height of a panel of bars
 MOST_COLUMNS = 4
 LABELS_IN = 0.47  # height of the labels above a bar
 WIDEST_SLOT_IN = 1.3
-LETTER_IN = 0.062  # width of a letter of a label
 OTHER_SCALE = 5.0  # panels with bars higher by this factor get their own scale, or the other panels would be unreadable
 FALL_IN = 0.2  # height of one bar of a waterfall
 SIDE_IN = 0.62  # for the numbers beside a panel

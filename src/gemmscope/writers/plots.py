@@ -19,11 +19,10 @@ from gemmscope.document.charts import CurveChart, HeatMap, Point
 from gemmscope.document.palette import heat_stops, recipe_key, series_key
 from gemmscope.interval import Interval
 from gemmscope.writers import drawing
-from gemmscope.writers.drawing import INK, NORMAL, PAPER, SMALL, SOFT, WHISKER, dot, face, finite, style
+from gemmscope.writers.drawing import INK, LETTER_IN, NORMAL, PAPER, SMALL, SOFT, WHISKER, dot, face, finite, style
 
 CURVE_IN = 2.3  # height of a panel of curves
 SIDE_IN = 0.6
-LETTER_IN = 0.062  # width of a letter along an axis
 MOST_MARKERS = 14  # points of a curve that are drawn with markers
 Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 """GPU or run → recipe → value."""

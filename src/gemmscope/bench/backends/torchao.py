@@ -131,8 +131,7 @@ def _model(weight: torch.Tensor) -> torch.nn.Module:
 def _convert(model: torch.nn.Module, settings: Mapping[str, Any]) -> torch.nn.Module:
     """The model converted to the recipe of the settings; unchanged if they have none."""
     if "float8" in settings:
-        config = float8.Float8LinearConfig.from_recipe_name(settings["float8"])
-        return float8.convert_to_float8_training(model, config=config)
+        return float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name(settings["float8"]))
     if "config" in settings:
         torchao.quantization.quantize_(model, _named(settings["config"])(), filter_fn=lambda module, name: name == LAYER)  # noqa: ARG005
     return model

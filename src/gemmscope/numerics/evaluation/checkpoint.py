@@ -193,8 +193,7 @@ def _weights_of(file: TensorFile, key: str, *, conv1d: bool) -> Iterator[tuple[s
     if any(part in ending for part in NOT_LINEARS):
         return
     if len(stored.shape) == 2 and key.endswith(".weight"):
-        transposed = conv1d and path.endswith((".c_attn", ".c_proj", ".c_fc"))
-        yield path, StoredWeight(file, key, stored, transposed=transposed)
+        yield path, StoredWeight(file, key, stored, transposed=conv1d and path.endswith((".c_attn", ".c_proj", ".c_fc")))
     elif len(stored.shape) == 3 and "expert" in key:
         for number in range(stored.shape[0]):
             yield f"{path}.{number}", StoredWeight(file, key, stored, number)

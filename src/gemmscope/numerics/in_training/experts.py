@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture, local, recomputes, running_passes
-from gemmscope.numerics.in_training.hooks import Hook
+from gemmscope.numerics.in_training.hooks import Hook, unseen
 from gemmscope.training import Guard
 
 GEMMS = {
@@ -35,7 +36,8 @@ class ExpertHooks:
     """Watches the GEMMs of a module's experts while it runs."""
 
     def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
-        self._module, self._places, self._capture, self._running = module, places, capture, 0
+        self._module, self._places, self._capture = module, places, capture
+        self._modes: list[GemmMode] = []  # that are active
         # runs even if the recording ends while the module runs
         self._last = Hook(self._after, Guard("no experts are recorded", lambda: None), quiet=False)
         self._handles = [
@@ -46,26 +48,48 @@ class ExpertHooks:
     def remove(self) -> None:
         """Remove the hooks; while the module runs an operator, once it has run."""
         self._leave()
-        if not self._running:
+        if not self._modes:
             self._last.end()
             for handle in self._handles:
                 handle.remove()
 
     def _before(self, *_: Any) -> None:
+        self._forget_interrupted()
         if torch.is_grad_enabled() and not recomputes() and not all(map(self._capture.is_done, self._places)):
-            GemmMode(self, self._module, self._places, self._capture).__enter__()
-            self._running += 1
+            mode = GemmMode(self._module, self._places, self._capture)
+            mode.__enter__()
+            self._modes.append(mode)
 
     def _after(self, *_: Any) -> None:
         self._leave()
+        self._forget_interrupted()
         if self._capture.ended:
             self.remove()
 
+    def _forget_interrupted(self) -> None:
+        """After a KeyboardInterrupt, the end of another mode has removed ours from the top: remove that one in its place."""
+        active = _get_current_dispatch_mode_stack()
+        for mode in [one for one in self._modes if one.thread == get_ident() and one not in active]:
+            self._modes.remove(mode)
+            if kept := [one for one in active if one in mode.below]:
+                take_off(kept[-1], _pop_mode)
+
     def _leave(self) -> None:
         for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, GemmMode) and mode.owner is self:
+            if mode in self._modes:
                 mode.leave()
-                self._running -= 1
+                self._modes.remove(mode)
+
+
+def take_off(mode: TorchDispatchMode, remove: Callable[[], object]) -> None:
+    """Remove a mode, wherever it is among the modes. `remove`: does so where it is the last one."""
+    modes = _get_current_dispatch_mode_stack()
+    above = modes[modes.index(mode) + 1 :]
+    for _ in above:
+        _pop_mode()
+    remove()
+    for one in above:
+        _push_mode(one)
 
 
 @dataclass(frozen=True)
@@ -89,13 +113,15 @@ class GemmMode(TorchDispatchMode):  # type: ignore[misc]
 
     supports_higher_order_operators = True
 
-    def __init__(self, owner: ExpertHooks, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
+    def __init__(self, module: nn.Module, places: list[LinearPlace], capture: StepCapture) -> None:
         super().__init__()
-        self.owner, self._places, self._capture = owner, places, capture
+        self.thread, self._places, self._capture = get_ident(), places, capture
+        self.below = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
         self._see, self._take = capture.hook(self._seen), capture.hook(self._taken)
         self._waiting: list[Callable[[], None]] = []
         names = dict.fromkeys(place.parameter for place in places)
-        self._weights = [Stacked(name, local(getattr(module, name).detach())) for name in names]
+        with unseen():
+            self._weights = [Stacked(name, local(getattr(module, name).detach())) for name in names]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -115,13 +141,7 @@ class GemmMode(TorchDispatchMode):  # type: ignore[misc]
 
     def leave(self) -> None:
         """The module has run: remove this mode, wherever it is among the modes, and keep no tensor."""
-        modes = _get_current_dispatch_mode_stack()
-        above = modes[modes.index(self) + 1 :]
-        for _ in above:
-            _pop_mode()
-        self.__exit__(None, None, None)
-        for mode in above:
-            _push_mode(mode)
+        take_off(self, partial(self.__exit__, None, None, None))
         self._take()
         self._weights, self._waiting = [], []
 

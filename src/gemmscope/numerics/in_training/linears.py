@@ -31,9 +31,13 @@ def kind_of(module: nn.Module) -> str:
 
 
 def module_weights(module: nn.Module) -> list[Tensor]:
-    """One weight, or several that one GEMM reads, as Q, K and V in Transformer Engine."""
+    """One weight, or several that one GEMM reads, as Q, K and V in Transformer Engine.
+
+    None if it is computed when it is read, as with parametrizations: these may draw random numbers or count how often they run.
+    """
     names = getattr(module, "weight_names", None) or ["weight"]
-    return [weight for name in names if isinstance(weight := getattr(module, name, None), Tensor)]
+    stored = {**vars(module), **module._buffers, **module._parameters}
+    return [weight for name in names if isinstance(weight := stored.get(name), Tensor)]
 
 
 def first_tensor(*groups: Any) -> Tensor | None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemmscope.errors import UserError
 from gemmscope.say import say
-from gemmscope.training import Guard, own_rank, package_versions, why_not_writable, with_rank
+from gemmscope.training import Guard, known_keywords, own_rank, package_versions, why_not_writable, with_rank
 from gemmscope.units import counted
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
     distributed job that write a file; with more than one, each file name includes the rank.
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
