@@ -76,7 +76,7 @@ def unread(family: FamilyConfig) -> dict[str, bool]:
 
 
 def _is_idle(family: FamilyConfig, key: str, value: object) -> bool:
-    """Whether a key changes nothing: by its name, by its value ("=key" is that of another), or as one of another class and null."""
+    """Whether a key changes nothing: by its name, its value ("=key" is that of another), or as one of another class and null."""
     idle = {**_RULES["harmless_values"], **family.facts.get("harmless_values", {})}
     meant = idle.get(key)
     meant = family.optional_size(meant[1:]) if isinstance(meant, str) and meant.startswith("=") else meant
