@@ -34,7 +34,7 @@ def _on(recipe: Recipe, chip: str) -> Support:
 
 
 def _answer(answer: Support) -> str:
-    return "no" if not answer.runs else "emulated" if answer.note else "yes"
+    return "no" if not answer.runs else "emulated" if answer.emulated_by else "limited" if answer.note else "yes"
 
 
 def _reasons() -> list[str]:

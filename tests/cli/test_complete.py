@@ -68,4 +68,4 @@ def test_completion_imports_nothing_heavy() -> None:
     environment = {**os.environ, **bash("gemmscope forecast --gpu h2")}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.split() == ["h200", "h200-nvl"]
+    assert child.stdout.split() == ["h20", "h200", "h200-nvl"]

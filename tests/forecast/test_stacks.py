@@ -10,7 +10,7 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.stacks import MIXTURE, Multiplier, Software, mixture, software_on, stacks, stacks_on
+from gemmscope.forecast.stacks import MIXTURE, Learned, Multiplier, Software, mixture, software_on, stacks, stacks_on
 from gemmscope.forecast.stacks import _facts as table
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import StepEstimate
@@ -23,7 +23,15 @@ from gemmscope.recipe.recipes import recipes
 from gemmscope.workload.derive import derive
 
 RUN = RunSpec(1, 8192, tp=2, sequence_parallel=True, dp=8)
-FURTHER = {"step", "runs", "experts", "biases of experts", "GEMMs in low precision", "quantization by torchao"}
+FURTHER = {
+    "step",
+    "runs",
+    "experts",
+    "biases of experts",
+    "GEMMs in low precision",
+    "GEMMs by torchao",
+    "quantization by torchao",
+}
 
 
 def forecast(name: str | None, chip: str = "h100", preset: str = "llama-3.1-8b", run: RunSpec = RUN) -> StepForecast:
@@ -88,7 +96,7 @@ def test_the_mixture_has_the_mean_of_all_stacks_and_the_spread_between_them() ->
     members, mixed = [stack.on(chip) for stack in stacks_on(chip)], mixture(chip)
     logs = [one.of("attention").log for one in members]
     variance = mean(one.of("attention").variance for one in members) + pvariance(logs)
-    assert mixed.of("attention") == pytest.approx((mean(logs), variance))
+    assert (mixed.of("attention").log, mixed.of("attention").variance) == pytest.approx((mean(logs), variance))
     casts = [one for stack, one in zip(stacks_on(chip), members, strict=True) if "torchao" in stack.backends]
     assert mixed.of("quantization by torchao").log == pytest.approx(mean(one.of("quantization by torchao").log for one in casts))
     times = [step(one.name).time_ms for one in members]
@@ -97,12 +105,14 @@ def test_the_mixture_has_the_mean_of_all_stacks_and_the_spread_between_them() ->
 
 
 def test_a_measurement_moves_a_multiplier_and_narrows_it() -> None:
-    software = Software("mine", "mine", {"attention": Multiplier(log(1.5), 0.04), "GEMMs": Multiplier()})
-    after = software.measured({"attention": Multiplier(log(2.0), 0.0004), "GEMMs": Multiplier(0.5, 0.0001)}, "H100")
-    assert 1.98 < after.of("attention").factor < 2.0
-    assert after.of("attention").variance < 0.0004
-    assert after.of("GEMMs") == Multiplier()  # what is certain is not changed
-    assert exp(after.of("step").log) == 1.0
+    before = Multiplier(log(1.5), 0.04)
+    after = before.updated(Multiplier(log(2.0), 0.0004))
+    assert 1.98 < after.factor < 2.0
+    assert after.variance < 0.0004
+    assert Multiplier(0.3).updated(Multiplier(0.5, 0.0001)) == Multiplier(0.3)  # what is certain is not changed
+    software = Software("mine", "mine", {"attention": before}).after({"attention": Learned(0.1, 0.25)}, "H100")
+    assert software.of("attention") == Multiplier(log(1.5) + 0.1, 0.01)
+    assert exp(software.of("step").log) == 1.0
 
 
 def test_low_precision_depends_on_the_software_and_not_on_its_progress() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import gemmscope as gs
-from gemmscope.errors import UserError
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
@@ -44,25 +43,23 @@ def test_real_steps_on_an_h200(model: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["b200", "b300", "l40s", "rtx-pro-6000"])
-def test_elsewhere_they_are_refused(gpu: str) -> None:
-    job = gs.load("llama-3.1-8b").on(1, 4096)
-    with pytest.raises(
-        UserError, match=f"FP8Rowwise cannot be forecast for {gpu}: torchao's kernels were measured only on Hopper"
-    ):
-        job.forecast(gpu, recipes=["fp8rowwise"])
-    both = job.forecast("h200", gpu, recipes=["fp8rowwise", "fp8current"])
-    assert [gpu.linears.recipes for gpu in both.gpus] == [("BF16", "FP8Rowwise", "FP8Current"), ("BF16", "FP8Current")]
-    assert [finding.facts["recipe"] for finding in both.gpus[1].findings if finding.code == "recipe-left-out"] == ["FP8Rowwise"]
+def test_elsewhere_their_error_bar_is_wide(gpu: str) -> None:
+    [there] = gs.load("llama-3.1-8b").on(1, 4096).forecast(gpu, recipes=["fp8rowwise", "fp8current"]).gpus
+    gains = {name: there.step.of(name).speedup for name in ("FP8Rowwise", "FP8Current")}
+    assert gains["FP8Rowwise"].half_width > 1.2 * gains["FP8Current"].half_width
+    assert gpu == there.gpu
+    [about] = [finding for finding in there.findings if finding.code == "torchao-not-measured"]
+    assert about.facts == {"recipes": ["FP8Rowwise"]}
 
 
 def test_a_torchtitan_config_on_blackwell(run: Run, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(TOML)
     out = json.loads(run(f"forecast --config {tmp_path / 'job.toml'} --gpu b200,h100 --json -").out)
     blackwell, hopper = out["gpus"]
-    assert blackwell["linears"]["recipes"] == ["BF16", "MXFP8", "NVFP4"]
+    assert blackwell["linears"]["recipes"] == ["BF16", *RECIPES, "MXFP8", "NVFP4"]
     facts = {finding["code"]: finding["facts"] for finding in blackwell["findings"]}
-    assert facts["torchao-not-measured"] == {"recipes": ["MXFP8", "NVFP4"]}
-    assert "recipe-left-out" in facts
+    assert facts["torchao-not-measured"] == {"recipes": [*RECIPES, "MXFP8", "NVFP4"]}
+    assert "recipe-left-out" not in facts
     assert hopper["linears"]["recipes"] == ["BF16", *RECIPES]
     assert not {"torchao-not-measured", "recipe-left-out"} & {finding["code"] for finding in hopper["findings"]}
 

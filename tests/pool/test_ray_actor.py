@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.pool import ray_actor as relay
+from gemmscope.pool import ray_actor
 from gemmscope.pool.place_messages import PLACE_WORKER, PlaceSetup, unit_line
 from gemmscope.pool.pool import Unit
 from gemmscope.pool.ray_actor import FOLDER, PlaceActor, remove_unused, unpack
@@ -67,7 +67,7 @@ def ask(site: PlaceActor, unit: Unit) -> None:
 
 def test_it_uses_the_standard_library_alone() -> None:
     """It is sent to nodes on which there is no gemmscope until it has unpacked the bundle."""
-    tree = ast.parse(Path(relay.__file__).read_text())
+    tree = ast.parse(Path(ray_actor.__file__).read_text())
     names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     names += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"ray"}
@@ -133,10 +133,10 @@ def test_the_environment_of_a_site(temporary: Path, monkeypatch: pytest.MonkeyPa
     """What Ray sets for its actors is not what is measured with."""
     for name in ("OMP_NUM_THREADS", "RAY_JOB_ID", "MY_OWN"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(relay, "visible_gpus", lambda: ["5"])
+    monkeypatch.setattr(ray_actor, "visible_gpus", lambda: ["5"])
     for started_with, kept in ((set[str](), False), ({"OMP_NUM_THREADS"}, True)):
-        monkeypatch.setattr(relay, "parent_environment", lambda names=started_with: names)
-        own = relay.worker_variables(temporary)
+        monkeypatch.setattr(ray_actor, "parent_environment", lambda names=started_with: names)
+        own = ray_actor.worker_variables(temporary)
         assert ("OMP_NUM_THREADS" in own) == kept
     assert "RAY_JOB_ID" not in own
     assert (own["MY_OWN"], own["CUDA_VISIBLE_DEVICES"], own["CUDA_DEVICE_ORDER"]) == ("1", "5", "PCI_BUS_ID")

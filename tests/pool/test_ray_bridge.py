@@ -153,7 +153,7 @@ def test_a_ray_that_does_not_tell_which_gpus_are_free() -> None:
     ray.nodes = lambda: [{"NodeID": "a", "Alive": True, "NodeManagerHostname": "host", "Resources": {"GPU": 2.0}}]
     actors, ray.remote = ray.remote, lambda what: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=fail))
     bridge = Bridge(ray, REQUEST | {"cpu": False}, outgoing_to(told), b"")
-    bridge._relay = actors(None)
+    bridge._actor_class = actors(None)
 
     async def look() -> None:
         watching = asyncio.create_task(bridge._watch())

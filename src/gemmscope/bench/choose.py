@@ -14,7 +14,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, GpuFacts, environment
 from gemmscope.gpu.specs import gpu
 from gemmscope.gpu.visible import usable_gpu, visible_gpu
-from gemmscope.options.measuring import MeasuringOptions, RecipeOptions
+from gemmscope.options.measuring import MeasuringOptions, RecipeOptions, TimingOptions
 from gemmscope.recipe.frameworks import backends, frameworks, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
@@ -67,14 +67,14 @@ class Choice:
     findings: tuple[Finding, ...] = ()
 
 
-def choose(choices: MeasuringOptions, machine: Environment, *, cache_weights: bool = False, framework: str = "") -> Choice:
+def choose(choices: MeasuringOptions, machine: Environment, *, framework: str = "") -> Choice:
     """Decide, or a `UserError` with the reason. `framework`: whose config it is; its own backend is preferred."""
     choices, findings = _for_framework(choices, framework)
     modes, named = chosen_modes(choices), named_recipes(choices)
     device = _device(choices)
     gpu = usable_gpu(machine, share=choices.share_gpu) if device == "cuda" else None
     backend = _backend(choices.backend, device, named)
-    if cache_weights and not frameworks()[backend].caches_weights:
+    if isinstance(choices, TimingOptions) and choices.cache_weights and not frameworks()[backend].caches_weights:
         raise UserError(
             f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
             f"remove it, or add {option('backend', 'transformer_engine')}",

@@ -111,8 +111,7 @@ def _prepared(job: ModelRun | None, options: BenchOptions, context: RunContext, 
         check_te_benchmark(model=job is not None, cache_weights=options.cache_weights)
     check_bare(options.shapes, model=job is not None)
     machine = environment()
-    framework = job.source.framework if job is not None else ""
-    choice = choose(options, machine, cache_weights=options.cache_weights, framework=framework)
+    choice = choose(options, machine, framework=job.source.framework if job is not None else "")
     same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
     with LocalWorkers() as workers:
         workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read

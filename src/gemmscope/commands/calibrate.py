@@ -68,7 +68,7 @@ def calibrate(options: CalibrateOptions = CALIBRATED, context: RunContext = PLAI
             "there is no NVIDIA GPU here to calibrate",
             "run this on the machine that has the GPU; gemmscope forecast also works without a calibration",
         )
-    choice = choose(options, machine, cache_weights=options.cache_weights)
+    choice = choose(options, machine)
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
     mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, options.but(resume=False).values())

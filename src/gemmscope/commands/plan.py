@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope import signals
 from gemmscope.errors import UserError, closest, option, shown
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.gpus_and_recipes import choose_recipes, common_fields, known_state, one_chip
@@ -96,7 +96,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     points = [_point(values, search, forecaster, names, most) for (values, _), search in zip(tasks, searches, strict=True)]
     fitting = [(point, search) for point, search in zip(points, searches, strict=True) if point.layouts]
     if not fitting:
-        raise _nothing_fits(points[0], chip, count, sizes)
+        raise _nothing_fits(points[0], searches[0], chip, count, sizes)
     first, winner = fitting[0]
     layers = source.model.layers
     experts = any(layer.is_moe for layer in layers)
@@ -229,7 +229,7 @@ def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names
         global_batch=task.global_batch,
         sequence_length=task.sequence_length,
         layouts=tuple(listed),
-        fitting=len(search.candidates),
+        fitting=sum(candidate.fit != "may not fit" for candidate in search.candidates),
         pruned=pruned(search.pruning),
         smallest=smallest,
         why_not="" if listed else "no layout fits in memory" if search.runs else "no layout divides",
@@ -252,7 +252,7 @@ def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | N
     return None
 
 
-def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str, Any]) -> UserError:
+def _nothing_fits(point: PlanPoint, search: Search, chip: GpuSpec, gpus: int, sizes: Mapping[str, Any]) -> UserError:
     smallest = point.smallest
     if smallest is None:
         return UserError(f"no layout of {point.model.name} can be forecast on {gpus} {chip.name}", "try other sizes")
@@ -263,7 +263,7 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     )
     needed = smallest.gpus_needed
     hint = f"it fits with {option('gpus', needed)}" if needed is not None else "use GPUs with more memory, or a shorter sequence"
-    if any(rule.rule.startswith("fsdp") for rule in point.pruned):
+    if any(rule.rule.startswith("fsdp") for rule in point.pruned) and all(run.zero_stage < 3 for run in search.runs):
         hint += f"; or try FSDP: {option('zero', 3)}"
     return UserError(message, hint)
 
@@ -275,6 +275,11 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
         yield finding("plan-recipes-excluded", recipes=impossible, reason=reason)
     if point.best is None:
         return
+    if doubtful := [layout for layout in point.layouts if layout.may_not_fit]:
+        first = min(doubtful, key=lambda layout: layout.step_ms.value)
+        about: dict[str, Fact] = {"needed_gb": first.memory_gb, "memory_gb": chip.memory_bytes / 1e9, "recipe": first.recipe}
+        code = "plan-only-may-fit" if point.best.may_not_fit else "plan-may-not-fit"
+        yield finding(code, count=len(doubtful), layout=first.splits, **about)
     if point.best.tight:
         yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / 1e9)
     if point.best.host_bound:

@@ -93,7 +93,7 @@ def _safe_text(point: PlanPoint) -> list[str]:
     """If the memory of the best layout is tight: the fastest layout for which it is not."""
     if not point.layouts[0].tight:
         return []
-    safe = next((layout for layout in point.layouts if not layout.tight), None)
+    safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]
     return [phrase("plan-safe", layout=layout_name(safe), rate=plain_rate(safe.tokens_per_s), memory=safe.memory_gb)]

@@ -193,6 +193,7 @@ def _remarks(layout: PlanLayout) -> str | None:
         "too close to call": layout.close,
         "host-bound": layout.host_bound,
         "memory is tight": layout.tight,
+        "may not fit": layout.may_not_fit,
         f"layers {','.join(map(str, layout.pp_layers or ()))}": bool(layout.pp_layers),
     }
     return ", ".join(remark for remark, applies in remarks.items() if applies) or None

@@ -1,28 +1,49 @@
 """What every forecast starts from: the GPUs that were named, their state, and the recipes that they run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gemmscope.bench.choose import named_recipes
 from gemmscope.choices import CLOCK_STATES, ClockState
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.communication import network_facts
 from gemmscope.forecast.gemm import model
 from gemmscope.forecast.training import only_torchao, torchao_known
-from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.gpu.specs import GpuSpec, described, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
 from gemmscope.options.measuring import RecipeOptions
+from gemmscope.reading import LIMITS, read_text
 from gemmscope.recipe.frameworks import backends, other_backend
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import architectures, support
+from gemmscope.toml import parse_toml
 
 
 def chips_of(names: Sequence[str]) -> list[GpuSpec]:
     """The GPUs in the order they were named, each once."""
     if not names:
         raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
-    return list({(spec := gpu(name)).name: spec for name in names}.values())
+    return list({(spec := _described(name) if name.endswith(".toml") else gpu(name)).name: spec for name in names}.values())
+
+
+def _described(file: str) -> GpuSpec:
+    """The GPU that a TOML file of the user describes. Its architecture must be known, and a GPU with measured collectives."""
+    hint = 'a GPU file has facts such as like = "h100" and bandwidth_tbps = 2.4'
+    spec = described(parse_toml(read_text(file, LIMITS["gpu"]["bytes"], hint)), Path(file).stem.lower())
+    if spec.architecture not in architectures():
+        raise UserError(f"{file}: compute capability {spec.architecture} is not known", f"known: {', '.join(architectures())}")
+    if spec.collectives_of not in (able := [chip.collectives_of for chip in gpus().values()]):
+        raise UserError(
+            f"{file} lacks collectives_of: a GPU whose collectives were measured", f"one of {', '.join(sorted(set(able)))}"
+        )
+    if spec.network not in network_facts()["networks"]:
+        raise UserError(
+            f"{file}: {shown(spec.network)} is not a known network", f"known: {', '.join(network_facts()['networks'])}"
+        )
+    return spec
 
 
 def one_chip(names: Sequence[str]) -> GpuSpec:
@@ -61,8 +82,9 @@ def choose_recipes(
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is None and other:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
-            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
-                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        borrowed = [name for name in chosen if name != BASELINE and ((named is None and other) or only_torchao(recipe(name)))]
+        if borrowed and not torchao_known(chip):
+            findings.append(finding("torchao-not-measured", recipes=borrowed))
         left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
         findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
         if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
@@ -94,11 +116,7 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
     architectures()[chip.architecture]  # without it, the table says nothing about this GPU
-    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
-        return impossible
-    if only_torchao(recipe(name)) and not torchao_known(chip):
-        return "torchao's kernels were measured only on Hopper, and other architectures run different kernels"
-    return ""
+    return support(name, chip.capability).why_not(chip.name, chip.capability)
 
 
 def common_fields(command: str, state: ClockState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ GEMMs, which are derived once. The shares of the work go to several processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from math import sqrt
@@ -27,6 +27,7 @@ from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import Fit
 from gemmscope.results.plan import PlanLayout, Pruned, SmallestLayout
 from gemmscope.workload.derive import Workload, derive
 from gemmscope.workload.summary import totals
@@ -38,6 +39,7 @@ ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, wh
 ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some layouts better than others
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
+MAY_NEED = 1.22  # of the memory of a GPU: published layouts that ran usually need up to 1.21 of it, with settings that need less
 Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
 
 
@@ -48,7 +50,7 @@ class Candidate(NamedTuple):
     recipe: str
     step: StepEstimate
     memory_gb: float
-    tight: bool
+    fit: Fit
 
 
 @dataclass
@@ -135,19 +137,19 @@ def _that_fit(
     forecaster: Forecaster,
     network: Network,
     share: _Share,
-) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
-    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
+) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, Fit]]]]:
+    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and the verdict."""
     model, chip = search.task.model, forecaster.chip
-    for _, alike in groupby(enumerate(runs, first), key=lambda numbered: replace(numbered[1], vp=1, zero=None)):
+    for _, alike in groupby(enumerate(runs, first), key=lambda numbered: vars(numbered[1]) | {"vp": 1, "zero": None}):
         workload: Workload | None = None
         reasons: dict[str, str] = {}
         for place, run in alike:
-            needed = {}
+            needed: dict[tuple[int, str], tuple[float, Fit]] = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
                 memory_gb = memory.total_bytes / 1e9
                 share.smallest = min(share.smallest or (memory_gb, place, name), (memory_gb, place, name))
-                if memory.fit in ("fits", "tight"):
-                    needed[place, name] = memory_gb, memory.fit == "tight"
+                if memory.fit != "does not fit" and memory.total_bytes <= MAY_NEED * memory.available_bytes:
+                    needed[place, name] = memory_gb, memory.fit
                 else:
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
             if needed:
@@ -167,9 +169,11 @@ def _name(run: RunSpec) -> str:
     return ", ".join([*parts, f"micro-batch {run.micro_batch_size}"])
 
 
-def order(candidate: Candidate) -> tuple[float, float, int, str]:
-    """Sort key: the fastest first, then the least memory. Times are rounded so that rounding errors do not decide."""
-    return float(f"{candidate.step.time_ms:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
+def order(candidate: Candidate) -> tuple[bool, float, float, int, str]:
+    """Sort key: what may not fit comes last, the fastest first, then the least memory. Times are rounded so that rounding errors
+    do not decide."""
+    time_ms = float(f"{candidate.step.time_ms:.8g}")
+    return candidate.fit == "may not fit", time_ms, candidate.memory_gb, candidate.run, candidate.recipe
 
 
 def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
@@ -194,7 +198,7 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
                 step_ms=step_ms,
                 tokens_per_s=_rate(step_ms, tokens * 1000),
                 mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"],
-                memory_gb=candidate.memory_gb, tight=candidate.tight,
+                memory_gb=candidate.memory_gb, tight=candidate.fit == "tight", may_not_fit=candidate.fit == "may not fit",
                 slowdown=slowdown(best, candidate, search.runs, forecaster).interval() if candidate is not best else None,
                 on_front=id(candidate) in front, host_bound=candidate.step.host_bound,
                 parts_ms=candidate.step.parts_ms if shown else {},

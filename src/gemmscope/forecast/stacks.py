@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import exp, hypot, log, log2, sqrt
 from statistics import NormalDist, mean, pvariance
 from typing import Any, NamedTuple
@@ -30,17 +30,18 @@ SCALES_FROM = 8  # GPUs
 HALF_WIDTHS = NormalDist().inv_cdf(0.95)  # of a 90% error bar, in standard deviations
 
 
-class Multiplier(NamedTuple):
+@dataclass(frozen=True)
+class Multiplier:
     """A factor on the time of something: the mean and the variance of its logarithm."""
 
     log: float = 0.0
     variance: float = 0.0
 
-    @property
+    @cached_property
     def factor(self) -> float:
         return exp(self.log)
 
-    @property
+    @cached_property
     def half_width(self) -> float:
         """Of its 90% error bar, as a logarithm."""
         return HALF_WIDTHS * sqrt(self.variance)
@@ -72,6 +73,13 @@ class Multiplier(NamedTuple):
 ONE = Multiplier()
 
 
+class Learned(NamedTuple):
+    """What a measurement says of a multiplier: how much its logarithm moves, and the share of its variance that is left."""
+
+    moves: float
+    left: float
+
+
 @dataclass(frozen=True)
 class Software:
     """One stack (or the mixture of several) on one GPU: a multiplier for each part of the step, for the whole `step`, for low
@@ -90,7 +98,9 @@ class Software:
 
     def part(self, part: StepPart, estimate: Estimate) -> Estimate:
         """The time of a part. Of parts that a recipe changes, other recipes have the same error."""
-        known = self.of(part)
+        known = self.multipliers.get(part)
+        if known is None:
+            return estimate
         return known.of_all(estimate) if part in CHANGED else known.of_this(estimate)
 
     def low_precision(self, name: str) -> tuple[Multiplier, Multiplier]:
@@ -98,10 +108,10 @@ class Software:
         chosen = recipe(name)
         if not chosen.quantizes:
             return ONE, ONE
-        casts = self.of(f"quantization of {chosen.name}")
-        if "transformer_engine" not in chosen.backends:
-            casts = casts.and_also(self.of("quantization by torchao"))
-        return self.of("GEMMs in low precision"), casts
+        gemms, casts = self.of("GEMMs in low precision"), self.of(f"quantization of {chosen.name}")
+        if "transformer_engine" in chosen.backends:
+            return gemms, casts
+        return gemms.and_also(self.of("GEMMs by torchao")), casts.and_also(self.of("quantization by torchao"))
 
     def exchange(self, wait: Exposed) -> Exposed:
         """What is exposed of an exchange."""
@@ -123,10 +133,13 @@ class Software:
         further = self.of("experts").variance if experts else 0.0
         return HALF_WIDTHS * sqrt(self.of("step").variance + self.of("runs").variance + further)
 
-    def measured(self, seen: Mapping[str, Multiplier], device: str) -> Software:
-        """The same software after measurements of its multipliers."""
-        known = {**self.multipliers, **{what: self.of(what).updated(factor) for what, factor in seen.items()}}
-        return replace(self, title=f"{self.title}, measured on {device}", multipliers=known)
+    def after(self, learned: Mapping[str, Learned], device: str) -> Software:
+        """The same software after a measurement: each multiplier moves, and keeps a share of its variance."""
+        known = dict(self.multipliers)
+        for what, (moves, left) in learned.items():
+            before = self.of(what)
+            known[what] = Multiplier(before.log + moves, before.variance * left)
+        return replace(self, title=_facts()["measured"]["title"].format(title=self.title, device=device), multipliers=known)
 
 
 @dataclass(frozen=True)

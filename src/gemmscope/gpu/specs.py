@@ -3,14 +3,18 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
-from typing import Annotated
+from math import inf
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError, shown
 from gemmscope.toml import complete, load_data
+
+OTHER_VENDORS = r"^mi\d|^amd|instinct|radeon|gaudi|^tpu|trainium|ascend"
+_described: dict[str, "GpuSpec"] = {}
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,66 @@ def gpus() -> Mapping[str, GpuSpec]:
 
 
 def gpu(name: str) -> GpuSpec:
-    """The GPU of that name; case, spaces, underscores and a leading "nvidia" do not matter.
+    """The GPU of that name, or of the name that the driver gives it; case, spaces, underscores and a leading "nvidia" do not
+    matter.
 
-    >>> gpu("B200").sms, gpu("rtx_pro_6000").name
-    (148, 'rtx-pro-6000')
+    >>> gpu("B200").sms, gpu("rtx_pro_6000").name, gpu("NVIDIA H100 80GB HBM3").name
+    (148, 'rtx-pro-6000', 'h100')
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
-    if wanted not in gpus():
-        raise UserError(f"unknown GPU {shown(name)}", f"known GPUs, the closest name first: {', '.join(by_likeness(wanted))}")
-    return gpus()[wanted]
+    wanted = _plain(name)
+    if (known := gpus().get(wanted) or _described.get(wanted) or spec_of(name)) is not None:
+        return known
+    if re.search(OTHER_VENDORS, wanted):
+        raise UserError(
+            f"{shown(name)} is not an NVIDIA GPU: no kernel of other vendors was measured, so nothing can be forecast for it",
+            f"GPUs that can be forecast: {', '.join(gpus())}",
+        )
+    raise UserError(f"unknown GPU {shown(name)}", f"known GPUs, the closest name first: {', '.join(by_likeness(wanted))}")
+
+
+def described(facts: Mapping[str, Any], name: str) -> GpuSpec:
+    """A GPU of the user's own: the fields of `specs.toml`, those that `like` names taken from a known GPU. It is known by its
+    name from then on.
+
+    >>> described({"like": "h100", "title": "H100, 500 W", "bandwidth_tbps": 2.4}, "my-h100").memory_gb
+    80.0
+    """
+    like = gpu(str(facts["like"])) if "like" in facts else None
+    own = {key: value for key, value in facts.items() if key != "like"}
+    if unknown := [key for key in own if key not in (known := [field.name for field in fields(GpuSpec)])]:
+        raise UserError(f"{name}.toml: {shown(unknown[0])} is not a fact of a GPU", f"facts: {', '.join(known)}")
+    base: dict[str, Any] = {"device": "(?!)", "source": f"{name}.toml"}
+    if like is not None:
+        base = {**asdict(like), "capability": like.architecture, **base}
+        own["tflops"] = {**like.tflops, **_rates(name, own.get("tflops", {}))}
+    values = {**base, **own, "name": name}
+    values.setdefault("collectives_of", values["name"])
+    needed = [field.name for field in fields(GpuSpec) if field.default is MISSING and field.default_factory is MISSING]
+    missing = [key for key in needed if key not in values]
+    if not missing and "bf16" not in _rates(name, values["tflops"]):
+        missing = ["tflops.bf16"]
+    if missing:
+        raise UserError(f"{name}.toml lacks {', '.join(missing)}", 'give it, or take the rest from a known GPU: like = "h100"')
+    try:
+        spec = TypeAdapter(GpuSpec).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(f"{name}.toml: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", "see gpu/specs.toml") from None
+    sizes = [spec.sms, spec.memory_mib, spec.memory_gb, spec.bandwidth_tbps, spec.usual_share, spec.nvlink_domain, spec.host_gbps]
+    if not all(0 < size < inf for size in (*sizes, *spec.tflops.values(), *spec.sustained_tflops.values())):
+        raise UserError(f"{name}.toml: sizes and rates must be positive numbers", "see gpu/specs.toml")
+    _described[_plain(name)] = spec
+    return spec
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+
+
+def _rates(name: str, rates: object) -> Mapping[str, Any]:
+    if not isinstance(rates, Mapping):
+        raise UserError(f"{name}.toml: tflops must be a table", "for example tflops = { bf16 = 989, fp8 = 1979 }")
+    return rates
 
 
 def spec_of(device: str) -> GpuSpec | None:

@@ -44,6 +44,15 @@ class ForecastOptions(RecipeOptions, SystemOptions):
 
     mix: Annotated[RunFile, MIX] = None
     keep_higher: Annotated[str | None, KEEP_HIGHER] = None
+    measured: Annotated[
+        RunFile,
+        Option(
+            "A step of the same model that gemmscope step measured, on any GPU and with any batch: the forecast follows it.",
+            metavar="RUNFILE",
+            accepts="PathOrResult | None",
+            in_sweeps=False,
+        ),
+    ] = None
     gpus: Annotated[
         int | None,
         Option("Number of GPUs. Sets --dp, and with --tokens also gives the cost of the full run.", keyword="gpu_count"),
@@ -51,7 +60,8 @@ class ForecastOptions(RecipeOptions, SystemOptions):
     gpu: Annotated[
         list[str],
         Option(
-            "GPUs to forecast, side by side: h200, b200, b300 and others. An unknown name lists all names.",
+            "GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own. "
+            "An unknown name lists all names.",
             metavar="NAME,...",
             names="gpu/specs.toml",
             parse=names,

@@ -102,8 +102,7 @@ class MeasureUnit:
 
     def check_place(self, machine: Environment) -> None:
         """A `UserError` if this machine cannot measure it: a package or a recipe that it does not have, a GPU that others use."""
-        cache_weights = isinstance(self.options, BenchOptions) and self.options.cache_weights
-        choose(self.options, machine, cache_weights=cache_weights, framework=self.job.source.framework if self.job else "")
+        choose(self.options, machine, framework=self.job.source.framework if self.job else "")
 
     def run(self, reporter: Reporter = QUIET, state: Path | None = None) -> Any:
         """Measure here. A `UserError` for what cannot be measured. `state`: the folder of the journal, if not the user's."""

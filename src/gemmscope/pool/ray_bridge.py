@@ -33,7 +33,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from gemmscope.pool import ray_actor as relay
+from gemmscope.pool import ray_actor
 from gemmscope.pool.place_messages import RESTART_S, START_S
 from gemmscope.pool.ray_messages import NoTokensError, NotRayError, host_and_port, why_no_connection
 from gemmscope.process import messages_to_parent
@@ -133,8 +133,8 @@ class Bridge:
         self._gone = (ray.exceptions.RayError, asyncio.TimeoutError, OSError)  # an actor, a node or the connection
         self._numbers = 0
         self._own = ray.get_runtime_context().get_node_id()  # through which this process is connected; a client's is the head
-        ray.cloudpickle.register_pickle_by_value(relay)
-        self._relay = ray.remote(relay.PlaceActor)
+        ray.cloudpickle.register_pickle_by_value(ray_actor)
+        self._actor_class = ray.remote(ray_actor.PlaceActor)
         self._bundle, self._digest = ray.put(bundle), hashlib.sha256(bundle).hexdigest()[:16]
         self._work: set[asyncio.Task[None]] = set()
 
@@ -231,7 +231,7 @@ class Bridge:
         them."""
         free: dict[str, float] | None = None
         with suppress(*self._gone):  # the node that was asked may be leaving; actors wait for their GPUs, too
-            free = await self._reply(self.ray.remote(relay.free_gpus).options(num_cpus=0).remote(), FREE_S)
+            free = await self._reply(self.ray.remote(ray_actor.free_gpus).options(num_cpus=0).remote(), FREE_S)
         return free
 
     def _report_occupied(self) -> None:
@@ -279,12 +279,12 @@ class Bridge:
     def _actor(self, node: str) -> Any:
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "num_gpus": 0 if self.request["cpu"] else 1, "max_restarts": 0, "max_concurrency": 4}
-        create = self._relay.options(scheduling_strategy=strategy, **options).remote
+        create = self._actor_class.options(scheduling_strategy=strategy, **options).remote
         return create(self._bundle, self._digest, self.request["module"], self.request["begin"])
 
     def _pass_on(self, slot: Slot, lines: list[str]) -> None:
         for line in lines:
-            match relay.type_of(line):
+            match ray_actor.type_of(line):
                 case "hello":
                     slot.greeted = True
                 case "refused" if not slot.over:

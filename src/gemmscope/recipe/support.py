@@ -46,6 +46,8 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     architecture = f"{capability[0]}.{capability[1]}"
     if architecture in facts["yes"]:
         return Support(runs=True)
+    if architecture in facts.get("limited", {}):
+        return Support(runs=True, note=facts["limited"][architecture])
     if architecture in facts.get("emulated", ()):
         return Support(runs=True, note=facts["emulated_as"], emulated_by=facts["emulated_by"])
     if architecture in facts.get("not_yet", {}):

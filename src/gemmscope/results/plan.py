@@ -37,6 +37,8 @@ class PlanLayout(Part):
     """Of the GPU that needs most, in the usual case."""
     tight: bool = False
     """Some settings, or a fragmented allocator, would need more than the GPU has."""
+    may_not_fit: bool = False
+    """It usually needs more than the GPU has, and fits with settings that need less."""
     slowdown: Interval | None = None
     """Its step over that of the best layout; null for the best itself. Errors that both have alike cancel."""
     on_front: bool = False
@@ -48,7 +50,7 @@ class PlanLayout(Part):
     @property
     def close(self) -> bool:
         """Whether it is too close to call against the best layout; false for the best itself."""
-        return self.slowdown is not None and not self.slowdown.above_one
+        return self.slowdown is not None and not self.slowdown.above_one and not self.may_not_fit
 
     @property
     def splits(self) -> str:

@@ -144,8 +144,7 @@ class MeasuredSweepRun:
             machine = environment()
             if gpus is not None and not options.on_cpu:
                 machine = replace(machine, gpus=tuple(local_gpus(gpus, machine)[:1]), visible_devices=None)
-            cache_weights = isinstance(options, BenchOptions) and options.cache_weights
-            choose(options.but(share_gpu=True), machine, cache_weights=cache_weights)
+            choose(options.but(share_gpu=True), machine)
 
     def _check_alone(self) -> None:
         """A `UserError` in one of many processes that srun or torchrun started: each would measure every point."""
