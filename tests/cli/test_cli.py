@@ -82,7 +82,7 @@ def test_sharded(run: Run) -> None:
     outcome = run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --ep 4 --pp 2 --cp 2 --sequence-parallel --imbalance 1.5")
     assert outcome.code == 0
     assert "tp 2, cp 2, pp 2, ep 4, sequence parallel, stage 1" in outcome.out
-    assert "\ntp 2, etp 1\n" in run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --etp 1").out
+    assert "\ntp 2, etp 1, sequence parallel\n" in run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --etp 1").out
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,26 @@ def test_a_vocabulary_completes_a_script(tmp_path) -> None:
 def test_layers_of_a_preset_are_replaced() -> None:
     source = load_model(preset="llama-3.1-8b", num_hidden_layers=3)
     assert source.model is not None
-    assert (len(source.model.layers), source.model.vocab_size, source.config) == (3, 128_256, None)
+    assert (len(source.model.layers), source.model.vocab_size) == (3, 128_256)
+    assert source.config == {**load("llama-3.1-8b").config, "num_hidden_layers": 3}  # so that it can be checked
     assert [finding.facts["file_value"] for finding in source.findings if finding.code == "run-overridden"] == ["32"]
     assert codes(load_model(preset="llama-3.1-8b", num_hidden_layers=32)) == codes(load("llama-3.1-8b"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "pattern", "in_proportion"),
+    [
+        ("deepseek-v3", "3 dense, 5 MoE", False),  # as its class builds it with so many layers
+        ("glm-4.5", "3 dense, 5 MoE", False),
+        ("nemotron-h-8b", "5 Mamba-2, 3 MLP", True),  # its config lists the kinds
+        ("longcat-flash", "4 dense, 4 MoE", True),
+    ],
+)
+def test_fewer_layers_of_several_kinds(preset: str, pattern: str, in_proportion: bool) -> None:
+    source = load_model(preset=preset, num_hidden_layers=8)
+    assert source.model is not None
+    assert source.model.pattern() == pattern
+    assert ("layers-in-proportion" in codes(source)) == in_proportion == (source.config is None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError, in_shell
 from gemmscope.job.load import ModelRun, load_model, model_run
 from gemmscope.model import megatron, torchtitan
-from gemmscope.model.spec import ModelSource
+from gemmscope.model.spec import ModelSource, framework_defaults
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
 from support.commands import forecast
@@ -329,3 +329,22 @@ def test_a_module_brings_its_inputs_and_an_image_has_no_sequence(source: ModelSo
     choice = model_run(source, **dict.fromkeys(missing, 4))
     assert choice.settled == set(missing)
     assert choice.run.inputs is None
+
+
+def test_sequence_parallelism_of_a_model_without_a_file() -> None:
+    """As the frameworks run it, for every command alike: beside tensor parallelism, where the sequence can be split."""
+    source, sizes = load_model(preset="llama-3.1-8b"), {"micro_batch_size": 1, "sequence_length": 64}
+    job = model_run(source, tp=2, **sizes)
+    assert job.run.sequence_parallel
+    assert "sequence-parallel-assumed" in [entry.code for entry in job.findings]
+    assert not model_run(source, tp=2, sequence_parallel=False, **sizes).run.sequence_parallel
+    assert not model_run(source, **sizes).run.sequence_parallel
+    assert not model_run(source, tp=2, micro_batch_size=1, sequence_length=65).run.sequence_parallel
+
+
+def test_framework_defaults_have_their_version() -> None:
+    for framework in ("megatron_lm", "megatron_bridge", "torchtitan", "no_file"):
+        facts = framework_defaults(framework)
+        assert re.search("[0-9a-f]{9}", facts["version"])
+        assert facts["source"]
+        assert isinstance(facts["sequence_parallel"], bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError, option
+from gemmscope.job.load import load_model, model_run
 from gemmscope.model import bridge
 from support.reading import checked, codes, facts, in_little_memory
 from support.refusals import refused, refused_with_hint
@@ -129,6 +131,7 @@ def test_deepseek():
         "ep": 8,
         "pp_layers": (13, 14),
         "recompute": "selective",
+        "sequence_parallel": False,
     }
 
 
@@ -233,7 +236,7 @@ def test_deep_nesting_ends_in_a_message(deep: str):
         ("", "the file is empty"),
         ("- 1", "the file is a list"),
         ("model: llama", "no settings under model:"),
-        ("model: {num_layers: 4, hiden_size: 64}", "model.hiden_size is not read"),
+        ("model: {num_layers: 4, hiden_size: 64}", "it has model.hiden_size"),
         ("model: {num_layers: [", "the YAML is not valid, line 1"),
         ("model: !!python/object:os.system {}", "the YAML is not valid"),
         ("model: {num_layers: 2020-13-45}", "the YAML is not valid"),
@@ -337,3 +340,19 @@ def test_damaged_files(text: str, data: st.DataObject):
     start = data.draw(st.integers(0, len(text)))
     end = min(len(text), start + data.draw(st.integers(0, 30)))
     checked(bridge, text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+
+
+def test_settings_that_are_called_like_sizes_can_be_ignored(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text_of(residual_stream_size=8, num_layrs=3, some_switch=True), encoding="utf-8")
+    with pytest.raises(UserError, match="sizes that gemmscope does not read: model"):
+        load_model(config=str(file))
+    source = load_model(config=str(file), ignore_key=["model.residual_stream_size", "model.num_layrs"])
+    assert source.model is not None
+    assert "keys-ignored" in codes(source)
+
+
+def test_sequence_parallelism_is_off_where_the_file_does_not_say(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text_of(tensor_model_parallel_size=2, seq_length=64) + "\ntrain: {micro_batch_size: 1}", encoding="utf-8")
+    assert not model_run(load_model(config=str(file))).run.sequence_parallel

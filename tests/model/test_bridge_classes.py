@@ -88,7 +88,7 @@ def test_every_class_is_read():
 def test_class_alone():
     source = read("Llama3ModelProvider8B")
     assert source.model.describe() == "32 dense layers, hidden 4096, 32 heads (8 key/value), intermediate 14336"
-    assert source.run_settings == {"sequence_length": 8192, "vocab_multiple": 128}
+    assert source.run_settings == {"sequence_length": 8192, "vocab_multiple": 128, "sequence_parallel": False}
     assert codes(source) == ["vocabulary-of-class"]
     assert facts(source, "vocabulary-of-class") == {"size": 128256}
 

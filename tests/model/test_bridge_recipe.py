@@ -102,7 +102,7 @@ def qwen3_pretrain_config():
 def test_a_model_from_the_hub_is_the_preset_with_that_source():
     source = readers.read_text(FROM_HUB, "recipe.py")
     assert (source.model.name, source.model.prediction_layers) == ("qwen3-8b", 1)
-    assert source.run_settings == {"sequence_length": 4096, "micro_batch_size": 2, "tp": 4}
+    assert source.run_settings == {"sequence_length": 4096, "micro_batch_size": 2, "tp": 4, "sequence_parallel": False}
     assert codes(source) == []
 
 

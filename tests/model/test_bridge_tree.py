@@ -10,6 +10,7 @@ import pytest
 from gemmscope.errors import UserError
 from gemmscope.model import bridge_recipe, presets, readers
 from gemmscope.model.bridge_recipe import hub_presets
+from gemmscope.model.hf_keys import accepted
 from gemmscope.model.spec import ModelSource
 from gemmscope.workload.summary import count_parameters
 from support.reading import codes, facts
@@ -183,7 +184,7 @@ def test_a_damaged_recipe_is_the_same_model_or_none(tmp_path: Path, name: str) -
         (tmp_path / name).write_text(text)
         for function in [SMALL] if name.endswith("common.py") else expected:
             try:
-                source = readers.read_config(f"{tmp_path / PERF}:{function}")
+                source = accepted(readers.read_config(f"{tmp_path / PERF}:{function}"))
             except UserError as error:
                 assert error.hint
                 refused += 1
@@ -229,8 +230,8 @@ def test_a_hub_id_is_exactly_that_of_a_preset() -> None:
         ("cfg.model.transformer_layer_spec = own_layers", r"code decides its layers \(transformer_layer_spec\)"),
         ("cfg.model = Qwen3ModelProvider8B(**sizes)", "sizes whose names the file does not show"),
         ("cfg.model = build(**sizes)", "model.num_layers is not known: layers"),
-        ("cfg.model.num_layrs = 8", "model.num_layrs is not read"),
-        ("cfg.model.residual_stream_size = 8", "model.residual_stream_size is not read"),
+        ("cfg.model.num_layrs = 8", "sizes that gemmscope does not read: model.num_layrs"),
+        ("cfg.model.residual_stream_size = 8", "sizes that gemmscope does not read: model.residual_stream_size"),
         ("cfg.model.num_layers = pick()", "model.num_layers is not known: pick"),
         ("return other()", "comes from"),
         ("if FLAG:\n  return None", "depends on a condition"),
@@ -249,7 +250,7 @@ def f_config():
  return cfg
 """
     with pytest.raises(UserError, match=says):
-        bridge_recipe.read(text, "recipe.py", function="f_config")
+        accepted(bridge_recipe.read(text, "recipe.py", function="f_config"))
 
 
 def test_calls_that_are_not_read() -> None:

@@ -190,6 +190,14 @@ def test_the_language_part_follows_the_same_rule() -> None:
     assert warnings(own) == ["language-part-only", "outer-class-unknown"]
     with pytest.raises(UserError, match="latent_rank"):
         read({**outer, "text_config": {**LLAMA, "latent_rank": 8}})
+    with pytest.raises(UserError, match="own_text_config"):  # not the default of the class
+        read({"model_type": "gemma3", "own_text_config": LLAMA})
+
+
+def test_settings_of_numbered_layers_are_read() -> None:
+    gemma = {**configs()["gemma-4-31b"], "per_layer_config": {"0": {"num_key_value_heads": 4}}}
+    assert shape(read(gemma)) != shape(read(configs()["gemma-4-31b"]))
+    assert read({**gemma, "per_layer_config": {"0": {"own_rank": 4}}}).model is None  # it is traced
 
 
 def test_the_keys_of_the_classes() -> None:

@@ -34,7 +34,7 @@ from gemmscope.forecast.step_findings import (
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
-from gemmscope.job.load import ModelRun, as_frameworks_run
+from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
@@ -64,7 +64,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     asked = requested_mix(options.mix, options.keep_higher)
     chips, clocks = chips_of(options.gpu), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
-    job = _on_gpus(as_frameworks_run(job) if job is not None else None, options.gpus)
+    job = _on_gpus(job, options.gpus)
     known_gpus = options.gpus if job is None or job.run.dp is None else job.run.gpus
     budgets = _budgets(chips, options, known_gpus)
     by_gpu = choose_recipes(chips, options, job.source.framework if job is not None else "")
@@ -381,7 +381,7 @@ def _configurations(
     """Every combination that is possible, and the others with the reason; only a model with a closed form can be varied."""
 
     def described(job: ModelRun) -> tuple[ModelSpec, RunSpec]:
-        source, run = job.source, as_frameworks_run(job).run
+        source, run = job.source, job.run
         if source.model is None:
             raise UserError(f"{source.origin} is traced and cannot be varied", "give a model that has a closed form")
         check(source.model, run)

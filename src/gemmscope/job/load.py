@@ -5,6 +5,7 @@ batch stay, if the layout that is typed divides them; what belongs to another la
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -13,14 +14,16 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.model import presets
+from gemmscope.model import hf, presets
+from gemmscope.model.families import ALIASES
 from gemmscope.model.hf_keys import accepted
 from gemmscope.model.limits import check_size
 from gemmscope.model.readers import names_file, read_config
-from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, from_hyperparameters
+from gemmscope.model.spec import RUN_SETTINGS, ModelSource, RunSpec, framework_defaults, from_hyperparameters
 from gemmscope.model.vary import varied
 from gemmscope.workload.sharding import Given, dp_step, model_ranks, solve
 
+NO_FILE = framework_defaults("no_file")
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
 
@@ -97,7 +100,7 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         if typed.get(name) is not None:
             check_size(option(name), typed[name], limit)
     run, about = _ranks(run, typed, source, changed)
-    return ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings))
+    return _as_frameworks_run(ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings)))
 
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
@@ -213,8 +216,8 @@ def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
-COMPLETING = ("vocab_size", "num_hidden_layers")
-"""Sizes that can be given beside a preset or a config: they stand in place of those of the file."""
+COMPLETING = {"vocab_size": "vocab_size", "num_hidden_layers": "layers"}
+"""Sizes that can be given beside a preset or a config, with their limits: they stand in place of those of the file."""
 
 
 def load_model(
@@ -258,24 +261,35 @@ def load_model(
 
 
 def _completed(source: ModelSource, sizes: Mapping[str, int]) -> ModelSource:
-    """The model with other sizes than its file has. The live class of its config has not, so the config is dropped."""
+    """The model with other sizes than its file has: read from its config with these, where that has no lists of layers."""
     if not sizes:
         return source
     if source.model is None:
         named = " and ".join(option(name, value) for name, value in sizes.items())
         raise UserError(f"{named} cannot change {source.origin}, which is known only from a trace", "change the config")
     old = {"vocab_size": source.model.vocab_size, "num_hidden_layers": len(source.model.layers)}
-    vocabulary = check_size(option("vocab_size"), sizes.get("vocab_size", old["vocab_size"] or 1), "vocab_size")
-    model = replace(source.model, vocab_size=vocabulary) if "vocab_size" in sizes else source.model
-    if "num_hidden_layers" in sizes:
-        model = varied(model, {"layers": check_size(option("num_hidden_layers"), sizes["num_hidden_layers"], "layers")})
-    kept = (entry for entry in source.findings if entry.code != "vocabulary-missing" or "vocab_size" not in sizes)
-    changed = (
-        finding("run-overridden", name=name, origin=source.origin, value=str(value), file_value=str(old[name] or "nothing"))
-        for name, value in sizes.items()
-        if value != old[name]
-    )
-    return replace(source, model=model, config=None, findings=(*kept, *changed))
+    changed = {name: check_size(option(name), value, COMPLETING[name]) for name, value in sizes.items() if value != old[name]}
+    findings = [entry for entry in source.findings if entry.code != "vocabulary-missing" or "vocab_size" not in sizes]
+    about = {"origin": source.origin}
+    findings += [
+        finding("run-overridden", name=name, value=str(value), file_value=str(old[name] or "nothing"), **about)
+        for name, value in changed.items()
+    ]
+    model, count = source.model, changed.get("num_hidden_layers")
+    source = replace(source, findings=tuple(findings))
+    if source.config is not None and changed:
+        names = {name: next((key for key in ALIASES[name] if key in (source.config or ())), name) for name in changed}
+        config = {**source.config, **{names[name]: value for name, value in changed.items()}}
+        with suppress(UserError):  # lists with one entry for each layer
+            own = hf.from_config(config, source.origin).model
+            if own is not None and count in (None, len(own.layers)):
+                return replace(source, model=replace(own, name=model.name, source=model.source), config=config)
+    model = replace(model, vocab_size=changed.get("vocab_size", model.vocab_size))
+    if count is not None:
+        kinds, model = model.pattern(), varied(model, {"layers": count})
+        mixed = [finding("layers-in-proportion", layers=kinds, **about)] if len(dict(model.layer_groups())) > 1 else []
+        source = replace(source, findings=(*source.findings, *mixed))
+    return replace(source, model=model, config=source.config if not changed else None)
 
 
 def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
@@ -312,10 +326,10 @@ def _from_config(config: str) -> ModelSource:
         raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error
 
 
-def as_frameworks_run(job: ModelRun) -> ModelRun:
+def _as_frameworks_run(job: ModelRun) -> ModelRun:
     """The job with sequence parallelism beside tensor parallelism, if nothing says otherwise and the sequence can be split."""
-    run = job.run
-    if run.tp == 1 or "sequence_parallel" in job.settled or (run.sequence_length // run.cp) % run.tp:
+    run, known = job.run, "sequence_parallel" in job.settled or not NO_FILE["sequence_parallel"]
+    if known or run.tp == 1 or (run.sequence_length // run.cp) % run.tp:
         return job
     findings = (*job.findings, finding("sequence-parallel-assumed"))
     return replace(job, run=replace(run, sequence_parallel=True), findings=findings)

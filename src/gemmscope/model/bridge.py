@@ -13,17 +13,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError, closest, did_you_mean, option, shown
+from gemmscope.errors import UserError, closest, did_you_mean, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, SIZE_LIKE, MegatronSettings, Unknown
-from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, framework_defaults
 from gemmscope.reading import LIMITS
 from gemmscope.toml import inherited, load_data
 
 VOCABULARY = "tokenizer_vocabulary"  # of a class
+DEFAULTS = framework_defaults("megatron_bridge")
 BRIDGE, SECTIONS = FACTS["bridge"], FACTS["bridge_sections"]
 SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
@@ -78,7 +79,6 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
     for start, what in BRIDGE["other_classes"].items():
         if provider.startswith(start):
             raise other_model("model._target_ is the class of", what)
-    _reject_unread_sizes(given)
     own = provider_classes().get(provider)
     values = {**(own or {}), **given}
     if any(given.get(name) for name in PATTERNS):  # instead of the class's pattern, which may have the other name
@@ -100,19 +100,16 @@ def read_document(document: Mapping[str, object], origin: str, known: ModelSourc
         values["window_size"] = window - 1
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
     padding = values.get("make_vocab_size_divisible_by")
-    padding = 128 if padding is None else padding
+    padding = DEFAULTS["vocab_multiple"] if padding is None else padding
     values["make_vocab_size_divisible_by"] = padding if values.get("should_pad_vocab") else None
 
     def spell(name: str) -> str:
         return f"{sections.get(name, 'model')}.{name}"
 
-    settings = MegatronSettings(
-        values, spell, "{}: {}",
-        swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length", silent_means_off=False,
-    )  # fmt: skip
-    if known is None:
-        return model_source(settings, origin, findings, unknown_names)
-    return model_source(settings, origin, [*known.findings, *findings], unknown_names, of_elsewhere)
+    settings = MegatronSettings(values, spell, "{}: {}", DEFAULTS)
+    earlier = known or ModelSource(origin, None)
+    source = model_source(settings, origin, [*earlier.findings, *findings], unknown_names, of_elsewhere)
+    return replace(source, unread={**earlier.unread, **_unread(given)})
 
 
 def _last_name(target: object) -> str:
@@ -121,20 +118,13 @@ def _last_name(target: object) -> str:
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
-def _reject_unread_sizes(given: Mapping[str, object]) -> None:
-    """Reject a setting that is not read, if it is called like a size or almost like a setting that is: it may change shapes."""
-    for name, value in given.items():
-        if name in _read_names() or value in (None, False):
-            continue
-        of_its_length = (read for read in _read_names() if read[0] == name[:1] and abs(len(read) - len(name)) < 3)
-        similar = closest(name, sorted(of_its_length), 1, cutoff=0.9)
-        if similar or SIZE_LIKE.fullmatch(name):
-            raise UserError(
-                f"model.{name[:60]} is not read, and its name suggests that it changes shapes",
-                f"did you mean model.{similar[0]}? If it changes none, remove it"
-                if similar
-                else f"remove it if it changes none; else trace the model: {option('module', 'FILE.py:FUNCTION')}",
-            )
+def _unread(given: Mapping[str, object]) -> dict[str, bool]:
+    """Settings that are not read, if they are called like a size or almost like a setting that is: they may change shapes."""
+    read = _read_names()
+    others = [name for name, value in given.items() if name not in read and value not in (None, False)]
+    near = {name: [one for one in read if one[0] == name[:1] and abs(len(one) - len(name)) < 3] for name in others}
+    sizes = [name for name in others if SIZE_LIKE.fullmatch(name) or closest(name, sorted(near[name]), 1, cutoff=0.9)]
+    return dict.fromkeys((f"model.{name}" for name in sizes), True)
 
 
 @cache

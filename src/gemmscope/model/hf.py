@@ -65,7 +65,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(_with_outer_ties(config, language), origin)
         outside = (finding("language-part-only", model_type=model_type), *hf_keys.outside_findings(model_type))
-        return replace(source, findings=(*outside, *source.findings))
+        others = [key for key, part in config.items() if isinstance(part, Mapping) and "vocab_size" in part]
+        unread = {} if "text_config" in config else dict.fromkeys(others, True)  # the class would assume its default instead
+        return replace(source, findings=(*outside, *source.findings), unread={**source.unread, **unread})
     label = f"{origin} (Hugging Face, {model_type})"
     if not known:
         return ModelSource(origin=label, model=None, config=config)
@@ -149,8 +151,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     )
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
-    positions = family.number("positions") if family.flag("positions_if", default=True) else 0  # rows of the learned table
-    if positions:
+    positions = family.number("positions") if family.flag("positions_if", default=True) else None  # rows of the learned table
+    if positions is not None:
         positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = family.size("vocab_size", "vocab_size")

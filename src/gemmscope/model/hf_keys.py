@@ -66,7 +66,8 @@ def unread(family: FamilyConfig) -> dict[str, bool]:
     """Keys that nothing reads and that are not known to be harmless; whether each is named like a size."""
     known, unknown = known_keys(family.model_type), dict[str, bool]()
     for key, value in family.config.items():
-        inside = isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in known)
+        # Of an object by number of the layer, what is inside is checked where the layers are built.
+        inside = isinstance(value, Mapping) and any(name.startswith(f"{key}.") and not name[-1].isdigit() for name in known)
         parts = {f"{key}.{name}": own for name, own in value.items()} if inside else {key: value}
         unknown |= {
             name: is_size(name, own) for name, own in parts.items() if name not in known and not _is_idle(family, name, own)
@@ -75,18 +76,12 @@ def unread(family: FamilyConfig) -> dict[str, bool]:
 
 
 def _is_idle(family: FamilyConfig, key: str, value: object) -> bool:
-    """Whether a key changes nothing: by its name, by its value, or because it is one of another class and null."""
+    """Whether a key changes nothing: by its name, its value ("=key" is that of another), or as one of another class and null."""
     idle = {**_RULES["harmless_values"], **family.facts.get("harmless_values", {})}
-    return (
-        is_harmless(key.rpartition(".")[2])
-        or (key in idle and value == _meant(family, idle[key]))
-        or (value is None and key in keys_of_all())
-    )
-
-
-def _meant(family: FamilyConfig, value: object) -> object:
-    """The harmless value of a key; "=key" is that of another."""
-    return family.optional_size(value[1:]) if isinstance(value, str) and value.startswith("=") else value
+    meant = idle.get(key)
+    meant = family.optional_size(meant[1:]) if isinstance(meant, str) and meant.startswith("=") else meant
+    named = is_harmless(key.rpartition(".")[2]) or (key in idle and value == meant)
+    return named or (value is None and key in keys_of_all())
 
 
 def findings(family: FamilyConfig) -> Iterator[Finding]:

@@ -22,8 +22,9 @@ from gemmscope.model.megatron_model import REQUIRED, other_model
 from gemmscope.model.megatron_run import model_source
 from gemmscope.model.megatron_settings import FACTS, SIZE_LIKE, MegatronSettings, Unknown
 from gemmscope.model.shell import Shell, flags
-from gemmscope.model.spec import ModelSource
+from gemmscope.model.spec import ModelSource, framework_defaults
 
+DEFAULTS = framework_defaults("megatron_lm")
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 HYBRID_SCRIPTS = {"mamba", "hybrid"}
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs; it runs on one node by default
@@ -111,11 +112,7 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
         findings.append(finding("query-groups-ignored", setting=spell("num_query_groups"), switch=spell("group_query_attention")))
     misspelled = dict(_misspellings(arguments))
     findings += [finding("setting-misspelled", setting=spell(name), suggestion=spell(own)) for name, own in misspelled.items()]
-    settings = MegatronSettings(
-        _to_core(arguments.values), spell, assign,
-        swiglu_keeps_parameters=True, q_lora_rank=None, kv_lora_rank=32, positions="max_position_embeddings",
-        silent_means_off=True,
-    )  # fmt: skip
+    settings = MegatronSettings(_to_core(arguments.values), spell, assign, DEFAULTS)
     unread = {spell(name).lstrip("-"): True for name in arguments.unknown if _is_size(name) and name not in misspelled}
     return replace(model_source(settings, origin, findings, [*map(spell, arguments.unknown)]), unread=unread)
 
@@ -168,7 +165,7 @@ def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
 def _to_core(given: Mapping[str, object]) -> dict[str, object]:
     """The same settings under Megatron-core's names, as Megatron-LM translates its arguments."""
     core = {OTHER_NAME.get(name, name): value for name, value in given.items()}
-    core.setdefault("make_vocab_size_divisible_by", 128)
+    core.setdefault("make_vocab_size_divisible_by", DEFAULTS["vocab_multiple"])
     for here, fallback in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):
         if core.get(here) is None:
             core[here] = core.get(fallback)

@@ -56,7 +56,7 @@ def model_spec(settings: MegatronSettings, origin: str, unknown_names: Collectio
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
         norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
-        positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
+        positions=(settings.maybe_size(settings.defaults["positions"], "sequence_length") or 0) if learned else 0,
         prediction_layers=depths,
         prediction_layer=_prediction_layer(settings, hidden, pattern) if pattern and depths else None,
         prediction_shared=depths > 1 and settings.flag("mtp_use_repeated_layer"),
@@ -139,8 +139,8 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, l
             latent=LatentSpec(
                 q_rank=settings.maybe_size("q_lora_rank", "hidden_size")
                 if "q_lora_rank" in settings.values
-                else settings.q_lora_rank,
-                kv_rank=settings.size("kv_lora_rank", "hidden_size", settings.kv_lora_rank),
+                else settings.defaults["q_lora_rank"] or None,
+                kv_rank=settings.size("kv_lora_rank", "hidden_size", settings.defaults["kv_lora_rank"]),
                 rope_dim=rope,
             ),
         )
@@ -184,7 +184,7 @@ def dense_mlp(settings: MegatronSettings, hidden: int) -> MlpSpec:
     gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
     width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
     if width is None:
-        narrow = settings.swiglu_keeps_parameters and gated and activation == "silu"
+        narrow = settings.defaults["swiglu_keeps_parameters"] and gated and activation == "silu"
         width = int((4 * hidden * 2 / 3) / 64) * 64 if narrow else 4 * hidden
         what = f"{settings.spell('ffn_hidden_size')} (by default from {settings.spell('hidden_size')} = {hidden})"
         check_size(what, width, "intermediate_size")

@@ -75,8 +75,7 @@ def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> t
     spell, findings = settings.spell, list[Finding]()
     run = _known({field: settings.maybe_size(name, limit) for name, (field, limit) in FACTS["run_sizes"].items()})
     layers, stages, tp = len(model.layers), run.get("pp", 1), run.get("tp", 1)
-    if settings.given("sequence_parallel") or settings.silent_means_off:
-        run["sequence_parallel"] = settings.flag("sequence_parallel")
+    run["sequence_parallel"] = settings.flag("sequence_parallel", default=settings.defaults["sequence_parallel"])
     recompute, of_recompute = _recompute(settings)
     run |= recompute
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
@@ -128,6 +127,7 @@ def _recompute(settings: MegatronSettings) -> tuple[dict[str, Any], list[Finding
 
 def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `RunSpec` beyond one replica that the file sets. `run`: the fields that were read before."""
+    kind = settings.text("cuda_graph_impl").lower()
     fields: dict[str, Any] = {
         "dp": _data_parallel(settings, run),
         "zero": _zero(settings),
@@ -136,7 +136,7 @@ def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any
         "tp_overlap": _any(settings, "tp_comm_overlap"),
         "dp_overlap": True if settings.flag(TORCH_FSDP) else _any(settings, GRADIENTS),
         "ep_overlap": _any(settings, "overlap_moe_expert_parallel_comm"),
-        "cuda_graphs": _cuda_graphs(settings),
+        "cuda_graphs": kind != "none" if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph"),
         "gradient_precision": _gradient_precision(settings),
         "quantized_weights": _any(settings, "fp8_param_gather", "fp4_param_gather"),
     }
@@ -172,7 +172,7 @@ def _any(settings: MegatronSettings, *names: str) -> bool | None:
     """Whether one of these switches is on; None where the file does not say."""
     if any(settings.flag(name) for name in names):
         return True
-    return False if settings.silent_means_off or any(settings.given(name) for name in names) else None
+    return False if settings.defaults["silent_means_off"] or any(settings.given(name) for name in names) else None
 
 
 def _zero(settings: MegatronSettings) -> int | None:
@@ -192,7 +192,7 @@ def _optimizer_state(settings: MegatronSettings) -> str | None:
         _bits(settings.values.get(name)) <= 16 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ):
         return "bf16"
-    return "fp32" if settings.silent_means_off or settings.given("use_precision_aware_optimizer") else None
+    return "fp32" if settings.given("use_precision_aware_optimizer") else settings.defaults.get("optimizer_state")
 
 
 def _gradient_precision(settings: MegatronSettings) -> str | None:
@@ -201,17 +201,12 @@ def _gradient_precision(settings: MegatronSettings) -> str | None:
         return "fp32" if settings.flag("grad_reduce_in_fp32") else "bf16"
     if settings.flag("grad_reduce_in_bf16") or _bits(settings.values.get("main_grads_dtype")) <= 16:
         return "bf16"
-    return "fp32" if settings.silent_means_off else None
+    return settings.defaults.get("gradient_precision")
 
 
 def _bits(dtype: object) -> int:
     name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else ""
     return {"bf16": 16, "bfloat16": 16, "fp16": 16, "float16": 16, "half": 16, "fp8": 8, "uint8": 8}.get(name, 32)
-
-
-def _cuda_graphs(settings: MegatronSettings) -> bool | None:
-    kind = settings.text("cuda_graph_impl").lower()
-    return kind != "none" if kind else _any(settings, "enable_cuda_graph", "external_cuda_graph")
 
 
 def _parts(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, list[int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gemmscope.errors import UserError, shown
 from gemmscope.model.limits import LARGEST, check_size
 from gemmscope.model.python_code import evaluate
-from gemmscope.toml import load_data
+from gemmscope.toml import FactTable, load_data
 
 FACTS = load_data("gemmscope.model", "megatron.toml")
 """Names of settings, and what is known about them."""
@@ -33,17 +33,13 @@ class Unknown:
 class MegatronSettings:
     """The settings of a file by Megatron-core name: text from arguments, typed values from YAML. None: not given.
 
-    The other fields are how the file format spells settings, and the defaults that differ between formats.
+    The other fields are how the file format spells settings, and the framework's defaults.
     """
 
     values: Mapping[str, object]
     spell: Callable[[str], str]  # the name as it is written in the file
     assign: str  # name and value: "{} {}" for flags, "{}: {}" for YAML
-    swiglu_keeps_parameters: bool  # the default MLP of a SwiGLU model is 2/3 as wide, which keeps the parameter count
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    positions: str  # the setting with the number of learned positions
-    silent_means_off: bool  # a switch that the file does not have is off: the file has all arguments of the run
+    defaults: FactTable  # of the framework
 
     def example(self, name: str) -> str:
         """The setting with a valid value, as it is written in the file."""

@@ -21,6 +21,7 @@ from typing import Any
 from gemmscope.errors import UserError
 from gemmscope.model.python_values import (
     LARGEST_NUMBER,
+    LONGEST_VALUE,
     Code,
     Frame,
     Function,
@@ -29,7 +30,6 @@ from gemmscope.model.python_values import (
     Record,
     copied,
     is_bounded,
-    is_countable,
     is_plain,
     repeats_too_often,
 )
@@ -119,17 +119,6 @@ class Follower:
             raise UserError(f"{name}: nested too deeply, or with a character that is not text", "simplify it") from None
         self.branches = branches
         return module
-
-    def call(self, code: Code, arguments: Sequence[object] = (), keywords: Mapping[str, object] | None = None) -> object:
-        """What a function returns, or the object that a class makes."""
-        try:
-            return (
-                self._object(code, keywords or {})
-                if isinstance(code.node, ast.ClassDef)
-                else self._call(code, arguments, keywords or {})[0]
-            )
-        except RecursionError:
-            raise UserError("the recipe is nested too deeply", "simplify it") from None
 
     def variables(self, code: Code) -> tuple[object, dict[str, object]]:
         """What a function without arguments returns, and its variables."""
@@ -506,7 +495,7 @@ class Follower:
         collects = function.__name__ in COLLECT and not any(isinstance(one, Record) for one in arguments[:1])
         if node.keywords or not (collects or function.__name__ in CHANGING or all(map(is_plain, arguments))):
             return hidden
-        if function is range and not all(map(is_countable, arguments)):
+        if function is range and not all(isinstance(one, int) and abs(one) <= LONGEST_VALUE for one in arguments):
             return hidden
         try:
             result = function(*arguments)

@@ -113,8 +113,3 @@ def repeats_too_often(left: object, right: object) -> bool:
     """Whether a product is a text or list that is too long."""
     lengths = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
     return any(length * value > LONGEST_VALUE for length in lengths for value in (left, right) if isinstance(value, int))
-
-
-def is_countable(value: object) -> bool:
-    """Whether a value is a number of items that a list may have."""
-    return isinstance(value, int) and abs(value) <= LONGEST_VALUE

@@ -20,6 +20,17 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
+from gemmscope.toml import FactTable, load_data
+
+
+def framework_defaults(framework: str) -> FactTable:
+    """What a framework does where the file says nothing.
+
+    >>> framework_defaults("megatron_lm")["sequence_parallel"], framework_defaults("torchtitan")["sequence_parallel"]
+    (False, True)
+    """
+    facts: FactTable = load_data("gemmscope.model", "framework_defaults.toml")[framework]
+    return facts
 
 
 @dataclass(frozen=True)

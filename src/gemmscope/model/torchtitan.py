@@ -25,7 +25,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, framework_defaults
 from gemmscope.model.torchtitan_model import load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import load_data, parse_toml
 
@@ -33,6 +33,7 @@ Tables = Mapping[str, Any]
 RunPart = tuple[dict[str, Any], list[Finding]]
 """A part of the run: `RunSpec` fields, and findings about them."""
 
+DEFAULTS = framework_defaults("torchtitan")
 TABLES = ("job", "model", "training", "parallelism", "activation_checkpoint")
 RUN_TABLES = ("parallelism", "training", "compile", "experimental")  # releases of 2024 kept the degrees in training or the last
 MOST_DOTS = 1000  # in one line, or fewer in several: the parser's memory grows with the square of a dotted key's parts
@@ -99,7 +100,7 @@ def read_tables(
         (_data_parallel(tables, pp) | {"cuda_graphs": graphs}, []),
         _pipeline(tables, layers, pp, mixed=len(dict(spec.layer_groups())) > 1),
         _recompute(tables, layers),
-        ({"separate_projections": True, "sequence_parallel_linears": False}, []),
+        ({name: DEFAULTS[name] for name in ("separate_projections", "sequence_parallel_linears")}, []),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = (*notes, *(item for _, of_part in parts for item in of_part))
@@ -214,7 +215,7 @@ def _data_parallel(tables: Tables, pp: int) -> dict[str, Any]:
     """What data-parallel ranks share. FSDP gathers weights in BF16 from FP32 ones; it prefetches, so the exchange overlaps."""
     (shard, replicate), cp = _replicas(tables), _size(tables, "context_parallel_degree") or 1
     bf16 = _find(tables, "dtype")[1] == "bfloat16"
-    settings: dict[str, Any] = {"optimizer_state": "bf16" if bf16 else "fp32", "dp_overlap": True}
+    settings: dict[str, Any] = {"optimizer_state": "bf16" if bf16 else DEFAULTS["optimizer_state"], "dp_overlap": True}
     if shard is not None:
         settings["dp"] = check_size("the number of data-parallel ranks", shard * replicate, "parallel")
     if shard is not None and shard * cp == 1:
@@ -239,7 +240,7 @@ def _parallel(tables: Tables, spec: ModelSpec, pp: int) -> RunPart:
     expert_tp = _size(tables, "expert_tensor_parallel_degree") or 1  # torchtitan's default, whatever tp is
     findings = []
     if tp > 1:
-        settings["sequence_parallel"] = _flag(tables, "enable_sequence_parallel", default=True)
+        settings["sequence_parallel"] = _flag(tables, "enable_sequence_parallel", default=DEFAULTS["sequence_parallel"])
     overlap = _flag(tables, "enable_async_tensor_parallel", default=False)
     settings |= {"tp_overlap": overlap and settings.get("sequence_parallel", False), "ep_overlap": False}
     if ep > 1 and not any(layer.is_moe for layer in spec.layers):
@@ -311,7 +312,7 @@ def _stages(tables: Tables, layers: int, pp: int, *, single: bool) -> list[int]:
 def _recompute(tables: Tables, layers: int) -> RunPart:
     """What the backward pass recomputes. Of gemmscope's choices, torchtitan has only none and full."""
     table = _table(tables, "activation_checkpoint")
-    mode = table.get("mode", "selective")  # torchtitan's own default
+    mode = table.get("mode", DEFAULTS["recompute"])
     if mode == "none" or mode == "full":
         return {"recompute": mode}, []
     if mode == "memory_budget":

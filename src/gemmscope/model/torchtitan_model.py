@@ -99,7 +99,8 @@ def model_spec(family: str, name: str, flavor: Flavor, layers: Sequence[Flavor] 
 
 def _layer(flavor: Flavor, index: int) -> LayerSpec:
     has_experts = flavor["num_experts"] > 0 and index >= flavor["n_dense_layers"]
-    mlp = _experts(flavor) if has_experts and (index + 1) % flavor["interleave_moe_layer_step"] == 0 else _dense(flavor)
+    dense = _mlp(flavor["hidden_dim"] or swiglu_size(flavor), bias=flavor["bias"])
+    mlp = _experts(flavor) if has_experts and (index + 1) % flavor["interleave_moe_layer_step"] == 0 else dense
     if flavor["full_attention_interval"] and (index + 1) % flavor["full_attention_interval"]:
         return LayerSpec(None, mlp, flavor["norms"], mixer=_delta_net(flavor))
     return LayerSpec(_attention(flavor, index), mlp, flavor["norms"])
@@ -159,10 +160,6 @@ def _attention(flavor: Flavor, index: int) -> AttentionSpec:
         gated=flavor["gated_attention"],
         stored_fused=flavor["fused_qkv"],
     )
-
-
-def _dense(flavor: Flavor) -> MlpSpec:
-    return _mlp(flavor["hidden_dim"] or swiglu_size(flavor), bias=flavor["bias"])
 
 
 def _mlp(size: int, *, bias: bool = False, fused: bool = False) -> MlpSpec:

@@ -54,11 +54,11 @@ def _job(text: str, origin: str, path: Path | None, function: str) -> Record:
     jobs = [name for name, value in module.names.items() if isinstance(value, Code) and isinstance(value.node, Function)]
     jobs = [name for name in jobs if not name.startswith("_")]
     code = follower.resolve(module.names.get(function or (jobs[0] if len(jobs) == 1 else "")))
-    if not isinstance(code, Code) or not jobs:
+    if not isinstance(code, Code) or not isinstance(code.node, Function) or not jobs:
         wrong = f"there is no function {function[:100]} in the file" if function else f"the file has {len(jobs)} jobs"
         known = did_you_mean(function, jobs) or f"one of: {', '.join(jobs)[:2000]}"
         raise UserError(wrong, f"name the job: {option('config', f'{origin}:NAME')}; {known}")
-    job = follower.call(code)
+    job, _ = follower.variables(code)
     if not isinstance(job, Record) or not ("training" in job.values or job.name == "Trainer"):
         kind = f"a {job.name}" if isinstance(job, Record) else "nothing"
         raise UserError(f"{code.node.name}() makes {kind}, not a training job", "name a function that returns a Trainer.Config")

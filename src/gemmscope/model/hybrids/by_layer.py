@@ -20,14 +20,14 @@ def mimo_v2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     size = family.optional_size("sliding_window_size")  # the checkpoint counts the positions before the query
     window = family.size("sliding_window", "sequence_length") if size is None else size + 1
     sliding = replace(full, kv_heads=2 * full.kv_heads, window=window, sinks=True)
-    _check_published(family, "hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
-    _check_published(family, "swa_num_key_value_heads", sliding.kv_heads)
+    check_published(family, "hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
+    check_published(family, "swa_num_key_value_heads", sliding.kv_heads)
     layers = _layers(family, hidden, kinds, {FULL: full, SLIDING: sliding})
-    _check_published(family, "moe_layer_freq", [int(layer.is_moe) for layer in layers])
+    check_published(family, "moe_layer_freq", [int(layer.is_moe) for layer in layers])
     return layers
 
 
-def _check_published(family: FamilyConfig, key: str, value: object) -> None:
+def check_published(family: FamilyConfig, key: str, value: object) -> None:
     """Reject a key of the checkpoint's own code that contradicts what transformers' class builds, which ignores it."""
     given = family.config.get(key)
     if given is not None and given != value:
@@ -43,8 +43,8 @@ def step3(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if heads is None and isinstance(other, Mapping):
         own = FamilyConfig(family.model_type, other)
         heads = own.optional_size("num_attention_heads")
-        _check_published(own, "num_attention_groups", family.size("num_key_value_heads"))
-        _check_published(own, "head_dim", family.size("head_dim"))
+        check_published(own, "num_attention_groups", family.size("num_key_value_heads"))
+        check_published(own, "head_dim", family.size("head_dim"))
     narrow = {"num_attention_heads": heads} if heads is not None else {}
     attentions = {FULL: blocks.attention(family, hidden)}
     if SLIDING in kinds:

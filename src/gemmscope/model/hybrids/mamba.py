@@ -12,6 +12,7 @@ from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.hf_blocks import FULL, LINEAR
+from gemmscope.model.hybrids.by_layer import check_published
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MixerKind, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import check_size
 
@@ -47,6 +48,7 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if kinds is None:
         kinds = [LINEAR, *[*[LINEAR] * 5, "hybrid"] * 7, *[LINEAR] * 4, "hybrid", *[LINEAR] * 3, "hybrid", *[LINEAR] * 2]
     blocks.check_kinds(family, _counted(kinds, count), (LINEAR, "hybrid"))
+    check_published(family, "hybrid_layer_ids", [place for place, kind in enumerate(kinds) if kind == "hybrid"])
     mixer, norms = _mixer(family, hidden), family.facts["norms"]
     if "hybrid" not in kinds:
         return [LayerSpec(None, None, norms, mixer=mixer)] * count
