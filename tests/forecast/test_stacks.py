@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 from statistics import mean, pvariance
 
 import pytest
@@ -16,6 +17,7 @@ from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import StepEstimate
 from gemmscope.forecast.step_findings import software_finding
 from gemmscope.gpu.specs import gpu, gpus
+from gemmscope.job.load import load_model
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import STEP_PARTS
@@ -145,3 +147,9 @@ def test_the_software_that_changes_most_is_named() -> None:
     furthest = max(times, key=lambda name: abs(times[name] / times["nvidia"] - 1))
     assert (told["name"], told["title"]) == (furthest, stacks()["nvidia"].title)
     assert told["changed"] == pytest.approx(times[furthest] / times["nvidia"] - 1)
+
+
+@pytest.mark.parametrize(("more", "stack"), [("", "torchtitan"), ("[compile]\nenable = false", "pytorch")])
+def test_a_file_that_says_how_it_is_compiled_names_its_stack(tmp_path: Path, more: str, stack: str) -> None:
+    (tmp_path / "job.toml").write_text(f'[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n{more}')
+    assert load_model(config=str(tmp_path / "job.toml")).stack == stack

@@ -130,7 +130,7 @@ class _ForecastTask:
         """The forecast for one GPU, in the recipes `names`."""
         adjustment, calibration_findings = calibrated(chip.name)
         cached, as_calls = self.options.cache_weights, self.options.as_te_benchmark
-        of_file = self.subject.source.framework if self.subject is not None else ""
+        of_file = self.subject.source.stack if self.subject is not None else ""
         asked = names if self.options.recipes is not None else ()
         gpu_count = self.subject.run.gpus if self.subject is not None else 1
         software = software_on(chip, self.options.stack, of_file, asked, gpus=gpu_count)

@@ -67,7 +67,9 @@ def model_source(
         findings = [*findings, *model_findings(settings, model)]
     samples = settings.maybe_size("global_batch_size", "vocab_size")
     run, of_run = _run(settings, model, samples)
-    return ModelSource(origin=origin, model=model, run_settings=run, findings=(*findings, *of_run), global_batch=samples)
+    return ModelSource(
+        origin=origin, model=model, run_settings=run, findings=(*findings, *of_run), global_batch=samples, stack="nvidia"
+    )
 
 
 def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> tuple[dict[str, Any], list[Finding]]:

@@ -330,3 +330,4 @@ class ModelSource:
     global_batch: int | None = None  # sequences per step on all GPUs, where the file says
     unread: Mapping[str, bool] = field(default_factory=dict)  # keys of the config that nothing reads; whether named like a size
     framework: str = ""  # whose file it is, where that decides which recipes can be used
+    stack: str = ""  # the software that runs it, as forecasts name it, where the file shows it

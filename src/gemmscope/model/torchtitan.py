@@ -104,7 +104,8 @@ def read_tables(
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = (*notes, *(item for _, of_part in parts for item in of_part))
-    return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
+    stack, batch = "pytorch" if _eager(tables) else "torchtitan", _global_batch(tables)
+    return ModelSource(origin, spec, settings, findings, global_batch=batch, framework="torchtitan", stack=stack)
 
 
 def _parse(text: str) -> Tables:
@@ -139,6 +140,11 @@ def _size(tables: Tables, key: str, limit: str = "parallel", *, example: int = 1
     if value is None or (type(value) is int and value in also):
         return value
     return check_size(what, value, limit, f"for example: {key} = {example}")
+
+
+def _eager(tables: Tables) -> bool:
+    """Whether the file says that nothing is compiled."""
+    return _table(tables, "compile").get("enable") is False or _table(tables, "training").get("compile") is False
 
 
 def _flag(tables: Tables, key: str, *, default: bool) -> bool:
