@@ -10,7 +10,7 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.stacks import MIXTURE, Multiplier, Software, mixture, software_on, stacks, stacks_on
+from gemmscope.forecast.stacks import MIXTURE, Learned, Multiplier, Software, mixture, software_on, stacks, stacks_on
 from gemmscope.forecast.stacks import _facts as table
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import StepEstimate
@@ -105,12 +105,14 @@ def test_the_mixture_has_the_mean_of_all_stacks_and_the_spread_between_them() ->
 
 
 def test_a_measurement_moves_a_multiplier_and_narrows_it() -> None:
-    software = Software("mine", "mine", {"attention": Multiplier(log(1.5), 0.04), "GEMMs": Multiplier()})
-    after = software.measured({"attention": Multiplier(log(2.0), 0.0004), "GEMMs": Multiplier(0.5, 0.0001)}, "H100")
-    assert 1.98 < after.of("attention").factor < 2.0
-    assert after.of("attention").variance < 0.0004
-    assert after.of("GEMMs") == Multiplier()  # what is certain is not changed
-    assert exp(after.of("step").log) == 1.0
+    before = Multiplier(log(1.5), 0.04)
+    after = before.updated(Multiplier(log(2.0), 0.0004))
+    assert 1.98 < after.factor < 2.0
+    assert after.variance < 0.0004
+    assert Multiplier(0.3).updated(Multiplier(0.5, 0.0001)) == Multiplier(0.3)  # what is certain is not changed
+    software = Software("mine", "mine", {"attention": before}).after({"attention": Learned(0.1, 0.25)}, "H100")
+    assert software.of("attention") == Multiplier(log(1.5) + 0.1, 0.01)
+    assert exp(software.of("step").log) == 1.0
 
 
 def test_low_precision_depends_on_the_software_and_not_on_its_progress() -> None:

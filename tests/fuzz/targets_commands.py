@@ -110,7 +110,7 @@ def arguments(command: str, name: str, declared: Declared, given: str, folder: P
         own += ["-o", str(folder / "report.html")]
     if name == "files":
         own *= 2
-    return [command, *BESIDE.get(command, ()), *own, *(MODEL if name in ("mix", "fleet") else [])]
+    return [command, *BESIDE.get(command, ()), *own, *(MODEL if name in ("mix", "fleet", "measured") else [])]
 
 
 WHOLE = {"facts": [], "renamed": None, "header": [], "form": "whole", "at": 0, "fill": None}

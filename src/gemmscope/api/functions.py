@@ -238,6 +238,7 @@ def forecast_gemms(
     nvlink_domain: int | str | None = None,
     mix: PathOrResult | None = None,
     keep_higher: str | None = None,
+    measured: PathOrResult | None = None,
     gpu_count: int | str | None = None,
     gpu: Names | None = None,
     price: float | str | Mapping[str, float] | None = None,
@@ -262,6 +263,7 @@ def forecast_gemms(
             in a higher precision.
         keep_higher: Also compute the speedup of every recipe with these kept in BF16: the first N layers, the last N layers,
             and linears such as mlp.down_proj in every layer.
+        measured: A step of the same model that gemmscope step measured, on any GPU and with any batch: the forecast follows it.
         gpu_count: Number of GPUs. Sets dp, and with tokens also gives the cost of the full run.
         gpu: GPUs to forecast, side by side: h200, b200 and others, names as nvidia-smi prints them, or a TOML file of your own.
             An unknown name lists all names.

@@ -145,7 +145,7 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
     if options.shapes is not None and others:
         message = f"{option('shapes')} forecasts bare GEMMs, but {_listed(others)} applies to a model"
         raise UserError(message, "use only one of them")
-    context = outputs.context([*model.files(), options.mix])
+    context = outputs.context([*model.files(), options.mix, options.measured])
     _explain_no_fp8(options, options.gpu)
     given_gpus = {"gpus": options.gpus} if options.gpus is not None else {}
     if options.sweep:
@@ -154,6 +154,7 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
                 "tokens": "the cost of one run",
                 "price": "the cost of one run",
                 "mix": "one run",
+                "measured": "one run",
                 "keep_higher": "one run",
             }
             what = applies.get(unused[0], "the linears alone")

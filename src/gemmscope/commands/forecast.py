@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gemmscope import signals
@@ -11,7 +12,7 @@ from gemmscope.bench.timing import LADDER, check_shape, check_te_benchmark
 from gemmscope.choices import ClockState, Mode
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.calibration import calibrated, known_gpu
 from gemmscope.forecast.communication import Network, network_of
 from gemmscope.forecast.gemm import model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
@@ -19,8 +20,8 @@ from gemmscope.forecast.gpus_and_recipes import chips_of, choose_recipes, common
 from gemmscope.forecast.linear_results import forecast_linears, misaligned, padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, memory_of_recipe
-from gemmscope.forecast.stacks import software_on
-from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.stacks import Software, software_on
+from gemmscope.forecast.step import StepForecast, forecast_step, learned_from
 from gemmscope.forecast.step_findings import (
     accumulation_finding,
     bubble_findings,
@@ -41,9 +42,11 @@ from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, reque
 from gemmscope.options.estimating import ForecastOptions
 from gemmscope.options.values import Shape
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
 from gemmscope.results.linears import Linears
-from gemmscope.results.step import StepTimes
+from gemmscope.results.read import read_result
+from gemmscope.results.step import StepResult, StepTimes
 from gemmscope.results.sweep import GpuSweep, SweepPoint
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.step.cost import Budget
@@ -51,7 +54,7 @@ from gemmscope.step.stack_plan import not_run
 from gemmscope.step.waterfall import step_findings
 from gemmscope.sweep.axes import FORECAST_SIZES, by_reason, check_axes, configurations, swept_model
 from gemmscope.workload.cases import bare_gemms
-from gemmscope.workload.derive import HEAD
+from gemmscope.workload.derive import HEAD, derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import Given, check, check_schedule, solve
 
@@ -103,6 +106,24 @@ class _ForecastTask:
         traced = self.subject is not None and self.subject.trace is not None
         return [case.op for case in self.linears.cases] if traced else _heads(self.subject)
 
+    def _measured(self, software: Software, chip: GpuSpec, of_file: str) -> Software:
+        """The software as the user measured it, if so."""
+        if self.options.measured is None:
+            return software
+        result = _measured_step(self.options.measured, self.subject)
+        assert self.subject is not None
+        assert self.subject.source.model is not None
+        there, run = known_gpu(result.where), result.run or RunSpec(1, 1)
+        model = self.subject.source.model
+        if 0 < result.depth < len(model.layers):
+            model = replace(model, layers=model.layers[: result.depth])
+        check(model, run)
+        same = there.name == chip.name
+        stack = software if same else software_on(there, self.options.stack, of_file, gpus=self.subject.run.gpus)
+        forecaster = Forecaster(there, "sustained", measured=calibrated(there.name)[0], software=stack)
+        here = StepForecast(forecaster, model, run, derive(model, run))
+        return software.after(learned_from(result.step, here, same_gpu=same), there.title)
+
     def on(
         self, chip: GpuSpec, names: Sequence[str], recipe_findings: Sequence[Finding], links: Network, budget: Budget | None
     ) -> GpuForecast:
@@ -113,6 +134,7 @@ class _ForecastTask:
         asked = names if self.options.recipes is not None else ()
         gpu_count = self.subject.run.gpus if self.subject is not None else 1
         software = software_on(chip, self.options.stack, of_file, asked, gpus=gpu_count)
+        software = self._measured(software, chip, of_file)
         settings: dict[str, Any] = {"cache_weights": cached, "forward_only": as_calls, "software": software}
         forecaster = Forecaster(chip, self.clocks, measured=adjustment, **settings)
         linears = forecast_linears(
@@ -157,6 +179,21 @@ class _ForecastTask:
                 *calibration_findings,
             ),
         )
+
+
+def _measured_step(given: Any, subject: RankWorkload | None) -> StepResult:
+    """The step that `measured` names; a `UserError` if it is of another model."""
+    result = read_result(given, ("step",)) if isinstance(given, (str, Path)) else given
+    if subject is None or subject.source.model is None or not isinstance(result, StepResult):
+        raise UserError(f"{option('measured')} is a step of a model with a closed form", "name the same model, without --shapes")
+    model = ModelSummary.of(subject.source.model, subject.source.model.name, "")
+    if result.model is None or (result.model.layers, result.model.description) != (model.layers, model.description):
+        other = result.model.description or result.model.name if result.model is not None else "GEMMs"
+        raise UserError(
+            f"{option('measured')} is a step of another model ({other}), but {model.name} is forecast ({model.description})",
+            f"measure this one: {' '.join(['gemmscope step', option('preset', model.name), '--json step.json'])}",
+        )
+    return result
 
 
 def _check_step(task: _ForecastTask, *, asks_for_cost: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import exp, hypot, log, log2, sqrt
 from statistics import NormalDist, mean, pvariance
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.forecast.communication import Exposed
@@ -73,6 +73,13 @@ class Multiplier:
 ONE = Multiplier()
 
 
+class Learned(NamedTuple):
+    """What a measurement says of a multiplier: how much its logarithm moves, and the share of its variance that is left."""
+
+    moves: float
+    left: float
+
+
 @dataclass(frozen=True)
 class Software:
     """One stack (or the mixture of several) on one GPU: a multiplier for each part of the step, for the whole `step`, for low
@@ -126,10 +133,13 @@ class Software:
         further = self.of("experts").variance if experts else 0.0
         return HALF_WIDTHS * sqrt(self.of("step").variance + self.of("runs").variance + further)
 
-    def measured(self, seen: Mapping[str, Multiplier], device: str) -> Software:
-        """The same software after measurements of its multipliers."""
-        known = {**self.multipliers, **{what: self.of(what).updated(factor) for what, factor in seen.items()}}
-        return replace(self, title=f"{self.title}, measured on {device}", multipliers=known)
+    def after(self, learned: Mapping[str, Learned], device: str) -> Software:
+        """The same software after a measurement: each multiplier moves, and keeps a share of its variance."""
+        known = dict(self.multipliers)
+        for what, (moves, left) in learned.items():
+            before = self.of(what)
+            known[what] = Multiplier(before.log + moves, before.variance * left)
+        return replace(self, title=_facts()["measured"]["title"].format(title=self.title, device=device), multipliers=known)
 
 
 @dataclass(frozen=True)

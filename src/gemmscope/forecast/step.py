@@ -7,7 +7,7 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot, inf, log2
+from math import exp, hypot, inf, log, log2
 
 from gemmscope.forecast import traced
 from gemmscope.forecast.communication import (
@@ -33,7 +33,7 @@ from gemmscope.forecast.mixed import (
     kept_share,
     without_misaligned,
 )
-from gemmscope.forecast.stacks import ONE, WAITING
+from gemmscope.forecast.stacks import HALF_WIDTHS, ONE, WAITING, Learned, Multiplier
 from gemmscope.forecast.step_estimate import PROPORTIONAL, StepEstimate, gpu_speedup, speedup
 from gemmscope.forecast.training import facts, only_torchao, op_ms, uncertainty_of
 from gemmscope.interval import Interval
@@ -55,6 +55,8 @@ from gemmscope.workload.traced_ops import TracedLinear
 
 ONCE: StepPart = "idle, other"
 WHOLE_TENSOR = "FP8Tensorwise"
+MEASURED_PARTS: tuple[StepPart, ...] = ("GEMMs", "norms and activations", "attention", "head and loss")
+MEASURED_SPREAD = 0.03  # of a measured part: the same step was measured 0.2 to 1.9% apart, and profiling adds to that
 NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
 
 
@@ -415,6 +417,40 @@ class StepForecast:
         dense, experts = shards(run)
         updated = share.parameters / dense + share.in_experts / experts
         return float(bytes_moved * updated / (share.parameters + share.in_experts))
+
+
+def learned_from(measured: StepTimes, here: StepForecast, *, same_gpu: bool) -> dict[str, Learned]:
+    """What a measured step says of the software's multipliers. `here`: its forecast, on the GPU where it was measured.
+
+    On the same GPU, a part says how long hardware and software take together; for another GPU, the hardware stays uncertain.
+    """
+    learned, software = dict[str, Learned](), here.forecaster.software
+    for time in measured.recipes:
+        expected, rest = here.step(time.recipe).parts, 0.0
+        known_ms = {
+            part: time_ms
+            for part, time_ms in time.parts_ms.items()
+            if 0 < time_ms < inf and part in expected and expected[part].value
+        }
+        wanted = MEASURED_PARTS if time.recipe == BASELINE else ("quantization",)
+        for part in [part for part in wanted if part in known_ms]:
+            what = part if part != "quantization" else f"quantization of {time.recipe}"
+            variance = (expected[part].uncertainty / HALF_WIDTHS) ** 2
+            learned[what] = _learned(variance, software.of(what), log(known_ms[part] / expected[part].value), same=same_gpu)
+        if time.recipe == BASELINE and known_ms:
+            for part in known_ms:
+                rest += expected[part].value * exp(learned[part].moves if part in learned else 0.0)
+            whole = software.of("step").and_also(software.of("runs"))
+            learned["step"] = _learned(whole.variance, whole, log(sum(known_ms.values()) / rest), same=True)
+            learned["runs"] = Learned(0.0, learned["step"].left)
+    return learned
+
+
+def _learned(variance: float, known: Multiplier, seen: float, *, same: bool) -> Learned:
+    """The update of one multiplier, where `variance` is that of the forecast part, hardware included."""
+    noise = MEASURED_SPREAD**2 + (0.0 if same else max(variance - known.variance, 0.0))
+    after = Multiplier(0.0, variance).updated(Multiplier(seen, noise))
+    return Learned(after.log, after.variance / variance if variance else 1.0)
 
 
 def _model_flops_per_gpu(forecast: StepForecast) -> float:

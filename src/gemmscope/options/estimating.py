@@ -44,6 +44,15 @@ class ForecastOptions(RecipeOptions, SystemOptions):
 
     mix: Annotated[RunFile, MIX] = None
     keep_higher: Annotated[str | None, KEEP_HIGHER] = None
+    measured: Annotated[
+        RunFile,
+        Option(
+            "A step of the same model that gemmscope step measured, on any GPU and with any batch: the forecast follows it.",
+            metavar="RUNFILE",
+            accepts="PathOrResult | None",
+            in_sweeps=False,
+        ),
+    ] = None
     gpus: Annotated[
         int | None,
         Option("Number of GPUs. Sets --dp, and with --tokens also gives the cost of the full run.", keyword="gpu_count"),
