@@ -23,7 +23,8 @@ KINDS = ["eager", "reentrant", "non-reentrant", "layers", "wrapped layers", "ddp
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip probes, which take time and have their own tests, except in one test."""
+    """Forget what other tests compiled. Skip probes, which take time and have their own tests, except in one test."""
+    torch._dynamo.reset()
     if "autocast" not in request.node.name:
         monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
 

@@ -116,13 +116,14 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self._others = _OtherProfilers(self._other_began)
         self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
         self._call(self._profiler.__enter__)
-        self._watch()
 
     def _call(self, method: Callable[..., object], *arguments: object) -> None:
         """Call our profiler, unless it would begin while another one runs."""
         if self._others.running and self._passed in (self.after - 1, self.after):
             raise UserError("another profiler is running")
         self._others.ours(method, *arguments)
+        if self._passed == self.after:
+            self._clock = _Clock()  # from the first recorded step on, until the trace is written
 
     def _other_began(self) -> None:
         """Step aside before another profiler begins, if ours has begun."""
@@ -133,7 +134,6 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         if self._passed < self.after:  # the profiler does nothing until the last one of these
             self._ends.append(time.perf_counter())
         self._call(self._profiler.step)
-        self._watch()
         if self._finished:
             self._stop()
 
@@ -146,11 +146,6 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             profiler.on_trace_ready = None  # what is complete was written before
         if others is not None:
             others.forget(profiler)
-
-    def _watch(self) -> None:
-        """Read the clock from the first recorded step on, until the trace is written."""
-        if self._passed == self.after:
-            self._clock = _Clock()
 
     def _write(self, profiler: Any) -> None:
         self._finished = True
@@ -180,15 +175,14 @@ class _OtherProfilers:
         self._began, self._ours = began, False
         # a profiler with a schedule may be prepared, and not run yet
         scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
-        known = [one for one in gc.get_objects() if issubclass(type(one), profiler.profile)] if scheduled else []
+        known = (one for one in (gc.get_objects() if scheduled else ()) if issubclass(type(one), profiler.profile))
         self.running = profiler_enabled() or any(one.entered and one.kineto_results is None for one in known)
-        self._calls: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+        self._calls: list[tuple[dict[str, Any], str, Callable[..., Any], Callable[..., Any]]] = []
         for kind, names in PROFILER_CALLS.items():
             with suppress(ImportError):  # not every version of torch has both
                 module = vars(import_module(f"torch.autograd.{kind}"))
-                self._calls += [(module, name, module[name]) for name in names]
-        self._watched = [partial(self._called, name, call) for _, name, call in self._calls]
-        for (module, name, _), watched in zip(self._calls, self._watched, strict=True):
+                self._calls += [(module, name, call := module[name], partial(self._called, name, call)) for name in names]
+        for module, name, _, watched in self._calls:
             module[name] = watched
 
     def ours(self, method: Callable[..., object], *arguments: object) -> None:
@@ -205,7 +199,7 @@ class _OtherProfilers:
             if own is not None:
                 self.ours(own.__exit__, None, None, None)
         finally:
-            for (module, name, call), watched in zip(self._calls, self._watched, strict=True):
+            for module, name, call, watched in self._calls:
                 module[name] = call if module[name] is watched else module[name]
 
     def _called(self, name: str, call: Callable[..., object], *arguments: Any, **settings: Any) -> Any:

@@ -56,9 +56,7 @@ class ExpertHooks:
     def _before(self, *_: Any) -> None:
         self._forget_interrupted()
         if torch.is_grad_enabled() and not recomputes() and not all(map(self._capture.is_done, self._places)):
-            mode = GemmMode(self._module, self._places, self._capture)
-            mode.__enter__()
-            self._modes.append(mode)
+            self._modes.append(GemmMode(self._module, self._places, self._capture).__enter__())
 
     def _after(self, *_: Any) -> None:
         self._leave()

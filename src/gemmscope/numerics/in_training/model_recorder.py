@@ -94,11 +94,10 @@ class ModelRecorder:
         if not any(linear.steps for linear in linears):
             nothing = f"none of the model's {len(linears)} linears ran and got a gradient; {COMPILED}"
             return next(iter(self._problems.values()), f"{nothing}; CUDA graphs cannot be recorded")
-        steps = sorted({step.step for linear in linears for step in linear.steps})
-        versions = {"torch": torch.__version__, **self._settings["packages"]}
         facts = RecordingFacts(
-            source="recording", model=self._model_name, steps=tuple(steps), seed=self._settings["seed"],
-            rank=self._settings["rank"], packages=versions, notes=self._notes, linears=linears,
+            source="recording", model=self._model_name, seed=self._settings["seed"], rank=self._settings["rank"],
+            steps=tuple(sorted({step.step for linear in linears for step in linear.steps})), notes=self._notes, linears=linears,
+            packages={"torch": torch.__version__, **self._settings["packages"]},
         )  # fmt: skip
         write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
         return ""
