@@ -284,7 +284,7 @@ def scores(errors: dict[str, list[tuple[float, float]]]) -> dict[str, Score]:
     votes = list(zip(*known_scores.values(), strict=True))
     widths = [width for known in errors.values() for _, width in known]
     return {
-        **table,
+        **known_scores,
         "all": Score(sum(votes[0]), median(votes[1]), median(votes[2]), mean(votes[3]), median(widths), mean(votes[5])),
     }
 

@@ -244,7 +244,10 @@ class StepForecast:
         if self.model is not None and recipe(name).kept is None:
             linears = self._in_recipes({name: self.quantized})
             if only_torchao(recipe(name)):
-                linears = linears._replace(activations=linears.activations.times(1 - self._not_repeated(name)))
+                gathered = self.run.zero_stage == 3 and name == WHOLE_TENSOR  # FSDP casts its shard, and gathers that
+                weights = linears.weights.times(1 / shards(self.run)[0] if gathered else 1.0)
+                activations = linears.activations.times(1 - self._not_repeated(name))
+                linears = linears._replace(activations=activations, weights=weights)
             return linears
         of_recipes = by_recipe(self.quantized, self.assigned(name))
         if self.model is None:
