@@ -198,6 +198,8 @@ def test_settings_of_numbered_layers_are_read() -> None:
     gemma = {**configs()["gemma-4-31b"], "per_layer_config": {"0": {"num_key_value_heads": 4}}}
     assert shape(read(gemma)) != shape(read(configs()["gemma-4-31b"]))
     assert read({**gemma, "per_layer_config": {"0": {"own_rank": 4}}}).model is None  # it is traced
+    none, empty = (read({**gemma, "per_layer_config": value}) for value in (None, {}))  # as the class reads them
+    assert shape(none) == shape(empty) != shape(read(configs()["gemma-4-31b"]))
 
 
 def test_the_keys_of_the_classes() -> None:

@@ -56,7 +56,7 @@ def _gemma4_attention(family: FamilyConfig, hidden: int, kind: str, index: int) 
         if not isinstance(sizes, Mapping):
             message = f"per_layer_config must have an object for each layer, not {shown(sizes)}"
             raise UserError(message, 'for example {"head_dim": 512}')
-    elif full:
+    elif full and "per_layer_config" not in family.config:  # null means that no layer differs
         sizes = {"head_dim": family.size("global_head_dim")}
         if family.flag("global_heads_if") and family.value("num_global_key_value_heads") is not None:
             sizes["num_key_value_heads"] = family.size("num_global_key_value_heads")
