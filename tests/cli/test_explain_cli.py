@@ -134,6 +134,14 @@ def test_bad_input_is_one_message(name: str, run: Run, tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+def test_against_a_model_without_gemms(run: Run, tmp_path: Path) -> None:
+    source = "import torch\ndef build():\n    return torch.nn.LayerNorm(8), (torch.randn(2, 8),)\n"
+    (tmp_path / "norm.py").write_text(source)
+    outcome = run(f"explain {recorded('healthy_te_current')} --module {tmp_path}/norm.py:build --json {tmp_path}/e.json")
+    assert outcome.code == 0, outcome.err
+    assert "model-flops-unknown" in codes(explained(tmp_path / "e.json").findings)
+
+
 def test_against_the_model(run: Run, tmp_path: Path) -> None:
     sizes = "--hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32 --num-key-value-heads 8 --num-hidden-layers 4"
     rest = "--vocab-size 16384 --gated-mlp --micro-batch-size 2 --sequence-length 4096"

@@ -275,7 +275,7 @@ def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: s
 def check_model_flops(diagnosis: TraceDiagnosis, flops_per_step: float, model: str) -> Finding:
     """Whether the GEMMs of the trace add up to those of the model."""
     flops = step_flops(diagnosis)
-    if not flops:
+    if not flops or not flops_per_step:
         return finding("model-flops-unknown", model=model)
     ratio = flops / flops_per_step
     code = "model-flops-equal" if 0.98 < ratio < 1.02 else "model-flops-more" if ratio > 1 else "model-flops-less"
