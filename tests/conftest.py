@@ -38,6 +38,8 @@ draw_the_same_cases()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude everything imported so far from garbage collection, which pytest runs at the end."""
     gc.freeze()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        raise pytest.UsageError("a module that tests import takes Ctrl-C: it would end the process that runs the tests")
 
 
 def pytest_unconfigure() -> None:

@@ -21,7 +21,7 @@ from gemmscope.numerics import probes  # noqa: E402
 from gemmscope.numerics.in_training import capture, experts, hooks  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from support import training_loops  # noqa: E402
-from support.training_loops import Block, Experts, Loop, Network, differences  # noqa: E402
+from support.training_loops import Block, Experts, Loop, Network, check  # noqa: E402
 
 PROBES = probes.compute_probes
 LOOPS = [*training_loops.loops(), *training_loops.compiled_loops()]
@@ -41,19 +41,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def check(loop: Loop, folder: Path, *observers: str) -> None:
-    """The same outcome without and with observers, and everything recorded that can be."""
-    expected = training_loops.run(loop, "", folder)
-    for observer in observers:
-        outcome = training_loops.run(loop, observer, folder)
-        assert differences(expected, outcome) == [], observer
-        if observer != "trace":
-            assert outcome.recorded == loop.recorded
-            assert not outcome.missing or not loop.complete
-        if observer != "record":
-            assert outcome.traced == loop.traced
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch itself
 @pytest.mark.parametrize("loop", LOOPS, ids=[loop.name for loop in LOOPS])
 def test_the_training_is_the_same(loop: Loop, tmp_path: Path) -> None:
@@ -70,19 +57,9 @@ def test_the_training_of_parallel_models_is_the_same(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _two_processes(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    own = Path(folder) / str(rank)
-    own.mkdir()
-    for loop in training_loops.parallel_loops():
-        check(loop, own, "record")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch itself
 def test_the_training_of_two_processes_is_the_same(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_two_processes, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(training_loops.in_two_processes, (str(tmp_path),), nprocs=2)
 
 
 OURS = (capture.StepCapture, capture.Taken, experts.GemmMode, experts.ExpertHooks)

@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from typing import Any
 
-from gemmscope.__main__ import run
 from gemmscope.commands import fleet
 from gemmscope.engine import campaign
 from gemmscope.pool.gpus import open_pool
@@ -27,6 +26,8 @@ def _opened(places: int, *, ray: str | None = None, **asked: Any) -> Pool:
 
 def main() -> None:
     """Run the command with so many places."""
+    from gemmscope.__main__ import run  # here, because it takes Ctrl-C: pytest imports this module too
+
     places = int(sys.argv.pop(1))
     campaign.STOPPED_S = STOPPED_S
     for module in (fleet, sweep_run):

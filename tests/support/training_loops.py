@@ -754,6 +754,30 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     return [name for name in dict.fromkeys((*one.left, *other.left)) if one.left.get(name) != other.left.get(name)]
 
 
+def check(loop: Loop, folder: Path, *observers: str) -> None:
+    """The same outcome without and with observers, and everything recorded that can be."""
+    expected = run(loop, "", folder)
+    for observer in observers:
+        outcome = run(loop, observer, folder)
+        assert differences(expected, outcome) == [], observer
+        if observer != "trace":
+            assert outcome.recorded == loop.recorded
+            assert not outcome.missing or not loop.complete
+        if observer != "record":
+            assert outcome.traced == loop.traced
+
+
+def in_two_processes(rank: int, folder: str) -> None:
+    """One of two processes of a training; it is here because a process that is started anew imports no test."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    for loop in parallel_loops():
+        check(loop, own, "record")
+    torch.distributed.destroy_process_group()
+
+
 def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Every value inside of a value, as text or as the digest of its bytes."""
     if isinstance(value, nn.Module):
