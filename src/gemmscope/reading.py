@@ -97,7 +97,7 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_cont
 def without_surrogates(value: Any) -> Any:
     """The value with halves of characters replaced in all its texts, which no UTF-8 file can hold.
 
-    >>> without_surrogates({"a\ud800": ["é\udfff", 1]})
+    >>> without_surrogates({"a" + chr(0xD800): ["é" + chr(0xDFFF), 1]})
     {'a?': ['é?', 1]}
     """
     if isinstance(value, str):

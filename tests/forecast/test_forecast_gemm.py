@@ -244,6 +244,7 @@ def test_unknown_gpus_list_the_nearest_first() -> None:
         gpu("B3000")
     assert "b300, gb300" in caught.value.hint
     assert set(gpus()) == {
-        *("a100", "h100", "h200", "h200-nvl", "b200", "b300", "gb200", "gb300", "l40s", "rtx-pro-6000", "rtx-5090"),
+        *("a100", "a100-40gb", "a800", "h100", "h800", "h20", "h200", "h200-nvl", "b200", "b300", "gb200", "gb300"),
+        *("l40s", "l40", "l20", "rtx-6000-ada", "rtx-4090", "rtx-pro-6000", "rtx-5090"),
     }
     assert all(gpu.source for gpu in gpus().values())

@@ -20,7 +20,7 @@ from gemmscope.model.families import ALIASES, family, known_model_types
 from gemmscope.model.megatron import KNOWN
 from gemmscope.process import Answer, Ending
 from support.megatron_files import DEEPSEEK_V3, LLAMA3_8B, MIXTRAL_8X7B
-from support.torchtitan_files import DEEPSEEK_671B, LLAMA_8B
+from support.torchtitan_files import DEEPSEEK_671B, LLAMA_8B, ONE_FILE
 
 RUN = ["--micro-batch-size", "1", "--sequence-length", "64"]
 COMMANDS = st.sampled_from([["shapes"], ["shapes"], ["forecast", "--gpu", "h200"], ["forecast", "--gpu", "a100,b300"]])
@@ -273,6 +273,7 @@ READER_INPUTS = {
     "bridge_recipe": (recipes(), damaged(RECIPES, PYTHON_PIECES)),
     "torchtitan": (titans(), damaged([LLAMA_8B.encode(), DEEPSEEK_671B.encode()], TOML_PIECES)),
     "torchtitan_command": (titan_commands(), damaged([TITAN_COMMAND.encode()], SCRIPT_PIECES)),
+    "torchtitan_registry": (damaged([ONE_FILE.encode()], PYTHON_PIECES),),
 }
 """The inputs of every reader of `model/readers.py`, by the name of its module."""
 CONFIGS = st.one_of([strategy for strategies in READER_INPUTS.values() for strategy in strategies])

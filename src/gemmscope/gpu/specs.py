@@ -139,9 +139,10 @@ def spec_of(device: str) -> GpuSpec | None:
 
     >>> [spec.name for name in ("NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3") if (spec := spec_of(name))]
     ['gb200', 'h200-nvl', 'h100']
-    >>> spec_of("NVIDIA H100 PCIe")
+    >>> [spec_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA RTX A1000", "NVIDIA GH200 480GB")]
+    [None, None, None]
     """
-    return next((spec for spec in gpus().values() if re.search(spec.device, device)), None)
+    return next((spec for spec in gpus().values() if re.search(rf"\b(?:{spec.device})\b", device)), None)
 
 
 def by_likeness(name: str) -> list[str]:
