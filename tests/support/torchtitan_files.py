@@ -135,7 +135,7 @@ def _helper(): return None
 """
 ONE_FILE = "from torchtitan.config import ParallelismConfig, TrainingConfig\n" + re.sub(
     r"^from .*$|\b(?=(?:attention|layers|model_registry)\()",
-    lambda found: "" if found[0] else "_",
+    lambda match: "" if match[0] else "_",
     BLOCKS + MODEL + JOBS.partition("def apart()")[0],
     flags=re.MULTILINE,
 )
