@@ -275,11 +275,11 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
         yield finding("plan-recipes-excluded", recipes=impossible, reason=reason)
     if point.best is None:
         return
-    if doubtful := [layout for layout in point.layouts if layout.may_not_fit]:
-        first = min(doubtful, key=lambda layout: layout.step_ms.value)
+    if unsure := [layout for layout in point.layouts if layout.may_not_fit]:
+        first = min(unsure, key=lambda layout: layout.step_ms.value)
         about: dict[str, Fact] = {"needed_gb": first.memory_gb, "memory_gb": chip.memory_bytes / 1e9, "recipe": first.recipe}
         code = "plan-only-may-fit" if point.best.may_not_fit else "plan-may-not-fit"
-        yield finding(code, count=len(doubtful), layout=first.splits, **about)
+        yield finding(code, count=len(unsure), layout=first.splits, **about)
     if point.best.tight:
         yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / 1e9)
     if point.best.host_bound:

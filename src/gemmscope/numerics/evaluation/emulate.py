@@ -66,9 +66,9 @@ class Emulation:
     `backend`: whose variant of the recipe; by default the recipe's first. `why_kept`: why the linear of a path stays as it
     is; empty if it does not. `seed`: of stochastic rounding; None: random numbers come from PyTorch's default generator.
     `passes` are the operands of every pass, and may be replaced. It can be entered many times; the history of delayed scaling
-    and the random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which is
-    several times faster on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it
-    is set, nothing is quantized and the histories of delayed scaling are filled.
+    and the random numbers go on. `quantize`: `quantized_factors`, or the same compiled (then `seed` must be None), which takes
+    a fraction of the time on a GPU. The module itself may be compiled too, except with delayed scaling. `observing`: while it is
+    set, nothing is quantized and the histories of delayed scaling are filled.
     """
 
     def __init__(
