@@ -36,6 +36,7 @@ from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import LinearCases, RankWorkload, as_forward_calls, linear_cases, rank_workload
+from gemmscope.model import presets
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, requested_mix
@@ -189,9 +190,10 @@ def _measured_step(given: Any, subject: RankWorkload | None) -> StepResult:
     model = ModelSummary.of(subject.source.model, subject.source.model.name, "")
     if result.model is None or (result.model.layers, result.model.description) != (model.layers, model.description):
         other = result.model.description or result.model.name if result.model is not None else "GEMMs"
+        named = option("preset", model.name) if model.name in presets.names() else option("config", subject.source.origin)
         raise UserError(
             f"{option('measured')} is a step of another model ({other}), but {model.name} is forecast ({model.description})",
-            f"measure this one: {' '.join(['gemmscope step', option('preset', model.name), '--json step.json'])}",
+            f"measure this one: gemmscope step {named} --json step.json",
         )
     return result
 
