@@ -1,7 +1,7 @@
 """Fits what coefficients/cluster.toml says of steps on several GPUs to published runs, and forecasts each model without it.
 
 python benchmarks/fit_cluster.py            prints the fit, each model left out, and each GPU left out
-python benchmarks/fit_cluster.py --write    also writes the figures to docs/measured/published_fit.toml, for docs/accuracy.md
+python benchmarks/fit_cluster.py --write    also writes the figures to docs/measured/published_fit.toml, for docs/measured/runs.md
 
 The mean of absolute logarithmic errors is made smallest, with a weak pull to priors (their widths are below), one coefficient at
 a time. Everything else in cluster.toml was measured or is a prior, and is not fitted.

@@ -5,7 +5,7 @@
 
 DATA_FOLDER contains `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
 sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
-package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/accuracy.md.
+package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/measured/forecasts.md.
 
 Times of fp8, fp8-block and nvfp4 include the quantization of the activations, whose time does not depend on n. The fit separates
 the two as launch + passes x bytes, starting from measured times of quantization alone where there are some.

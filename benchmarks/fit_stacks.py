@@ -1,7 +1,7 @@
 """Fits the multipliers of software (coefficients/stacks.toml) to published runs, and forecasts each family of sources without it.
 
     python benchmarks/fit_stacks.py RUNS.csv            prints the fit, and each family left out
-    python benchmarks/fit_stacks.py RUNS.csv --write    also writes docs/measured/other_software.toml, for docs/accuracy.md
+    python benchmarks/fit_stacks.py RUNS.csv --write    also writes docs/measured/other_software.toml, for docs/measured/runs.md
 
 RUNS.csv has a row for each published run: source, family, software, gpu, gpus, the model (`preset:NAME` or `config:FILE` beside
 the table), the layout, tokens/s of one GPU, and the confidence in all of this. Rows of low confidence are left out. The table is

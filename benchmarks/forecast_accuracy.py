@@ -1,4 +1,4 @@
-"""Writes the part of docs/accuracy.md about forecasts, from the coefficients, the held-out sample and the measured steps alone.
+"""Writes docs/measured/forecasts.md, from the coefficients, the held-out sample and the measured steps alone.
 
 python benchmarks/forecast_accuracy.py
 """
@@ -22,15 +22,14 @@ from gemmscope.forecast.step_estimate import gpu_speedup
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.spec import RunSpec, from_hyperparameters
 from gemmscope.workload.derive import derive
-from step_on_gpu import FORECASTS
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "docs/accuracy.md"
-HEAD = """## Accuracy of forecasts
+OUT = ROOT / "docs/measured/forecasts.md"
+HEAD = """# Forecasts compared with measurements
 
-Written by `python benchmarks/forecast_accuracy.py`; [`forecast`](forecast.md) explains how forecasts are made.
+Written by `python benchmarks/forecast_accuracy.py`; [`forecast`](../forecast.md) explains how forecasts are made.
 
-### GEMMs of sizes that were not fitted
+## GEMMs of sizes that were not fitted
 
 A fifth of all (n, k) sites was held out of fitting; these are the errors on them, with the code that ships. Goals: a median of at
 most 4%, a 90th percentile of at most 12%, and 85 to 95% of measured times inside the 90% error bar, for every GPU and format. The
@@ -184,15 +183,14 @@ def training_steps() -> str:
 def text(coefficients: Coefficients) -> str:
     """The whole page."""
     parts = [HEAD, *held_out(coefficients)]
-    parts += ["\n### GPUs and libraries treated as not measured\n\n", AS_IF, *transfers(coefficients)]
-    parts += ["\n### Training steps measured on an H200\n\n", training_steps()]
+    parts += ["\n## GPUs and libraries treated as not measured\n\n", AS_IF, *transfers(coefficients)]
+    parts += ["\n## Training steps measured on an H200\n\n", training_steps()]
     return "".join(parts)
 
 
 def main() -> None:
     """Write the page."""
-    before = OUT.read_text(encoding="utf-8").partition(FORECASTS)[0] if OUT.exists() else ""
-    OUT.write_text(before + FORECASTS + "\n" + text(model().coefficients), encoding="utf-8")
+    OUT.write_text(text(model().coefficients), encoding="utf-8")
     print(f"wrote {OUT}")
 
 

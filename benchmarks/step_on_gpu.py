@@ -1,6 +1,6 @@
 """Compares the predictions of `gemmscope step` with real training steps on this GPU, and writes the results down.
 
-    python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/accuracy.md [--backend torchao] [MODEL …]
+    python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/measured/steps.md [--backend torchao] [MODEL …]
 
 STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
 predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps the
@@ -89,7 +89,7 @@ FUSED_NOTE = (
 HOST_BOUND = ("gpt1b_l16",)  # partly: the CPU of another machine launches at another speed
 
 
-def _errors(models: dict[str, Any], truth: str, *, own: Sequence[str] = ()) -> list[float]:
+def errors(models: dict[str, Any], truth: str, *, own: Sequence[str] = ()) -> list[float]:
     """Errors of every case relative to that truth; for the models in `own`, relative to the real model of the same run."""
     every = [
         (recipe["predicted"]["value"], recipe["real" if name in own else truth])
@@ -105,11 +105,11 @@ def _in_words(errors: list[float]) -> str:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The part of the page, from {backend: {model: summary}}."""
+    """The page, from {backend: {model: summary}}."""
     some = next(iter(next(iter(kept.values())).values()))
     versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
     lines = [
-        "## Predicted and real training steps",
+        "# Predicted and real training steps",
         "",
         f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
         f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
@@ -123,14 +123,14 @@ def markdown(kept: dict[str, Any]) -> str:
         "speedup. All that is known of the torchao layers on the other machine is that they are compiled norms and linears.",
     ]
     for backend, models in kept.items():
-        lines += ["", f"### {backend}", *_section(models)]
+        lines += ["", f"## {backend}", *_section(models)]
     return "\n".join(lines) + "\n"
 
 
 def _section(models: dict[str, Any]) -> list[str]:
-    same, before = _errors(models, "real"), _errors(models, "before")
+    same, before = errors(models, "real"), errors(models, "before")
     own = [name for name in HOST_BOUND if name in models and any(recipe["before"] for recipe in models[name]["recipes"].values())]
-    fair = _errors(models, "before", own=own)
+    fair = errors(models, "before", own=own)
     lines = [
         "",
         *([f"* compared with the real model in the same run: {_in_words(same)}"] if same else []),
@@ -157,22 +157,6 @@ def _section(models: dict[str, Any]) -> list[str]:
     return lines
 
 
-STEPS = "<!-- steps: what follows is written by benchmarks/step_on_gpu.py -->\n"
-FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_accuracy.py -->\n"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the part of the page that is about steps; what stands before it and the part about forecasts stay."""
-    before, start, rest = (path.read_text(encoding="utf-8") if path.exists() else STEPS).partition(STEPS)
-    _, mark, forecasts = rest.partition(FORECASTS)
-    path.write_text(before + start + text + mark + forecasts, encoding="utf-8")
-
-
-def of_steps(page: str) -> str:
-    """The part of the page that is about steps."""
-    return page.partition(STEPS)[2].partition(FORECASTS)[0]
-
-
 def main() -> None:
     """Run every model. The files are written after each one, so that nothing is lost."""
     parser = argparse.ArgumentParser()
@@ -189,7 +173,7 @@ def main() -> None:
         if run is not None:
             kept.setdefault(arguments.backend, {})[name] = summary(run, truth[name], arguments.backend)
             arguments.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            write_page(arguments.page, markdown(kept))
+            arguments.page.write_text(markdown(kept), encoding="utf-8")
     print(arguments.page.read_text() if arguments.page.exists() else "nothing was measured")
 
 

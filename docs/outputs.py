@@ -29,6 +29,7 @@ from gemmscope.writers import terminal
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import accuracy_summary  # noqa: E402
 import command_reference  # noqa: E402
 import example_files  # noqa: E402
 import finding_table  # noqa: E402
@@ -76,30 +77,15 @@ def explain() -> str:
 TRACE = DOCS.parent / "tests" / "data" / "traces" / "recast_weights.json.gz"
 
 
-def explained() -> str:
-    """The same: the table of causes, and how to fix them."""
-    return "\n\n".join(explain().split("\n\n")[2:4])
-
-
 def numerics() -> str:
     """The errors of a small Llama that was trained and recorded on a CPU (benchmarks/numerics_example.py)."""
     recorded = read_result(DOCS / "measured" / "numerics_small_llama.json.gz")
     return _tidy(terminal.text(document(recorded), detail=False))
 
 
-def numerics_answer() -> str:
-    """The same: the answer and the table of recipes."""
-    return "\n\n".join(numerics().split("\n\n")[1:3])
-
-
 def fleet() -> str:
     """A SIMULATED fleet of 64 GPUs, as the command prints it."""
     return _tidy(terminal.text(document(shown_fleet()), detail=False))
-
-
-def fleet_answer() -> str:
-    """The same: the answer and the short table."""
-    return "\n\n".join(fleet().split("\n\n")[1:3])
 
 
 def sweep() -> str:
@@ -109,17 +95,16 @@ def sweep() -> str:
 
 BLOCKS = {
     "fleet": fleet,
-    "fleet answer": fleet_answer,
     "sweep": sweep,
     "step": step,
     "bench": bench,
     "explain": explain,
     "answer": answer,
-    "explained": explained,
     "numerics": numerics,
-    "numerics answer": numerics_answer,
 }
 MADE: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy_summary.table,
+    "accuracy, in short": accuracy_summary.in_short,
     "published runs, summary": published_tables.runs_summary,
     "other software": published_tables.other_software,
     "published runs": published_tables.fitted_runs,

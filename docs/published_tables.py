@@ -1,4 +1,4 @@
-"""Tables of docs/accuracy.md about steps on several GPUs: published training runs beside their forecasts."""
+"""Tables of docs/measured/runs.md about steps on several GPUs: published training runs beside their forecasts."""
 
 from __future__ import annotations
 

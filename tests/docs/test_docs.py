@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 H200 = (ROOT / "docs" / "measured" / "h200.md").read_text()
+SHAPES = (ROOT / "docs" / "shapes.md").read_text()
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 import forecast_accuracy  # noqa: E402
 import outputs  # noqa: E402
@@ -58,16 +59,16 @@ def test_bench_is_described_as_it_measures() -> None:
 
 def test_counts_in_the_texts() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text()
-    assert f"each of the {len(known_model_types())} model types" in README
+    assert f"The {len(known_model_types())} model types that have a closed form" in README
     assert f"({len(known_model_types())} model types in closed form" in changes
-    assert f"# {len(presets.names())} well-known models" in README
+    assert f"one of {len(presets.names())} presets" in README
     assert f"{len(presets.names())} presets" in changes
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_readme_shows_real_output(run: Run) -> None:
+def test_shown_check_is_real_output(run: Run) -> None:
     pytest.importorskip("transformers", reason="the check needs transformers")
-    shown = re.search(r"^\$ (gemmscope shapes .*--check)\n…\n(Check passed: .*)$", README, flags=re.MULTILINE)
+    shown = re.search(r"^\$ (gemmscope shapes .*--check)\n…\n(Check passed: .*)$", SHAPES, flags=re.MULTILINE)
     assert shown is not None
     assert shown[2] in run(shown[1].removeprefix("gemmscope ")).out.splitlines()
 
@@ -88,7 +89,7 @@ def test_picture_is_current() -> None:
 
 def test_accuracy_is_generated_from_measurements() -> None:
     kept = json.loads((ROOT / "docs" / "measured" / "h200_steps.json").read_text())
-    assert step_on_gpu.of_steps((ROOT / "docs" / "accuracy.md").read_text()) == step_on_gpu.markdown(kept)
+    assert (ROOT / "docs" / "measured" / "steps.md").read_text() == step_on_gpu.markdown(kept)
 
 
 def test_accuracy_of_a_model_too_large_to_verify() -> None:
@@ -114,7 +115,7 @@ def test_accuracy_of_a_model_too_large_to_verify() -> None:
 
 
 def test_accuracy_of_forecasts_is_current() -> None:
-    page = (ROOT / "docs" / "accuracy.md").read_text()
+    page = (ROOT / "docs" / "measured" / "forecasts.md").read_text()
     assert forecast_accuracy.training_steps() in page, "run: python benchmarks/forecast_accuracy.py"
 
 
@@ -213,7 +214,7 @@ def test_reading_of_the_ops_in_the_tutorial() -> None:
 
 
 def test_errors_of_the_reference_tool() -> None:
-    """The README's and the page's claim: 13% off on average, 30% at worst, two recipes that win called losers."""
+    """The claim of README and page: 13% off on average, 30% at worst, two recipes that win called losers."""
     script, ours = reference_tool.errors()
     assert len(script) == 12
     assert (round(sum(script) / 12, 2), round(max(script), 2)) == (0.13, 0.30)
@@ -226,28 +227,23 @@ def _inside(value: str, interval: str) -> bool:
     return float(low) <= float(value) <= float(high)
 
 
-def test_errors_in_the_readme_are_those_of_the_accuracy_page() -> None:
-    page, text = (ROOT / "docs" / "accuracy.md").read_text(), " ".join(README.split())
-    same = re.search(r"same run: ([\d.]+%) mean error, ([\d.]+%) at worst", page)
-    other = re.search(r"other machine: ([\d.]+%) mean error, ([\d.]+%) at worst", page)
-    forecast = re.search(r"Speedups: ([\d.]+%) off on average, ([\d.]+%) at worst", page)
-    assert same
-    assert other
-    assert forecast
-    assert f"{same[1]} off on average, {same[2]} at worst, compared with the real model" in text
-    assert f"{other[1]} and {other[2]} compared with [another machine]" in text
-    assert f"{forecast[1]} off on average, {forecast[2]} at worst" in text
-    published = dict(re.findall(r"^\| ([\w ]+ \| [\w ,]+) \| \d+ \| ([\d.]+%) \| [\d of]+ \|$", page, flags=re.MULTILINE))
-    new, left_out = "other runs, which were not fitted", "its model left out of the fit"
-    dense, experts = ({kind: published[f"{models} | {kind}"] for kind in (new, left_out)} for models in ("dense", "with experts"))
-    assert f"dense models are {dense[new]} off (median), models with experts {experts[new]}." in text
-    assert f"its runs are {dense[left_out]} off (dense) and {experts[left_out]} (with experts)" in text
-    votes = re.search(r"one vote per source\*\* \| 178 \| ([\d.]+%) \| (\d+%) \| \S+ \| ([\d.]+%) \| (\d+%)", page)
-    assert votes
-    assert f"{votes[1]} off (median of the sources) with the stack named, {votes[3]} without; {votes[2]} and {votes[4]}" in text
-    medians = re.findall(r"\| \d+ \| ([\d.]+)% \| [\d.]+% \| \d+% \| (\d+)% \|", page)
-    ours = [float(row[0]) for row in medians]
-    assert f"not fitted: {min(ours):.0f} to {max(ours):.0f}% off (median)" in text
+def test_figures_of_the_readme_are_those_of_the_accuracy_page() -> None:
+    """Every row of the README's table is a row of the page, and no other text of the README has a figure of accuracy."""
+    page, section = (ROOT / "docs" / "accuracy.md").read_text(), README.split("## Accuracy\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|.*\|$", section, flags=re.MULTILINE)
+    assert len(rows) > 6
+    assert all(row in page.splitlines() for row in rows)
+    assert not re.search(r"\d%", re.sub(r"^\|.*\|$", "", section, flags=re.MULTILINE))
+
+
+def test_accuracy_page_says_what_its_table_says() -> None:
+    """Figures that the page repeats in its sentences are those of the pages with every case."""
+    page = " ".join((ROOT / "docs" / "accuracy.md").read_text().split())
+    forecasts = (ROOT / "docs" / "measured" / "forecasts.md").read_text()
+    inside = [int(share) for share in re.findall(r"^\| its? [\w ,]+ \| \d+ \| (\d+)% \|", forecasts, flags=re.MULTILINE)]
+    assert f"{min(inside)} to {max(inside)}% of the measured times lie inside" in page
+    medians = [float(share) for share in re.findall(r"\| \d+ \| ([\d.]+)% \| [\d.]+% \| \d+% \| \d+% \|", forecasts)]
+    assert f"({max(medians)}% and 16%)" in page
 
 
 def test_python_examples_run() -> None:

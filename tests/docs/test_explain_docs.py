@@ -1,4 +1,4 @@
-"""The table of recorded traces in docs/explain.md is current."""
+"""The table of recorded traces in docs/measured/traces.md is current."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.explain_files import FIRST_CAUSE, found_in
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "explain.md"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "measured/traces.md"
 
 
 def table() -> str:

@@ -79,8 +79,8 @@ def test_error_bars_hold() -> None:
 
 
 def test_published_errors_are_those_of_the_coefficients() -> None:
-    """docs/accuracy.md lists every series with its numbers from the coefficients file."""
-    text = (Path(__file__).parent.parent.parent / "docs" / "accuracy.md").read_text()
+    """docs/measured/forecasts.md lists every series with its numbers from the coefficients file."""
+    text = (Path(__file__).parent.parent.parent / "docs" / "measured" / "forecasts.md").read_text()
     for measured in model().coefficients.series:
         held_out = measured.held_out
         series = f"| {measured.gpu} | {measured.fmt} | {measured.state} | {measured.library} |"

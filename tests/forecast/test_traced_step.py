@@ -84,7 +84,7 @@ def test_compiled_and_eager_are_both_told(result: ForecastResult) -> None:
 
 
 def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 layers take the CPU as long as those of the ViT-L of docs/models.md did: 59.5 and 90.7 ms."""
+    """24 layers take the CPU as long as those of the ViT-L of docs/measured/checked.md did: 59.5 and 90.7 ms."""
     measured = {"BF16": 59.5, "FP8Tensorwise": 90.7}
     monkeypatch.setattr("gemmscope.job.rank_workload.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
     job = model_run(load_model(module="tower.py:build"))

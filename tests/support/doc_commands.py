@@ -80,7 +80,7 @@ def reason_not_to_run(command: str) -> str:
     if arguments[1] == "numerics":
         return "imports torch, and needs a recording: tests/cli/test_numerics_cli.py runs it"
     if "--check" in arguments:
-        return "imports torch and transformers: test_readme_shows_real_output and tests/workload check shapes"
+        return "imports torch and transformers: test_shown_check_is_real_output and tests/workload check shapes"
     if "--module" in arguments:
         return "imports torch: tests/workload traces modules"
     if arguments[1] == "doctor":
