@@ -20,6 +20,7 @@ import reference_tool  # noqa: E402
 from published_runs import summary as of_published_runs  # noqa: E402
 from step_on_gpu import errors as errors_of_steps  # noqa: E402
 
+STEP, SAME_RUN = "speedup by `step`", "the real model in the same run"
 IN_README = ("step, same run", "step, other machine", "forecast, speedup", "dense", "experts", "named", "unnamed", "script")
 
 
@@ -47,11 +48,11 @@ def rows() -> dict[str, list[str]]:
     bridge = of_published_runs(published_tables.compared())
     left_out = parse_toml((DOCS / "measured/published_fit.toml").read_text("utf-8"))["model"]
     script, _ = reference_tool.errors()
-    te = kept["transformer_engine"]
+    of_te, of_torchao = (kept[name] for name in ("transformer_engine", "torchao"))
     return {
-        "step, same run": ["speedup by `step`", "the real model in the same run", *_mean(errors_of_steps(te, "real"))],
-        "step, other machine": ["speedup by `step`", "another H200, with a script of its own", *_mean(errors_of_steps(te, "before"))],
-        "step, torchao": ["speedup by `step`", "the real model in the same run, torchao", *_mean(errors_of_steps(kept["torchao"], "real"))],
+        "step, same run": [STEP, SAME_RUN, *_mean(errors_of_steps(of_te, "real"))],
+        "step, other machine": [STEP, "another H200, with a script of its own", *_mean(errors_of_steps(of_te, "before"))],
+        "step, torchao": [STEP, f"{SAME_RUN}, torchao", *_mean(errors_of_steps(of_torchao, "real"))],
         **_of_h200_steps(),
         "GEMMs": ["GEMM time by `forecast`", "sizes that were not fitted, by GPU and format", *_of_gemms()],
         "dense": _tokens("Megatron-Bridge, dense models, not fitted", *bridge["not fitted, dense"]),

@@ -36,6 +36,7 @@ import finding_table  # noqa: E402
 import fleet_tables  # noqa: E402
 import health_table  # noqa: E402
 import layout_tables  # noqa: E402
+import model_tables  # noqa: E402
 import noise  # noqa: E402
 import op_tables  # noqa: E402
 import paste_texts  # noqa: E402
@@ -146,6 +147,7 @@ MADE: dict[str, Callable[[], str]] = {
     "fleet scale": fleet_tables.scale,
     "health": health_table.figures,
     **example_files.BLOCKS,
+    **model_tables.BLOCKS,
     **training_tables.BLOCKS,
     "commands": command_reference.summary,
     "each command": command_reference.each_command,

@@ -42,12 +42,6 @@ import step_on_gpu  # noqa: E402
 import worked_example  # noqa: E402
 
 
-def test_families_listed() -> None:
-    text = (ROOT / "docs" / "models.md").read_text()
-    listed = text.split("<!-- families -->")[1].split("<!-- /families -->")[0]
-    assert tuple(re.findall(r"`([\w-]+)`", listed)) == known_model_types()
-
-
 def test_bench_is_described_as_it_measures() -> None:
     text, settings = " ".join((ROOT / "docs" / "bench.md").read_text().split()), BenchSettings("transformer_engine")
     assert f"the first {settings.drop_ms:g} ms of each burst are discarded" in text

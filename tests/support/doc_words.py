@@ -1,7 +1,7 @@
 """How many words the documentation has: `python tests/support/doc_words.py` lists every page.
 
-A word is whatever stands between spaces, as `wc -w` counts: prose, tables, code, markup and output of commands. Two kinds of text do
-not count. Pages of reference that a benchmark writes as a whole (`WRITTEN`) are linked as such from the site's navigation.
+A word is whatever stands between spaces, as `wc -w` counts: prose, tables, code, markup and output of commands. Two kinds of
+text do not count. Pages of reference that a benchmark writes as a whole (`WRITTEN`) are linked as such from the site's navigation.
 Pages of reference (`REFERENCE`) count without their generated blocks; what people wrote around these blocks counts.
 Everywhere else, generated blocks count as if they were written by hand.
 """
@@ -12,13 +12,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-MOST = 40_000
+MOST = 44_000
 # The benchmark that writes the page says so in its first lines.
 WRITTEN = ("measured/steps.md", "measured/forecasts.md", "measured/h200.md", "measured/explain.md")
 REFERENCE = (
     "commands.md",
     "findings.md",
     "recipes.md",
+    "model-types.md",
     "how-to/cluster-files.md",
     "measured/example.md",
     "measured/fleet.md",
