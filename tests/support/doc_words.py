@@ -1,7 +1,7 @@
 """How many words the documentation has: `python tests/support/doc_words.py` lists every page.
 
 A word is whatever stands between spaces, as `wc -w` counts: prose, tables, code, markup and output of commands. Two kinds of
-text do not count. Pages of reference that a benchmark writes as a whole (`WRITTEN`) are linked as such from the site's navigation.
+text do not count. Pages of reference that a benchmark writes as a whole (`WRITTEN`) are linked from the site's navigation.
 Pages of reference (`REFERENCE`) count without their generated blocks; what people wrote around these blocks counts.
 Everywhere else, generated blocks count as if they were written by hand.
 """
