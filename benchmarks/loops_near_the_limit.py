@@ -85,7 +85,9 @@ def te_layer(known: dict[str, Any]) -> Any:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.qkv = te.Linear(hidden, width, **make) if after else te.LayerNormLinear(hidden, width, normalization=kind, **make)
+            self.qkv = (
+                te.Linear(hidden, width, **make) if after else te.LayerNormLinear(hidden, width, normalization=kind, **make)
+            )
             self.out = te.Linear(heads * head, hidden, **make)
             if after:
                 self.up, self.down = te.Linear(hidden, ffn, **make), te.Linear(ffn, hidden, **make)
