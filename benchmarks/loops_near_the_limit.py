@@ -4,10 +4,10 @@
     python benchmarks/loops_near_the_limit.py OUT hf-qwen3-1.7b:layers hf-qwen3-1.7b:whole hf-llama-3.2-1b:layers
 
 A loop is plain code: Transformer Engine's linears, norms and MLPs in its autocast around PyTorch's attention, or a transformers
-class converted by torchao and compiled, with fused AdamW. All recipes of a case live in one process and run in turn. The loop runs
-before and after `gemmscope step`, and is captured as a CUDA graph last. One row per recipe: the loop as launched (median and
-quartiles of its steps), the loop as a graph, and what gemmscope says of both. `--disturb` also measures one case on a core that is
-busy half of the time. `--tiny` runs toy sizes on the CPU, to try the script. OUT gets results.json and the run files.
+class converted by torchao and compiled, with fused AdamW. All recipes of a case live in one process and run in turn. The loop
+runs before and after `gemmscope step`, and is captured as a CUDA graph last. One row per recipe: the loop as launched (median
+and quartiles of its steps), the loop as a graph, and what gemmscope says of both. `--disturb` also measures one case on a core
+that is busy half of the time. `--tiny` runs toy sizes on the CPU, to try the script. OUT gets results.json and the run files.
 """
 
 from __future__ import annotations

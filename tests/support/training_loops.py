@@ -812,4 +812,6 @@ def _left(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _digest(tensor: Tensor) -> str:
+    if hasattr(tensor, "_quantizer"):  # FP8 weights of Transformer Engine
+        tensor = tensor.dequantize()
     return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
