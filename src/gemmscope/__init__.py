@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+try:
+    from gemmscope._version import __version__
+except ImportError:  # not installed: run from its sources
+    __version__ = "0.1.dev0"
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this, and Ctrl-C meanwhile would show a traceback
 if TYPE_CHECKING:

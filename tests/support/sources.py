@@ -6,4 +6,5 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent.parent / "src" / "gemmscope"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+WRITTEN = PACKAGE / "_version.py"  # by an installation
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path != WRITTEN}
