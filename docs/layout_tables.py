@@ -23,6 +23,7 @@ EXCHANGES = {
     "offload": ("offloaded activations", "to the CPU in the forward pass, back in the backward pass", "all computation", ""),
 }  # fmt: skip
 
+SELECTIVE = {"recompute": "selective", "recompute_modules": ("layernorm", "moe_act")}
 # Layouts of Megatron-Bridge's performance recipes: title, preset, GPU, recipe, run
 RAN: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("Llama 70B, H100, FP8, tp 4, pp 8, vp 5", "llama-3.1-70b", "h100", "FP8Current",
@@ -38,10 +39,10 @@ RAN: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("Qwen3 30B-A3B, H100, FP8, ep 16", "qwen3-30b-a3b", "h100", "FP8Current",
      {"micro_batch_size": 1, "sequence_length": 4096, "ep": 16, "dp": 16, "gradient_accumulation": 64}),
     ("GPT-OSS 120B, H100, BF16, pp 4, ep 8, norms and activations recomputed", "gpt-oss-120b", "h100", "BF16",
-     {"micro_batch_size": 1, "sequence_length": 4096, "pp": 4, "ep": 8, "dp": 16, "partly_recomputed": True,
+     {"micro_batch_size": 1, "sequence_length": 4096, "pp": 4, "ep": 8, "dp": 16, **SELECTIVE,
       "gradient_accumulation": 80}),
     ("GPT-OSS 120B, B200, BF16, ep 8, micro-batch 4, norms and activations recomputed", "gpt-oss-120b", "b200", "BF16",
-     {"micro_batch_size": 4, "sequence_length": 4096, "ep": 8, "dp": 64, "partly_recomputed": True, "gradient_accumulation": 5}),
+     {"micro_batch_size": 4, "sequence_length": 4096, "ep": 8, "dp": 64, **SELECTIVE, "gradient_accumulation": 5}),
 )  # fmt: skip
 
 

@@ -210,11 +210,11 @@ def test_other_models_are_refused():
     assert option("module", "FILE.py:FUNCTION") in caught.value.hint
 
 
-def test_recomputing_other_modules_than_attention_is_not_counted():
+def test_modules_whose_recomputation_is_not_modelled_are_named():
     selective = {"recompute_granularity": "selective"}
-    source = bridge.read(text_of(**selective, recompute_modules=["moe"]), "x")
-    assert source.run_settings["recompute"] == "none"
-    assert facts(source, "recompute-not-modelled") == {"setting": "model.recompute_modules", "modules": ["moe"]}
+    source = bridge.read(text_of(**selective, recompute_modules=["moe", "mhc"]), "x")
+    assert source.run_settings["recompute_modules"] == ("moe",)
+    assert facts(source, "recompute-not-modelled") == {"setting": "model.recompute_modules", "modules": ["mhc"]}
     for modules in (["core_attn", "moe"], None):
         assert bridge.read(text_of(**selective, recompute_modules=modules), "x").run_settings["recompute"] == "selective"
 

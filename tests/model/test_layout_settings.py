@@ -60,7 +60,10 @@ def test_what_megatrons_ranks_share(flags: str, zero: int):
         ("--overlap-moe-expert-parallel-comm --delay-wgrad-compute", {"ep_overlap": True}),
         ("--grad-reduce-in-bf16 --fp8-param-gather", {"gradient_precision": "bf16", "quantized_weights": True}),
         ("--cpu-offloading --cpu-offloading-num-layers 20", {"offloaded_layers": 20}),
-        ("--recompute-granularity selective --recompute-modules layernorm moe_act", {"partly_recomputed": True}),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm moe_act",
+            {"recompute_modules": ("layernorm", "moe_act")},
+        ),
         ("--enable-cuda-graph", {"cuda_graphs": True}),
         ("--external-cuda-graph", {"cuda_graphs": True}),
         ("--cuda-graph-impl transformer_engine", {"cuda_graphs": True}),
@@ -81,9 +84,9 @@ def test_what_megatrons_ranks_share(flags: str, zero: int):
         ("--cpu-offloading-num-layers 2", {"offloaded_layers": 2}),
         (
             "--recompute-granularity selective --recompute-modules core_attn mlp",
-            {"recompute": "selective", "partly_recomputed": True},
+            {"recompute": "selective", "recompute_modules": ("core_attn", "mlp"), "partly_recomputed": None},
         ),
-        ("--recompute-granularity selective --recompute-modules moe_act", {"recompute": "none", "partly_recomputed": True}),
+        ("--recompute-granularity selective --recompute-modules mhc", {"recompute": "none", "partly_recomputed": True}),
         ("--recompute-granularity selective", {"recompute": "selective", "partly_recomputed": None}),
     ],
 )

@@ -110,10 +110,10 @@ def test_deepseek_script():
     assert not moe.shared_gate
     assert source.run_settings["pp_layers"] == (3, *(4,) * 14, 2)
     assert source.run_settings["ep"] == 64
-    assert source.run_settings["recompute"] == "none"
+    assert source.run_settings["recompute"] == "selective"
+    assert source.run_settings["recompute_modules"] == ("mla_up_proj", "moe")
     assert source.run_settings["vocab_multiple"] == 1
     assert model.prediction_layers == 1
-    assert facts(source, "recompute-not-modelled")["modules"] == ["mla_up_proj", "moe"]
 
 
 def test_printed_list():
@@ -307,9 +307,10 @@ def test_another_spelling_of_a_run_flag(flag: str, meant: str):
     ("modules", "recompute", "code", "value"),
     [
         ("", "selective", "", None),
-        ("--recompute-modules core_attn", "selective", "", None),
-        ("--recompute-modules mlp core_attn", "selective", "recompute-only-attention", ["mlp"]),
-        ("--recompute-modules moe_act mlp", "none", "recompute-not-modelled", ["mlp", "moe_act"]),
+        ("--recompute-modules core_attn", "selective", "", ("core_attn",)),
+        ("--recompute-modules mlp core_attn", "selective", "", ("core_attn", "mlp")),
+        ("--recompute-modules moe_act gdn", "selective", "recompute-not-modelled", ["gdn"]),
+        ("--recompute-modules gdn mhc", "none", "recompute-not-modelled", ["gdn", "mhc"]),
         ("--recompute-modules $MODULES moe", "selective", "setting-without-value", "$MODULES"),
     ],
 )
@@ -318,7 +319,16 @@ def test_recompute_modules(modules: str, recompute: str, code: str, value: objec
     assert source.run_settings["recompute"] == recompute
     known = [code for code in codes(source) if code not in ("vocabulary-missing", "mlp-width-default")]
     assert known == ([code] if code else [])
-    assert not code or value in facts(source, code).values()
+    assert value in facts(source, code).values() if code else source.run_settings.get("recompute_modules") == value
+
+
+def test_recomputing_some_layers_of_each_piece():
+    """Method block recomputes the first layers of every piece of a pipeline stage; uniform recomputes all."""
+    stages = "--num-layers 24 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3"
+    for method, number, share in (("block", 1, 6 / 24), ("block", 4, 1.0), ("block", 0, 0.0), ("uniform", 1, None)):
+        flags = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {number} {stages}"
+        settings = megatron.read(f"{SMALL} {flags}", "args").run_settings
+        assert (settings["recompute"], settings.get("recompute_share")) == ("full", share)
 
 
 @pytest.mark.parametrize(

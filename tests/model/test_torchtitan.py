@@ -166,7 +166,6 @@ ALWAYS = {
     "dp_overlap": True,
     "ep_overlap": False,
     "cuda_graphs": False,
-    "partly_recomputed": True,
 }
 
 
@@ -179,13 +178,13 @@ def test_a_whole_file() -> None:
         "tp": 1,
         "cp": 1,
         "pp": 1,
-        "recompute": "none",
+        "recompute": "selective",
+        "recompute_modules": ("every second GEMM",),
         "separate_projections": True,
         "sequence_parallel_linears": False,
-        "partly_recomputed": True,
         **ALWAYS,
     }
-    assert codes(source) == ["recompute-some-gemms"]
+    assert codes(source) == []
 
 
 def test_moe_run_with_sharding() -> None:
@@ -237,7 +236,7 @@ def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
 
 def test_what_the_file_leaves_out_is_left_out() -> None:
     settings_found = read(config()).run_settings
-    assert set(settings_found) == {"recompute", "partly_recomputed", "separate_projections", "sequence_parallel_linears", *ALWAYS}
+    assert set(settings_found) == {"recompute", "recompute_modules", "separate_projections", "sequence_parallel_linears", *ALWAYS}
 
 
 def test_old_spellings() -> None:
@@ -321,23 +320,23 @@ def test_split_layers_loses_none(layers: int, stages: int, first: int, last: int
 
 
 @pytest.mark.parametrize(
-    ("content", "recompute", "code", "layers"),
+    ("content", "recompute", "code", "share"),
     [
         ('mode = "none"', "none", "", None),
         ('mode = "full"', "full", "", None),
-        ('mode = "selective"; selective_ac_option = "op"', "none", "recompute-some-gemms", None),
-        ('mode = "selective"; selective_ac_option = "2"', "none", "recompute-some-layers", 16),
-        ('mode = "selective"; selective_ac_option = 3', "none", "recompute-some-layers", 10),
-        ('mode = "selective"; selective_ac_option = "1"', "full", "", None),
-        ('mode = "selective"', "none", "recompute-unknown-gemms", None),
+        ('mode = "selective"; selective_ac_option = "op"', "selective", "", None),
+        ('mode = "selective"; selective_ac_option = "2"', "full", "", 16 / 32),
+        ('mode = "selective"; selective_ac_option = 3', "full", "", 10 / 32),
+        ('mode = "selective"; selective_ac_option = "1"', "full", "", 1.0),
+        ('mode = "selective"', "selective", "recompute-unknown-gemms", None),
         ('mode = "memory_budget"', "none", "recompute-by-memory-budget", None),
     ],
 )
-def test_activation_checkpointing(content: str, recompute: str, code: str, layers: int | None) -> None:
-    source = read(config(activation_checkpoint=content))
-    assert source.run_settings["recompute"] == recompute
-    assert codes(source) == ([code] if code else [])
-    assert layers is None or facts(source, code) == {"layers": layers, "total": 32}
+def test_activation_checkpointing(content: str, recompute: str, code: str, share: float | None) -> None:
+    settings = read(config(activation_checkpoint=content))
+    assert settings.run_settings["recompute"] == recompute
+    assert settings.run_settings.get("recompute_share") == share
+    assert codes(settings) == ([code] if code else [])
 
 
 # ---------------------------------------------------------------------------------------------------------------- toml

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemmscope.errors import UserError
 from gemmscope.model import presets
-from gemmscope.model.spec import ModelSpec, RunSpec, from_hyperparameters
+from gemmscope.model.spec import EVERY_SECOND, ModelSpec, RunSpec, from_hyperparameters
 from gemmscope.workload.derive import Workload, derive, visible_pairs
 from gemmscope.workload.ops import Attention, Linear
 from gemmscope.workload.summary import count_parameters, totals
@@ -93,6 +96,19 @@ def test_full_recompute_runs_the_layers_forward_twice() -> None:
     selective = derive(model, RunSpec(1, 128, recompute="selective"))
     assert {op.forward_runs for op in selective.ops if isinstance(op, Attention)} == {2}
     assert {op.forward_runs for op in selective.ops if isinstance(op, Linear)} == {1}
+
+
+def test_a_part_of_the_layers_runs_forward_twice() -> None:
+    """torchtitan keeps every second GEMM: of Q, K, V, out, gate, up, down it runs K, out and up again."""
+    model = preset("llama-3.2-1b")
+    run = RunSpec(1, 128, separate_projections=True, recompute="selective", recompute_modules=(EVERY_SECOND,))
+    again = {op.role for op in derive(model, run).ops if op.forward_runs == 2}
+    assert again == {"norm", "k-proj", "rotary", "attention-out", "residual", "mlp-up", "mlp-activation"}
+    half = derive(model, replace(run, recompute="full", recompute_modules=(), recompute_share=0.5))
+    counts = {(gemm.op, gemm.pass_name): gemm.count for gemm in half.gemms()}
+    assert (counts["MLP Up", "fprop"], counts["MLP Up", "dgrad"]) == (24, 16)
+    with pytest.raises(UserError, match="has no 'mlps'"):
+        replace(run, recompute_modules=("mlps",))
 
 
 def test_every_kind_of_op_is_there() -> None:

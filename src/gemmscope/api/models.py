@@ -154,6 +154,8 @@ class Model:
         zero_ranks: int | str | None = None,
         gradient_precision: Literal["bf16", "fp32"] | None = None,
         quantized_weights: bool | None = None,
+        recompute_modules: tuple | None = None,
+        recompute_share: float | str | None = None,
         partly_recomputed: bool | None = None,
         sequence_parallel_linears: bool | None = None,
         vocab_multiple: int | str | None = None,
@@ -199,7 +201,9 @@ class Model:
             zero_ranks: Number of ranks that share what ZeRO shards. [default: all]
             gradient_precision: Precision of the gradients that are kept and reduced.
             quantized_weights: Keep weights in the recipe's format only, not in BF16.
-            partly_recomputed: Recompute more or less than the values of recompute say.
+            recompute_modules: What selective recomputation computes again. [default: core_attn]
+            recompute_share: Share of the layers that are recomputed. [default: 1]
+            partly_recomputed: Recompute something that is not counted in times.
             sequence_parallel_linears: With sequence parallelism: shard the inputs of linears, too.
             vocab_multiple: Pad the vocabulary to a multiple of this times tp. [default: 1]
         """

@@ -41,6 +41,7 @@ DISTURBED = 0.05  # of the time in which steps were launched, waiting for a core
 
 def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext = PLAIN) -> StepResult:
     """Measure the training step in every recipe. Ctrl-C ends it early, with what was measured until then."""
+    job = job.as_measured()
     precision, time_limit = limits(options, time_limit=TIME_LIMIT_S)
     check_limits(precision, time_limit)
     asked = requested_mix(options.mix, options.keep_higher)

@@ -186,13 +186,14 @@ def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: Run
     """All exchanges of one rank in this layout. A traced model (`model` is None) has only those of gradients and weights."""
     if model is None:
         return [exchange for exchange in _data(chip, network, run, share) if exchange.time_ms > 0]
-    forward_runs = 2 if run.recompute == "full" else 1
+    forward_runs = 1 + run.recompute_share if run.recompute == "full" else 1.0
+    expert_runs = 1 + run.recompute_share if run.recompute == "full" or "moe" in run.recompute_modules else 1.0
     return [
         exchange
         for exchange in (
             _tensor(chip, network, model, run, share, forward_runs),
             _context(chip, network, model, run, share, forward_runs),
-            _experts(chip, network, model, run, share, forward_runs),
+            _experts(chip, network, model, run, share, expert_runs),
             _stages(chip, network, model, run),
             *_data(chip, network, run, share),
         )
@@ -200,7 +201,7 @@ def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: Run
     ]
 
 
-def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: float) -> Exchange:
     """Tensor parallelism: collectives before and after each split block; with sequence parallelism, inputs once more for wgrad.
 
     Experts that are not split get their tokens from the sharded sequence, without a gather.
@@ -217,7 +218,7 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
     return Exchange("tensor", time_ms, network.inside(run.tp) < run.tp)
 
 
-def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: float) -> Exchange:
     """Context parallelism: keys and values of all ranks in forward and in backward, and their gradients.
 
     A recurrence needs the whole sequence: each rank gets all positions of a part of the heads, and returns the outputs, as
@@ -238,7 +239,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     return Exchange("context", time_ms, network.inside(run.cp, run.tp) < run.cp)
 
 
-def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
+def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: float) -> Exchange:
     """Expert parallelism: tokens to the ranks of their experts and back, in forward and in backward.
 
     A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's

@@ -197,7 +197,7 @@ class Forecaster:
             quantize_ms["W"] *= one_way(recipe(name), self.chip)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
-    def in_step(self, linears: Iterable[tuple[Case, int, int]], name: str) -> LinearTimes:
+    def in_step(self, linears: Iterable[tuple[Case, int, float]], name: str) -> LinearTimes:
         """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
         point."""
         formats, quantizes, costs, factor, padding = self.costs(name)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from gemmscope.choices import Recompute
 from gemmscope.forecast.memory_blocks import NOTHING, BlockMemory, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import LayerSpec
@@ -24,6 +23,7 @@ from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES
 from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16
+Part = tuple[BlockMemory, BlockMemory, int]
 Blocks = tuple[list[BlockMemory], BlockMemory, BlockMemory, BlockMemory]  # kinds of layers, embedding, head, prediction layer
 memory_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/memory.toml"))
 """What does not follow from sizes."""
@@ -85,15 +85,29 @@ class ModelMemory:
         key = (
             run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
             run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
+            run.recompute, run.recompute_modules, run.recompute_share,
         )  # fmt: skip
         known = self._blocks.get(key)
-        if known is None:
-            plain, width = replace(run, recompute="none"), self.model.hidden_size * self.model.streams
+        if known is not None:
+            return known
+        plain, width = replace(run, recompute="none", recompute_modules=()), self.model.hidden_size * self.model.streams
+        if run.recompute == "none":
             layers = [block_memory(layer_ops(self.model, layer, plain), plain, width) for layer in self._kinds]
             embedding = block_memory(embedding_ops(self.model, plain), plain, width)
             head = block_memory(head_ops(self.model, plain), plain, width)
             prediction = block_memory(prediction_ops(replace(self.model, prediction_layers=1), plain), plain, width)
-            known = self._blocks[key] = layers, embedding, head, prediction
+        else:
+            kept, embedding, head, prediction = self.blocks(plain)
+            again = [block.nothing_kept() for block in kept]
+            if run.recompute == "selective":
+                whole = replace(run, recompute_share=1.0)
+                again = [block_memory(layer_ops(self.model, layer, whole), whole, width) for layer in self._kinds]
+            share = run.recompute_share
+            layers = [
+                BlockMemory._make(one + (other - one) * share for one, other in zip(*pair, strict=True))
+                for pair in zip(kept, again, strict=True)
+            ]
+        known = self._blocks[key] = layers, embedding, head, prediction
         return known
 
     def stages(self, run: RunSpec) -> list[tuple[int, dict[int, int]]]:
@@ -111,12 +125,13 @@ class ModelMemory:
     def rank(self, run: RunSpec, recipes: Iterable[str], chip: GpuSpec) -> dict[str, RecipeMemory]:
         """The stage that needs most, in every recipe."""
         layers, embedding, head, prediction = self.blocks(run)
+        whole = layers if run.recompute == "none" else self.blocks(replace(run, recompute="none", recompute_modules=()))[0]
         stages = []
         for stage, counts in self.stages(run):
-            parts = [(layers[kind], count) for kind, count in counts.items()]
+            parts = [(layers[kind], whole[kind], count) for kind, count in counts.items()]
             last = stage == run.pp - 1
             if last and self.model.prediction_layers:
-                parts.append((prediction, self.model.prediction_layers))
+                parts.append((prediction, prediction, self.model.prediction_layers))
             stages.append(_Stage.of(run, stage, parts, embedding if stage == 0 else NOTHING, head if last else NOTHING))
         return {
             name: max((stage.in_recipe(run, name, chip) for stage in stages), key=lambda memory: memory.total_bytes)
@@ -159,19 +174,13 @@ def in_flight(run: RunSpec, stage: int) -> float:
     return min(2 * (run.pp - stage - 1) + (run.vp - 1) * run.pp + 1, batches * run.vp) / run.vp
 
 
-def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:
+def _kept(block: BlockMemory, stored: Storage) -> tuple[float, float]:
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
-    if recompute == "full":
-        return block.first, block.first
     if stored.kept < ELEMENT_BYTES:  # inputs are kept in the quantized format
         more = block.context_elements * stored.context + block.activated_elements * stored.activated
         linears = block.plain + block.elements * stored.kept + more
-        attention = block.context if recompute == "none" else 0.0
-        spared = block.recomputable_elements * stored.kept + block.activated_elements * stored.activated
-    else:
-        linears, attention, spared, more = block.inputs, block.context, block.recomputable, 0.0
-    kept = block.kept - block.context + attention + linears
-    return (kept - spared, block.first) if run.partly_recomputed else (kept, kept - more)
+        return block.kept + linears, block.kept + linears - more
+    return block.kept + block.inputs, block.kept + block.inputs
 
 
 def shards(run: RunSpec) -> tuple[int, int]:
@@ -213,6 +222,7 @@ class _Stage(NamedTuple):
     stage: int
     layers: BlockMemory  # all of them together
     widest: BlockMemory  # the layer that keeps most
+    whole: BlockMemory  # the same without recomputation
     ends: float  # kept by the embedding and the head
     logits: float
     kept_batches: float  # micro-batches whose activations are on the GPU: those in flight, less what is offloaded to the CPU
@@ -221,35 +231,34 @@ class _Stage(NamedTuple):
     open_states: float  # states that more data-parallel ranks could shard
 
     @classmethod
-    def of(
-        cls, run: RunSpec, stage: int, parts: Sequence[tuple[BlockMemory, int]], embedding: BlockMemory, head: BlockMemory
-    ) -> "_Stage":
-        """`parts`: each kind of layer, with how many of it there are."""
+    def of(cls, run: RunSpec, stage: int, parts: Sequence[Part], embedding: BlockMemory, head: BlockMemory) -> "_Stage":
+        """`parts`: each kind of layer, the same without recomputation, and how many of it there are."""
         zero = run.zero_stage
-        of_kinds = [[value * count for value in block] for block, count in parts]
+        of_kinds = [[value * count for value in block] for block, _, count in parts]
         layers = BlockMemory._make(map(sum, zip(NOTHING, *of_kinds, strict=True)))
-        widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
-        depth = sum(count for _, count in parts)
-        repeated = sum(block.shared * (count - 1) for block, count in parts)  # counted more than once above
+        pairs = [(block, whole) for block, whole, _ in parts] or [(NOTHING, NOTHING)]
+        widest, whole = max(pairs, key=lambda pair: pair[1].kept + pair[1].inputs)
+        depth = sum(count for *_, count in parts)
+        repeated = sum(block.shared * (count - 1) for block, _, count in parts)  # counted more than once above
         layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)
-        shared, whole = dense / dense_shards + experts / expert_shards, dense + experts
-        largest = max(max((block.parameters for block, _ in parts), default=0), embedding.parameters, head.parameters)
-        buffers = max((block.exchanged for block, _ in parts), default=0.0) + (2 * widest.first if run.pp > 1 else 0.0)
-        if zero >= 2 and whole > shared:
+        shared, total = dense / dense_shards + experts / expert_shards, dense + experts
+        largest = max(*(block.parameters for block, _ in pairs), embedding.parameters, head.parameters)
+        buffers = max(block.exchanged for block, _ in pairs) + (2 * widest.first if run.pp > 1 else 0.0)
+        if zero >= 2 and total > shared:
             buffers += largest * gradient_size(run)
-        if zero == 3 and whole > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
-            buffers += ELEMENT_BYTES * (whole if run.pp > 1 else memory_facts()["gathered"]["layers"] * largest)
-            buffers += gradient_size(run) * max(whole - shared - largest, 0.0) if run.pp > 1 else 0.0
-        states, open_states = state_bytes(run, (whole, shared), (whole, shared)), 0.0
+        if zero == 3 and total > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
+            buffers += ELEMENT_BYTES * (total if run.pp > 1 else memory_facts()["gathered"]["layers"] * largest)
+            buffers += gradient_size(run) * max(total - shared - largest, 0.0) if run.pp > 1 else 0.0
+        states, open_states = state_bytes(run, (total, shared), (total, shared)), 0.0
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
             open_states = states["master_weights_bytes"] + states["moments_bytes"]
             open_states += states["weights_bytes"] if zero == 3 else 0.0
             open_states += states["gradients_bytes"] if zero >= 2 else 0.0
         on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
         return cls(
-            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits,
+            stage, layers, widest, whole, embedding.kept + head.kept + head.inputs, head.logits + layers.logits,
             in_flight(run, stage) * on_gpu, states, buffers, open_states,
         )  # fmt: skip
 
@@ -262,11 +271,12 @@ class _Stage(NamedTuple):
             copies = min(copies, known["gathered"]["layers"] * stored.copies * self.widest.quantized)
         elif copies and run.quantized_weights:
             states["weights_bytes"] -= layers.quantized * ELEMENT_BYTES
-        usual, least_kept = _kept(layers, run, stored, run.recompute)
+        usual, least_kept = _kept(layers, stored)
         activations = usual * self.kept_batches + self.ends
-        backward = self.widest.transient
-        if run.recompute == "full":
-            backward += _kept(self.widest, run, stored, "none")[0]
+        if run.partly_recomputed:
+            least_kept = min(layers.first, least_kept)
+        again = _kept(self.whole, stored)[0] - _kept(self.widest, stored)[0]  # what backward computes again of one layer
+        backward = self.widest.transient + max(again, 0.0)
         loss, every_state = known["logit_bytes"], sum(states.values())
         # The lower bound assumes the best settings that the run leaves open: gradients in BF16, weights only in the quantized
         # format, a fused loss, states sharded over any number of ranks.
@@ -277,7 +287,7 @@ class _Stage(NamedTuple):
             spared += layers.quantized * ELEMENT_BYTES
         least = every_state - spared + copies + least_kept * self.kept_batches + self.ends
         least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9
-        unfused = 0.0 if run.recompute == "full" else self.kept_batches * layers.unfused
+        unfused = self.kept_batches * layers.unfused
         scattered = known["fragmentation"]["most"] * (activations + unfused + self.buffers + gradients)
         most = every_state + all_copies + activations + unfused + self.buffers + scattered
         most += max(self.logits * loss["most"], backward) + known["reserve_gb"]["most"] * 1e9

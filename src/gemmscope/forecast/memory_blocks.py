@@ -1,30 +1,28 @@
 """What one layer, the embedding or the head holds in the memory of one rank: parameters, and what backward needs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import RunSpec, recomputed_facts
 from gemmscope.workload.derive import EMBEDDING, HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
 
-_RECOMPUTABLE = ("attention input", "MLP input", "activated", "expert activated")  # written by norms and activations
-
 
 class BlockMemory(NamedTuple):
-    """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward."""
+    """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward.
+
+    What backward computes again is not kept.
+    """
 
     dense: int = 0  # parameters outside of the experts
     experts: int = 0
     quantized: int = 0  # weights of linears that recipes quantize, in and outside of experts
     kept: float = 0.0  # by everything but linears
-    context: float = 0.0  # of `kept`, what attention writes: recomputed where recomputation is selective
     inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
     plain: float = 0.0  # of `inputs`, those of linears that are never quantized
     elements: float = 0.0  # that quantized linears read: each keeps its own copy
-    recomputable: float = 0.0  # of `inputs`, what norms and activations can compute again
-    recomputable_elements: float = 0.0
     context_elements: float = 0.0  # of `elements`, what the output projection of attention reads
     activated_elements: float = 0.0  # and what the last linear of an MLP reads
     first: float = 0.0  # the input of the layer
@@ -38,6 +36,12 @@ class BlockMemory(NamedTuple):
     def parameters(self) -> int:
         return self.dense + self.experts
 
+    def nothing_kept(self) -> "BlockMemory":
+        """The same where backward computes all of it again, from its input."""
+        return self._replace(
+            kept=self.first, inputs=0.0, plain=0.0, elements=0, context_elements=0, activated_elements=0, unfused=0.0
+        )
+
 
 NOTHING = BlockMemory()
 
@@ -45,7 +49,9 @@ NOTHING = BlockMemory()
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     """The memory that the ops of one layer (or the embedding, or the head) need. `width`: sum over all residual streams."""
     ops = tuple(ops)
-    memories, inputs = [_op_memory(op, run) for op in ops], _inputs(ops, run)
+    inputs, again = _inputs(ops, run), _again(ops)
+    memories = [_op_memory(op, run, share) for op, share in zip(ops, again, strict=True)]
+    written = any(isinstance(op, Attention) and not _repeated(op) for op in ops)  # the context is kept by attention
     quantized = [read for read in inputs if read.quantized]
     once, plain = _kept_once(inputs), _kept_once([read for read in inputs if not read.quantized])
     first = run.tokens / _sharded(run) * width * ELEMENT_BYTES
@@ -54,12 +60,9 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
         experts=sum(op.all_parameters for op in ops if _of_experts(op)),
         quantized=sum(read.weights for read in quantized),
         kept=sum(memory.kept for memory in memories),
-        context=next((memory.context for memory in reversed(memories) if memory.context), 0.0),
-        inputs=sum(size for tensor, size in once.items() if tensor != "context"),
+        inputs=sum(size for tensor, size in once.items() if tensor != "context" or not written),
         plain=sum(plain.values()),
         elements=sum(read.elements for read in quantized),
-        recomputable=sum(size for tensor, size in once.items() if tensor in _RECOMPUTABLE),
-        recomputable_elements=sum(read.elements for read in quantized if read.tensor in _RECOMPUTABLE),
         context_elements=sum(read.elements for read in quantized if read.tensor == "context"),
         activated_elements=sum(read.elements for read in quantized if read.tensor.endswith("activated")),
         first=first,
@@ -71,15 +74,31 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     )
 
 
-def _op_memory(op: Op, run: RunSpec) -> BlockMemory:
-    """What one op keeps in addition to the inputs of linears."""
+def _repeated(op: Op) -> bool:
+    """Whether backward runs the op again."""
+    return op.forward_runs > 1
+
+
+def _again(ops: Iterable[Op]) -> Iterable[float]:
+    """For each op, the share of what the linears before it wrote that backward computes again."""
+    written, repeated, reads = 0.0, 0.0, None
+    for op in ops:
+        if isinstance(op, Linear):
+            if op.facts.reads != reads:
+                written, repeated, reads = 0.0, 0.0, op.facts.reads
+            written, repeated = written + op.outputs, repeated + op.outputs * _repeated(op)
+        yield repeated / written if written else 0.0
+
+
+def _op_memory(op: Op, run: RunSpec, again: float) -> BlockMemory:
+    """What one op keeps in addition to the inputs of linears. `again`: the share of its input that backward computes again."""
     if isinstance(op, Linear):
-        return _linear_memory(op, run)
+        return _linear_memory(op, run) if not _repeated(op) else BlockMemory(exchanged=_linear_memory(op, run).exchanged)
     if isinstance(op, Attention):
-        return _attention_memory(op, run)
+        return _attention_memory(op, run, again)
     if isinstance(op, Loss):
         return BlockMemory(logits=op.rows * op.width)
-    kept = op.kept_bytes()
+    kept = op.kept_bytes() * (1 - again if isinstance(op, Activation) else 1)
     size = op.rows * op.width * ELEMENT_BYTES if isinstance(op, Elementwise) else 0.0
     transient = kept + size if isinstance(op, Activation) else 0.0
     return BlockMemory(kept=kept * op.count, transient=transient, unfused=size if op.facts.kept_unfused else 0.0)
@@ -94,14 +113,14 @@ def _linear_memory(op: Linear, run: RunSpec) -> BlockMemory:
     return BlockMemory()
 
 
-def _attention_memory(op: Attention, run: RunSpec) -> BlockMemory:
+def _attention_memory(op: Attention, run: RunSpec, again: float) -> BlockMemory:
     """Queries, keys and values, the output, and one number for each row of the softmax."""
     rows, dims = op.batch * op.queries, op.head_dim + (0 if op.values_are_keys else op.value_dim)
     queries = rows * op.heads * op.head_dim * ELEMENT_BYTES
     keys = 0.0 if op.shares_kv else op.batch * op.keys / run.cp * op.kv_heads * dims * ELEMENT_BYTES
-    context = rows * op.heads * op.value_dim * ELEMENT_BYTES
+    written = rows * op.heads * (op.value_dim * ELEMENT_BYTES + FP32_BYTES) * (not _repeated(op))
     received = 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-    return BlockMemory(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
+    return BlockMemory(kept=(keys + queries) * (1 - again) + written, exchanged=received)
 
 
 class _Input(NamedTuple):
@@ -113,7 +132,7 @@ class _Input(NamedTuple):
     weights: int
 
 
-def _inputs(ops: Iterable[Op], run: RunSpec) -> list[_Input]:
+def _inputs(ops: Sequence[Op], run: RunSpec) -> list[_Input]:
     inputs: list[_Input] = []
     for op in ops:
         if isinstance(op, Linear):
@@ -121,6 +140,9 @@ def _inputs(ops: Iterable[Op], run: RunSpec) -> list[_Input]:
             if tensor == "context" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
                 tensor = op.role
             size = op.tokens * op.inputs / (_sharded(run) if op.facts.reads_shard else 1)
+            writers = recomputed_facts()["written_by"].get(tensor, ())
+            if (_repeated(op) and not writers) or any(_repeated(other) for other in ops if other.role in writers):
+                size = 0.0
             quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
             weights = op.groups * op.inputs * op.outputs * op.count
             inputs.append(_Input(tensor, size * op.count, quantized, weights))

@@ -17,7 +17,7 @@ from gemmscope.workload.derive import Workload, layers_by_section
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import stage_layers
 
-CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how often forward does
+CountedCase = tuple[Case, int, float]  # a linear, how often it runs, and how often forward does
 Assigned = Mapping[str, int]
 """Recipe → how many of the layers' linears run in it."""
 

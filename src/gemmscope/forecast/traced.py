@@ -76,7 +76,7 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
             count += sum(gemm.count for gemm in op.gemms())
         elif isinstance(op, TracedAttention):
             kernels = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
-            count += op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs)
+            count += round(op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs))
         elif isinstance(op, (BatchedGemm, Convolution)):
             count += op.count
         elif isinstance(op, (Scan, CausalConv)):

@@ -27,6 +27,7 @@ NO_FILE = framework_defaults("no_file")
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that determine fields of `RunSpec` without being fields themselves, with their limits."""
 
+PARTS_OF_RECOMPUTE = ("recompute_modules", "recompute_share", "partly_recomputed")
 BATCH = ("micro_batch_size", "sequence_length")
 MOST_SOURCES, LARGEST_SOURCE = 500, 8 << 20
 
@@ -49,6 +50,14 @@ class ModelRun:
     def sequence(self) -> int | None:
         """The sequence length; None where it is not given."""
         return self.run.sequence_length if "sequence_length" in self.settled else None
+
+    def as_measured(self) -> "ModelRun":
+        """What a measured step runs of it: whole layers recomputed, or attention, or nothing."""
+        run = self.run
+        if run.recompute_share == 1 and run.recompute_modules in ((), ("core_attn",)):
+            return self
+        plain = replace(run, recompute="none", recompute_modules=(), recompute_share=1.0)
+        return replace(self, run=plain, findings=(*self.findings, finding("recompute-not-run")))
 
 
 def identity(job: ModelRun | None) -> list[Any]:
@@ -80,9 +89,10 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         known = ", ".join((*RUN_SETTINGS, *RANKS))
         raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {known}")
     typed = {name: value for name, value in given.items() if value is not None}
-    if "pp_layers" in typed:
-        typed["pp_layers"] = tuple(typed["pp_layers"])
+    typed |= {name: tuple(typed[name]) for name in ("pp_layers", "recompute_modules") if name in typed}
     file = source.run_settings
+    if "recompute" in typed:  # what the file says of it belongs to the file's kind
+        file = {name: value for name, value in file.items() if name not in PARTS_OF_RECOMPUTE}
     findings = [
         finding("run-overridden", name=name, origin=source.origin, value=str(value), file_value=str(file[name]))
         for name, value in typed.items()

@@ -29,13 +29,12 @@ from gemmscope.model.limits import LARGEST, divisors_text
 from gemmscope.model.megatron_hybrid import PATTERNS, hybrid_pattern
 from gemmscope.model.megatron_model import model_findings, model_spec
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
-from gemmscope.model.spec import ModelSource, ModelSpec
+from gemmscope.model.spec import ModelSource, ModelSpec, recomputed_facts
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 LAYOUT, LAYERS_PER_PIECE = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
 PIECES = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
 TORCH_FSDP, GRADIENTS, WEIGHTS = "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather"
-COUNTED_MODULE = "core_attn"  # the only module whose recomputation is counted
 OPTIONAL = {*FACTS["run_sizes"], *FACTS["run_settings"]}  # gemmscope's own arguments can give these too
 MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
 
@@ -78,8 +77,6 @@ def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> t
     run = _known({field: settings.maybe_size(name, limit) for name, (field, limit) in FACTS["run_sizes"].items()})
     layers, stages, tp = len(model.layers), run.get("pp", 1), run.get("tp", 1)
     run["sequence_parallel"] = settings.flag("sequence_parallel", default=settings.defaults["sequence_parallel"])
-    recompute, of_recompute = _recompute(settings)
-    run |= recompute
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         findings.append(finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor")))
     expert_tp = settings.maybe_size("expert_tensor_parallel_size", "parallel")
@@ -96,7 +93,8 @@ def _run(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> t
         run |= _known({"pp_layers": split, "vp": pieces if pieces > 1 else None})
         if pieces > 1 and len(dict(model.layer_groups())) > 1:
             findings.append(finding("stage-of-several-pieces", setting=spell(pieces_by)))
-    run |= _layout(settings, run)
+    recompute, of_recompute = _recompute(settings, layers, stages * run.get("vp", 1))
+    run |= recompute | _layout(settings, run)
     run |= _known({"gradient_accumulation": _accumulation(samples, run)})
     sharded = run.get("dp_overlap") and run.get("zero") and not settings.flag(TORCH_FSDP)
     if sharded and _any(settings, WEIGHTS) is False:  # only gradients are exchanged during computation
@@ -109,22 +107,22 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _recompute(settings: MegatronSettings) -> tuple[dict[str, Any], list[Finding]]:
-    """What backward computes again: layers, or attention; other modules are only named. By default, Megatron's is attention."""
+def _recompute(settings: MegatronSettings, layers: int, pieces: int) -> tuple[dict[str, Any], list[Finding]]:
+    """What backward computes again: layers (of each of so many pieces), or modules. By default, Megatron's is attention."""
     kind, given = settings.word("recompute_granularity", ("selective", "full"), ""), settings.values.get("recompute_modules")
     modules = re.findall(r"\w+", given) if isinstance(given, str) else given
-    if kind == "full" and settings.values.get("recompute_method") == "block":
-        return {"recompute": kind}, [finding("recompute-all-layers", setting=settings.spell("recompute_method"))]
+    if kind == "full" and settings.values.get("recompute_method") == "block" and settings.given("recompute_num_layers"):
+        number = settings.maybe_count("recompute_num_layers", "layers") or 0
+        return {"recompute": kind, "recompute_share": min(number * pieces / layers, 1.0)}, []
     if kind != "selective" or not isinstance(modules, list) or modules == ["None"]:
         return _known({"recompute": kind or None}), []
-    counted = COUNTED_MODULE in modules
-    others = sorted({module for module in modules if isinstance(module, str)} - {COUNTED_MODULE})
-    run = {"recompute": "selective" if counted else "none"}
-    if not others:
-        return run, []
-    code = "recompute-only-attention" if counted else "recompute-not-modelled"
-    modules_not_counted = finding(code, setting=settings.spell("recompute_modules"), modules=[name[:100] for name in others])
-    return {**run, "partly_recomputed": True}, [modules_not_counted]
+    names = sorted({module for module in modules if isinstance(module, str)})
+    counted = tuple(module for module in names if module in recomputed_facts()["modules"])
+    run = {"recompute": "selective" if counted else "none", "recompute_modules": counted}
+    if others := [name[:100] for name in names if name not in counted]:
+        not_counted = finding("recompute-not-modelled", setting=settings.spell("recompute_modules"), modules=others)
+        return {**run, "partly_recomputed": True}, [not_counted]
+    return run, []
 
 
 def _layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]:

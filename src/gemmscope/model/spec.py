@@ -10,7 +10,7 @@ Every size is checked when a spec is made, so that later stages can rely on it.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import groupby
 from math import gcd
 from typing import Annotated, Any, Literal
@@ -21,6 +21,10 @@ from gemmscope.findings import Finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.limits import Checked, Size, check_flag, check_size, head_size
 from gemmscope.toml import FactTable, load_data
+
+EVERY_SECOND = "every second GEMM"
+recomputed_facts = cache(partial(load_data, "gemmscope.model", "recomputed.toml"))
+"""What selective recomputation runs again in backward."""
 
 
 def framework_defaults(framework: str) -> FactTable:
@@ -221,6 +225,8 @@ class RunSpec(Checked):
     imbalance: float = 1.0
     gradient_accumulation: Annotated[int, Size(option("gradient_accumulation"), "parallel")] = 1
     recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ()  # where it is selective: those of recomputed.toml; none: attention
+    recompute_share: float = 1.0  # of the layers
     # the vocabulary is padded to a multiple of this times tp
     vocab_multiple: Annotated[int, Size("vocab_multiple", "parallel")] = 1
     separate_projections: bool = False
@@ -237,9 +243,7 @@ class RunSpec(Checked):
     # What only memory depends on.
     gradient_precision: StatePrecision | None = None  # of the gradients that are kept and reduced; None: not known
     quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
-    partly_recomputed: bool = (
-        False  # backward also computes norms, activations or some GEMMs again, which is not counted in times
-    )
+    partly_recomputed: bool = False  # backward also computes something again that is not counted in times
     offloaded_layers: int = 0  # layers whose activations are offloaded to CPU memory
     # Sizes of the inputs of a module that brings its own ("8 x 3 x 224 x 224"). A sequence is then one sample, of length 1.
     inputs: str | None = None
@@ -263,6 +267,14 @@ class RunSpec(Checked):
             raise UserError(
                 f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
                 "selective recomputes only attention, full recomputes whole layers",
+            )
+        known = (*recomputed_facts()["modules"], EVERY_SECOND)
+        if strange := [name for name in self.recompute_modules if name not in known]:
+            raise UserError(f"{option('recompute_modules')} has no {shown(strange[0])}", f"it knows {', '.join(known)}")
+        if not 0.0 <= self.recompute_share <= 1.0:
+            raise UserError(
+                f"{option('recompute_share')} must be from 0 to 1, not {shown(self.recompute_share)}",
+                "it is the share of the layers that are recomputed: 0.5 for every second one",
             )
         if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
             raise UserError(

@@ -25,7 +25,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import check_flag, check_size
-from gemmscope.model.spec import ModelSource, ModelSpec, framework_defaults
+from gemmscope.model.spec import EVERY_SECOND, ModelSource, ModelSpec, framework_defaults
 from gemmscope.model.torchtitan_model import load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import load_data, parse_toml
 
@@ -316,7 +316,7 @@ def _stages(tables: Tables, layers: int, pp: int, *, single: bool) -> list[int]:
 
 
 def _recompute(tables: Tables, layers: int) -> RunPart:
-    """What the backward pass recomputes. Of gemmscope's choices, torchtitan has only none and full."""
+    """What the backward pass recomputes."""
     table = _table(tables, "activation_checkpoint")
     mode = table.get("mode", DEFAULTS["recompute"])
     if mode == "none" or mode == "full":
@@ -332,22 +332,14 @@ def _recompute(tables: Tables, layers: int) -> RunPart:
 
 
 def _recompute_selectively(option: object, layers: int) -> RunPart:
-    """Selective checkpointing: every n-th layer, or every second GEMM of each layer ("op").
-
-    Neither is gemmscope's "selective" (attention alone, which torchtitan does not recompute), so nothing is counted twice.
-    """
+    """Selective checkpointing: every n-th layer, or every second GEMM of each layer ("op", the default)."""
     every = int(option) if isinstance(option, str) and re.fullmatch("[0-9]{1,9}", option) else option
-    if type(every) is int and 0 <= every <= 1:
-        return {"recompute": "full"}, []
-    if type(every) is int and 1 < every < 2**31:
-        not_counted = finding("recompute-some-layers", layers=layers // every, total=layers)
-    elif option == "op":
-        not_counted = finding("recompute-some-gemms")
-    elif option is None:
-        not_counted = finding("recompute-unknown-gemms")
-    else:
+    if type(every) is int and 0 <= every < 2**31:
+        return {"recompute": "full", "recompute_share": layers // max(every, 1) / layers}, []
+    if option not in ("op", None):
         raise UserError(
             f"[activation_checkpoint] selective_ac_option = {shown(option)} is neither a number of layers nor op",
             'for example: selective_ac_option = "op", or "2" for every second layer',
         )
-    return {"recompute": "none", "partly_recomputed": True}, [not_counted]
+    unknown = [finding("recompute-unknown-gemms")] if option is None else []
+    return {"recompute": "selective", "recompute_modules": (EVERY_SECOND,)}, unknown

@@ -309,9 +309,13 @@ class JobOptions(ClusterOptions):
     quantized_weights: Annotated[
         bool | None, Option("Keep weights in the recipe's format only, not in BF16.", in_shell=False)
     ] = None
-    partly_recomputed: Annotated[
-        bool | None, Option("Recompute more or less than the values of recompute say.", in_shell=False)
+    recompute_modules: Annotated[
+        tuple[str, ...] | None, Option("What selective recomputation computes again.", default="core_attn", in_shell=False)
     ] = None
+    recompute_share: Annotated[float | None, Option("Share of the layers that are recomputed.", default="1", in_shell=False)] = (
+        None
+    )
+    partly_recomputed: Annotated[bool | None, Option("Recompute something that is not counted in times.", in_shell=False)] = None
     sequence_parallel_linears: Annotated[
         bool | None, Option("With sequence parallelism: shard the inputs of linears, too.", in_shell=False)
     ] = None

@@ -26,8 +26,8 @@ class ListedOp(Part):
     """Where in the model: embedding, a kind of layer, head, step."""
     count: int
     """Executions per micro-batch (optimizer: per step)."""
-    forward_runs: int
-    """2 where the forward pass is recomputed."""
+    forward_runs: int | float
+    """2 where the forward pass is recomputed; less where it is in a share of the layers."""
     copies: int
     """Ranks of the tensor-parallel group that run the same op on the same data."""
     forward_flops: float

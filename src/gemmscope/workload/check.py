@@ -44,7 +44,7 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     for op in trace.attentions:
-        runs = {"forward": op.count * op.forward_runs, "backward": op.count * op.backward_runs}
+        runs = {"forward": round(op.count * op.forward_runs), "backward": op.count * op.backward_runs}
         traced += [(gemm, runs[gemm[0]]) for gemm in op.batched_gemms()]
     result += _unequal(_attention(derived), _attention(traced))
     if not has_fallback(trace):

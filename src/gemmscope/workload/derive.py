@@ -10,7 +10,7 @@ from string import ascii_lowercase
 
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import EVERY_SECOND, ModelSpec, RunSpec, recomputed_facts
 from gemmscope.workload import sharding
 from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
@@ -19,6 +19,7 @@ from gemmscope.workload.ops import (
     Elementwise,
     Embedding,
     Gemm,
+    GroupedLinear,
     Linear,
     Loss,
     Norm,
@@ -182,11 +183,22 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
-    """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
+    """The operations of a layer, in order. `forward_runs` is 2 for recomputed ones, less for a share of the layers."""
     norms = [replace(norm(model, run, "norm", model.hidden_size), count=layer.norms)] if layer.norms else []
+    gemms, runs = 0, 2 if run.recompute_share == 1 else 1 + run.recompute_share
     for op in (*norms, *_blocks(model, layer, run)):
-        repeated = run.recompute == "full" or (run.recompute == "selective" and isinstance(op, Attention))
-        yield replace(op, forward_runs=2) if repeated else op
+        gemms += isinstance(op, Linear) and not isinstance(op, GroupedLinear)
+        yield replace(op, forward_runs=runs) if _recomputed(op, run, gemms) else op
+
+
+def _recomputed(op: Op, run: RunSpec, gemms: int) -> bool:
+    """Whether backward runs an op again. `gemms`: how many plain linears the layer has run until then."""
+    if run.recompute != "selective":
+        return run.recompute == "full"
+    if EVERY_SECOND in run.recompute_modules:
+        plain = isinstance(op, Linear) and not isinstance(op, GroupedLinear)
+        return not isinstance(op, Attention) and not (plain and gemms % 2)
+    return any(op.role in recomputed_facts()["modules"][name] for name in run.recompute_modules or ("core_attn",))
 
 
 def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:

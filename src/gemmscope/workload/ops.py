@@ -6,7 +6,7 @@ Conventions, the same for every op:
   pass counts the four gradient GEMMs (kernels that recompute the scores run a fifth).
 * Bytes: each operand is read once and each result written once, in bf16, with nothing fused: the minimum traffic of the op alone.
 * `count` is how often one micro-batch runs the op (the optimizer: how often one step does). `forward_runs` is 2 where the
-  forward pass is recomputed during backward.
+  forward pass is recomputed during backward; less where it is in a share of the layers.
 * `copies` > 1 marks replicated work: that many ranks of the tensor-parallel group run the same op on the same data.
 """
 
@@ -119,7 +119,7 @@ class Op:
     label: str = ""  # what people call it, if not by the name of its role: the path of a traced module
     count: int = 1
     section: str = ""
-    forward_runs: int = 1
+    forward_runs: float = 1
     copies: int = 1
     parameters: int = 0  # of this rank, for one of the `count` instances
     shares_weights: bool = False  # all instances use the same weights
@@ -193,7 +193,7 @@ class Linear(Op):
         """The three passes; fprop as often as forward runs."""
         for name in self.passes:
             m, k, n = gemm_size(self.tokens, self.inputs, self.outputs, name)
-            yield Gemm(self.name, name, m, k, n, self.groups, self.count * (self.forward_runs if name == "fprop" else 1))
+            yield Gemm(self.name, name, m, k, n, self.groups, round(self.count * (self.forward_runs if name == "fprop" else 1)))
 
     def _one_gemm(self) -> Work:
         """Each of the three reads two of X, W and dY, and writes a third tensor: the same traffic."""
