@@ -10,7 +10,8 @@ not part of this project: it holds what others published.
 Every run is forecast without any software around it. The logarithms of the multipliers are then fitted by weighted least squares
 with priors, one vote per source (at most four rows count in full), and outliers count less. The widths of the bars follow:
 what the hardware model is unsure of, what the fit is unsure of, and how much runs differ beyond that (`runs`, `experts`: the most
-likely spreads of runs whose family was left out). All of this is done again in each fold, without the family that is forecast.
+likely spreads of runs whose family was left out). So does the spread of factors of whole stacks. All of this is done again in
+each fold, without the family that is forecast.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ STACKS = {"MPT": "mosaic", "torchtitan": "pytorch", "fms-fsdp": "pytorch", "nano
           "megatron": "nvidia-2024", "nemo": "nvidia-2024", "dgxc": "nvidia-2025", "automodel": "automodel"}  # fmt: skip
 # Logarithms of factors: the mean and the standard deviation of the prior. Attention: published rates of FlashAttention-2 and -3.
 # 500 W instead of 700: GEMMs at the power limit run at about (5/7)^(1/3) of the clock. `once`: in units of ONCE_MS.
+# NVIDIA's containers run one layout of Megatron-Bridge within 2 to 8% of each other.
 PRIORS = {
     "Triton attention of 2023 8.0": (0.35, 0.2), "Triton attention of 2023 9.0": (0.8, 0.25), "FlashAttention-2 8.0": (0.0, 0.15),
     "FlashAttention-2 9.0": (0.37, 0.15), "FlashAttention-2 10.0": (0.5, 0.3), "cuDNN attention of 2024 8.0": (0.1, 0.15),
@@ -60,11 +62,14 @@ PRIORS = {
     "GEMMs of 2023 and 2024 8.0": (-0.02, 0.04), "GEMMs of 2023 and 2024 9.0": (0.05, 0.05),
     "GEMMs of 2023 and 2024 10.0": (0.0, 0.08), "FP8 GEMMs of 2025 10.0": (0.05, 0.08), "500 W and 2.4 TB/s h100": (0.1, 0.05),
     "doubling": (0.01, 0.01), "once": (4.0, 2.0), "step nvidia": (0.0, 0.03), "step nvidia-26.04": (0.0, 0.03),
+    "step nvidia-2025": (0.0, 0.04), "step nvidia-2024": (0.0, 0.04),
 }  # fmt: skip
-OF_A_STACK, UNUSED = (0.0, 0.07), (0.0, 0.0001)
+UNUSED = (0.0, 0.0001)
 RUNS_SPREAD = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.10, 0.12, 0.15)
 EXPERTS_SPREAD = (0.05, 0.08, 0.10, 0.12, 0.15, 0.18, 0.22, 0.27)
-LIKELY = ((0.06, 0.5, 0.3), (0.15, 0.4, 0.5))  # weak priors of both: about, within a factor, and how many votes that counts
+STACKS_SPREAD = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.10)  # of the factors of whole stacks
+# Weak priors of runs, experts and stacks: about, within a factor, and how many votes that counts.
+LIKELY = ((0.06, 0.5, 0.3), (0.15, 0.4, 0.5), (0.06, 0.5, 0.3))
 BUBBLE, COMPUTED = "pipeline bubble", ("GEMMs", "quantization", "norms and activations", "attention")
 AT = {part: index for index, part in enumerate(STEP_PARTS)}
 WHOLE, ONCE = "step", "once"
@@ -200,14 +205,14 @@ class Fit(NamedTuple):
         return mean(values), mean(variance for _, variance in results) + pvariance(values)
 
 
-def prior(name: str) -> tuple[float, float]:
+def prior(name: str, stacks_spread: float) -> tuple[float, float]:
     """What is assumed of a multiplier before the fit."""
-    return PRIORS.get(name, OF_A_STACK if name.startswith("step ") else UNUSED)
+    return PRIORS.get(name, (0.0, stacks_spread) if name.startswith("step ") else UNUSED)
 
 
-def fit(runs: Sequence[Run], names: list[str]) -> Fit:
+def fit(runs: Sequence[Run], names: list[str], stacks_spread: float) -> Fit:
     """The multipliers that these runs want."""
-    mean_of, width = (np.array([prior(name)[which] for name in names]) for which in (0, 1))
+    mean_of, width = (np.array([prior(name, stacks_spread)[which] for name in names]) for which in (0, 1))
     values, rows = mean_of.copy(), Counter(run.source for run in runs)
     for _ in range(12):
         matrix, right = np.diag(1 / width**2), (mean_of - values) / width**2
@@ -234,32 +239,35 @@ class LeftOut(NamedTuple):
         return HALF_WIDTHS * sqrt(self.variance + further)
 
 
-def left_out(runs: Sequence[Run], names: list[str], *, named: bool) -> Iterable[tuple[Sequence[Run], list[LeftOut]]]:
+def left_out(
+    runs: Sequence[Run], names: list[str], stacks_spread: float, *, named: bool
+) -> Iterable[tuple[Sequence[Run], list[LeftOut]]]:
     """For each family: the other runs, and its own as they are forecast from these."""
     for family in sorted({run.row["family"] for run in runs}):
         others, known = [run for run in runs if run.row["family"] != family], []
-        fitted = fit(others, names)
+        fitted = fit(others, names, stacks_spread)
         for run in (run for run in runs if run.row["family"] == family):
             value, variance = fitted.predicted(run, named=named)
             known.append(LeftOut(run, log(run.published_ms) - value, variance + (run.half_width / HALF_WIDTHS) ** 2))
         yield others, known
 
 
-def spreads_of(known: Sequence[LeftOut]) -> tuple[float, float]:
-    """The most likely spreads of runs, and further of runs with experts; one vote per source."""
-    rows = Counter(one.run.source for one in known)
+def spreads_of(runs: Sequence[Run], names: list[str], *, named: bool) -> tuple[float, float, float]:
+    """The most likely spreads of runs, further of runs with experts, and of whole stacks; one vote per source."""
+    rows = Counter(run.source for run in runs)
+    known = {spread: [one for _, of in left_out(runs, names, spread, named=named) for one in of] for spread in STACKS_SPREAD}
 
-    def unlikely(spreads: tuple[float, float]) -> float:
+    def unlikely(spreads: tuple[float, float, float]) -> float:
         lost = sum(
             ((log(value / about)) / within) ** 2 / 2 * votes
             for value, (about, within, votes) in zip(spreads, LIKELY, strict=True)
         )
-        for one in known:
-            variance = (one.half_width(spreads) / HALF_WIDTHS) ** 2
+        for one in known[spreads[2]]:
+            variance = (one.half_width(spreads[:2]) / HALF_WIDTHS) ** 2
             lost += (log(variance) + one.error**2 / variance) / 2 / rows[one.run.source]
         return lost
 
-    return min(product(RUNS_SPREAD, EXPERTS_SPREAD), key=unlikely)
+    return min(product(RUNS_SPREAD, EXPERTS_SPREAD, STACKS_SPREAD), key=unlikely)
 
 
 class Score(NamedTuple):
@@ -349,7 +357,9 @@ def main() -> None:
     rows = [row for row in csv.DictReader(place.open()) if row["confidence"] != "low" and row["split"] != "reference"]
     runs = [run for run in (read_run(row, place.parent) for row in rows) if run is not None]
     names = sorted({name for run in runs for factors in run.factors.values() for name, *_ in factors})
-    fitted = fit(runs, names)
+    whole = spreads_of(runs, names, named=True)
+    fitted = fit(runs, names, whole[2])
+    print(f"spreads from all families: runs {whole[0]}, experts {whole[1]}, stacks {whole[2]}")
     print(f"{len(runs)} runs of {len({run.source for run in runs})} sources")
     for name, deviation in zip(names, np.sqrt(np.diag(fitted.covariance)), strict=True):
         value = fitted.values[name]
@@ -358,16 +368,15 @@ def main() -> None:
     show("one factor per GPU generation, each family left out", tables["generation"])
     for named in (True, False):
         known, widths = [], []
-        for others, of_family in left_out(runs, names, named=named):
-            spreads = spreads_of([one for _, inner in left_out(others, names, named=named) for one in inner])
+        for family in sorted({run.row["family"] for run in runs}):
+            spreads = spreads_of([run for run in runs if run.row["family"] != family], names, named=named)
             widths.append(spreads)
-            known += [(one, one.half_width(spreads)) for one in of_family]
+            of_family = next(of for _, of in left_out(runs, names, spreads[2], named=named) if of[0].run.row["family"] == family)
+            known += [(one, one.half_width(spreads[:2])) for one in of_family]
         title = "named" if named else "unnamed"
         tables[title] = scores(by_source(known))
         show(f"each family left out, its stack {title}", tables[title])
-        print("  spreads in each fold:", ", ".join(f"{runs} and {experts}" for runs, experts in widths))
-        whole = spreads_of([one for one, _ in known])
-        print(f"  spreads from all families: runs {whole[0]}, experts {whole[1]}")
+        print("  spreads in each fold (runs, experts, stacks):", ", ".join(map(str, widths)))
     if asked.write:
         OUT.write_text(written(tables), "utf-8")
 

@@ -154,7 +154,7 @@ class Model:
         zero_ranks: int | str | None = None,
         gradient_precision: Literal["bf16", "fp32"] | None = None,
         quantized_weights: bool | None = None,
-        recompute_modules: tuple | None = None,
+        recompute_modules: Sequence[str] | None = None,
         recompute_share: float | str | None = None,
         partly_recomputed: bool | None = None,
         sequence_parallel_linears: bool | None = None,

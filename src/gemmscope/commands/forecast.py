@@ -239,9 +239,9 @@ def sweep(
         with context.reporter.counting("points", wanted) as show:
             for number, chip in enumerate(chips):
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-                forecaster = Forecaster(
-                    chip, clocks, measured=adjustment, software=software_on(chip, options.stack, gpus=gpu_count)
-                )
+                asked = names if options.recipes is not None else ()
+                software = software_on(chip, options.stack, recipes=asked, gpus=gpu_count)
+                forecaster = Forecaster(chip, clocks, measured=adjustment, software=software)
                 sweeps += forecast_sweep(
                     forecaster,
                     possible,

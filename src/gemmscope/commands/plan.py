@@ -78,7 +78,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     check(source.model, RunSpec(1, length, **space.settings))
     sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
-    software = software_on(chip, options.stack, source.stack, gpus=count)
+    software = software_on(chip, options.stack, source.stack, names if options.recipes is not None else (), gpus=count)
     forecaster = Forecaster(chip, clocks, measured=adjustment, software=software)
     with signals.defer_signals() as deferred:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)

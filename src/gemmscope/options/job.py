@@ -310,7 +310,13 @@ class JobOptions(ClusterOptions):
         bool | None, Option("Keep weights in the recipe's format only, not in BF16.", in_shell=False)
     ] = None
     recompute_modules: Annotated[
-        tuple[str, ...] | None, Option("What selective recomputation computes again.", default="core_attn", in_shell=False)
+        tuple[str, ...] | None,
+        Option(
+            "What selective recomputation computes again.",
+            default="core_attn",
+            accepts="Sequence[str] | None",
+            in_shell=False,
+        ),
     ] = None
     recompute_share: Annotated[float | None, Option("Share of the layers that are recomputed.", default="1", in_shell=False)] = (
         None
