@@ -68,7 +68,7 @@ def test_a_forecast_that_is_too_close_to_call_says_so_in_its_document() -> None:
 
 @pytest.mark.parametrize("result", [recorded_step("llama8b"), forecast_result()], ids=["measured", "forecast"])
 def test_mfu_is_in_every_document_of_a_step(result: Result) -> None:
-    assert "MFU" in columns(document(result))
+    assert "MFU (BF16)" in columns(document(result))
 
 
 @pytest.mark.parametrize("result", [sweep(), plane()], ids=["line", "plane"])

@@ -25,6 +25,18 @@ def si(value: float, unit: str) -> str:
     return f"{value:g} {unit}"
 
 
+def memory(size: float) -> str:
+    """Memory as vendors, drivers and PyTorch count it: a GB has 2^30 bytes.
+
+    >>> memory(80 * 2**30), memory(1.5 * 2**30), memory(3e6)
+    ('80 GB', '1.5 GB', '2.9 MB')
+    """
+    for factor, prefix in ((2.0**30, "GB"), (2.0**20, "MB")):
+        if size >= factor:
+            return f"{size / factor:.{0 if size >= 10 * factor else 1}f} {prefix}"
+    return f"{size:g} B"
+
+
 def _four_digits(number: float) -> str:
     decimals = 3 if number < 9.9995 else 2 if number < 99.995 else 1 if number < 999.95 else 0
     return f"{number:.{decimals}f}"

@@ -47,7 +47,7 @@ def test_every_recipe_has_a_row_with_mfu(doc: Document, result: StepResult) -> N
     names = [column.name for column in table.columns]
     assert [row[0].text for row in table.rows] == [time.recipe for time in result.step.recipes]
     for row, recipe in zip(table.rows, result.step.recipes, strict=True):
-        assert row[names.index("MFU")].value == recipe.mfu
+        assert row[names.index("MFU (BF16)")].value == recipe.mfu
         assert row[names.index("Step ms")].value == recipe.step_ms.value
         assert row[names.index("Launch ms")].value == (recipe.launch_ms and recipe.launch_ms.value)
 

@@ -20,7 +20,7 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.stacks import mixture
 from gemmscope.forecast.step import StepForecast
-from gemmscope.gpu.specs import gpu
+from gemmscope.gpu.specs import GB, gpu
 from gemmscope.job.load import load_model
 from gemmscope.model.spec import RunSpec
 from gemmscope.progress import Console, Reporter
@@ -70,7 +70,7 @@ def test_a_layout_is_forecast_as_the_forecast_does() -> None:
         step = StepForecast(forecaster, model, run, derive(model, run), network_of(chip)).step(layout.recipe)
         assert layout.step_ms.value == pytest.approx(step.time_ms)
         assert layout.step_ms.high == pytest.approx(step.interval.high)
-        assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / 1e9)
+        assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / GB)
         assert layout.tokens_per_s.value == pytest.approx(64 * 8192 / 16 / step.time_ms * 1000)
 
 
@@ -181,7 +181,7 @@ def test_invalid_input_names_what_works(options: dict[str, Any], message: str, h
 def test_nothing_fits() -> None:
     with pytest.raises(UserError) as error:
         planned("llama-3.1-70b", "h100", 4, 64, 8192, recipes=["bf16"])
-    assert "no layout of llama-3.1-70b fits on 4 h100 with 86 GB each: the smallest needs" in error.value.message
+    assert "no layout of llama-3.1-70b fits on 4 h100 with 80 GB each: the smallest needs" in error.value.message
     assert "GB per GPU (BF16, " in error.value.message
     needed = int("".join(filter(str.isdigit, error.value.hint.split(";")[0])))
     assert planned("llama-3.1-70b", "h100", needed, 64, 8192, recipes=["bf16"]).best is not None

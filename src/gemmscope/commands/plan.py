@@ -17,7 +17,7 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.forecast.stacks import software_on
-from gemmscope.gpu.specs import GpuSpec
+from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
@@ -118,7 +118,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         gpu=chip.name,
         title=chip.title,
         gpus=count,
-        memory_gb=chip.memory_bytes / 1e9,
+        memory_gb=chip.memory_bytes / GB,
         network_gbps=links.gbps,
         network=links.name,
         nvlink_domain=links.domain,
@@ -258,7 +258,7 @@ def _nothing_fits(point: PlanPoint, search: Search, chip: GpuSpec, gpus: int, si
         return UserError(f"no layout of {point.model.name} can be forecast on {gpus} {chip.name}", "try other sizes")
     model = "any of these models" if sizes else point.model.name
     message = (
-        f"no layout of {model} fits on {gpus} {chip.name} with {chip.memory_bytes / 1e9:.0f} GB each: the smallest needs "
+        f"no layout of {model} fits on {gpus} {chip.name} with {chip.memory_bytes / GB:.0f} GB each: the smallest needs "
         f"{smallest.memory_gb:.0f} GB per GPU ({smallest.recipe}, {smallest.layout})"
     )
     needed = smallest.gpus_needed
@@ -277,11 +277,11 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
         return
     if unsure := [layout for layout in point.layouts if layout.may_not_fit]:
         first = min(unsure, key=lambda layout: layout.step_ms.value)
-        about: dict[str, Fact] = {"needed_gb": first.memory_gb, "memory_gb": chip.memory_bytes / 1e9, "recipe": first.recipe}
+        about: dict[str, Fact] = {"needed_gb": first.memory_gb, "memory_gb": chip.memory_bytes / GB, "recipe": first.recipe}
         code = "plan-only-may-fit" if point.best.may_not_fit else "plan-may-not-fit"
         yield finding(code, count=len(unsure), layout=first.splits, **about)
     if point.best.tight:
-        yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / 1e9)
+        yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / GB)
     if point.best.host_bound:
         yield finding("plan-host-bound")
     settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}

@@ -186,7 +186,7 @@ def machine_facts(environment: Environment, device: Mapping[str, Any], versions:
     gpu = [
         str(device.get("name", "no GPU")),
         listed(compute_capability="compute capability {}"),
-        units.si(float(device["memory_bytes"]), "B") if device.get("memory_bytes") else "",
+        units.memory(float(device["memory_bytes"])) if device.get("memory_bytes") else "",
         listed(multiprocessors="{} multiprocessors"),
     ]
     place = [str(device.get("node") or ""), f"GPU {device['index']}" if device.get("index") is not None else ""]

@@ -446,8 +446,8 @@ def memory_table(points: Sequence[MemoryPoint]) -> Table:
         "Memory over time",
         [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)],
         Column("ms", lambda point: point.time_ms, ",.2f"),
-        Column("Allocated", lambda point: point.allocated, "B"),
-        Column("Reserved", lambda point: point.reserved, "B"),
+        Column("Allocated", lambda point: point.allocated, "GB"),
+        Column("Reserved", lambda point: point.reserved, "GB"),
         note=phrase("explain-memory"),
     )
 

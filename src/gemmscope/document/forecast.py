@@ -143,7 +143,9 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         return answers[0]
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
     best = {gpu.gpu: time for gpu in result.gpus if (time := best_time(gpu.step)) is not None}
-    unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and gpu.step.unfit and gpu.gpu not in best]
+    best = {gpu.gpu: best[gpu.gpu] for gpu in result.gpus if gpu.gpu in best and not _unsure(gpu)} or best
+    limited = [gpu.gpu for gpu in result.gpus if gpu.step is not None and (gpu.step.unfit or gpu.step.may_not_fit)]
+    unfit = [name for name in limited if name not in best]
     unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
         return phrase("forecast-fits-nowhere", model=result.name), lines
@@ -181,8 +183,13 @@ def _line(gpu: GpuForecast, answer: str) -> str:
     if winner is None or winner.speedup is None or BASELINE in winner.rivals:
         return f"{gpu.gpu}: {answer.removeprefix(phrase('forecast'))}"
     notes = phrase("against-rivals", rivals=winner.rivals) if winner.rivals else ""
-    notes += phrase("forecast-may-not-fit") if gpu.step is not None and winner.best in gpu.step.may_not_fit else ""
+    notes += phrase("forecast-may-not-fit") if _unsure(gpu) else ""
     return phrase("forecast-line", gpu=gpu.gpu, recipe=winner.best, speedup=winner.speedup, baseline=BASELINE, notes=notes)
+
+
+def _unsure(gpu: GpuForecast) -> bool:
+    """Whether its best recipe may not fit in memory."""
+    return gpu.step is not None and gpu.step.winner is not None and gpu.step.winner.best in gpu.step.may_not_fit
 
 
 def _rate(time: StepTime) -> str:
@@ -228,8 +235,8 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
             Column[StepRow](per_gpu(first), lambda row: row[2].tokens_per_s, ",.0f"),
             Column[StepRow](on_all_gpus(first), lambda row: row[2].total_tokens_per_s, ",.0f"),
             Column[StepRow]("Model TFLOP/s/GPU", lambda row: row[2].model_tflops, "TFLOP/s"),
-            Column[StepRow]("MFU", lambda row: row[2].mfu, "%"),
-            Column[StepRow]("Memory of one GPU", lambda row: memory_cell(row[1], row[2]), "B"),
+            Column[StepRow]("MFU (BF16)", lambda row: row[2].mfu, "%"),
+            Column[StepRow]("Memory of one GPU", lambda row: memory_cell(row[1], row[2]), "GB"),
             Column[StepRow](f"Speedup over {BASELINE}", lambda row: speedup_value(row[2]), "x, called"),
             *over_common(common),
         ]
@@ -284,7 +291,7 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
         f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}",
         MEMORY_USES,
         Column("Use", MEMORY_USES.get),
-        *across(gpu.memory, lambda use, memory: getattr(memory, use), "B", head=lambda memory: memory.recipe),
+        *across(gpu.memory, lambda use, memory: getattr(memory, use), "GB", head=lambda memory: memory.recipe),
         note=where + phrase("memory-computed"),
         more=[{"Use": "Fits", **fits}],
     )

@@ -17,10 +17,10 @@ from gemmscope.document.table import (
     Facts,
     Table,
     Value,
-    bytes_cell,
     rate_cell,
     share_cell,
     table,
+    write,
 )
 from gemmscope.interval import Interval
 from gemmscope.recipe.kept import split_name
@@ -54,10 +54,10 @@ def step_table(times: StepTimes) -> Table:
         Column("Speedup [95%]", speedup_value, "x"),
         Column(per_gpu(times), lambda time: time.tokens_per_s, ",.0f"),
         Column("Model TFLOP/s", lambda time: time.model_tflops, "TFLOP/s"),
-        Column("MFU", lambda time: time.mfu, "%"),
+        Column("MFU (BF16)", lambda time: time.mfu, "%"),
         Column("GPU ms", lambda time: time.gpu_ms, "ms"),
         Column("Launch ms", lambda time: time.launch_ms, "ms"),
-        Column("Peak memory", lambda time: time.peak_bytes, "B"),
+        Column("Peak memory", lambda time: time.peak_bytes, "GB"),
         sparse=True,
     )
 
@@ -92,11 +92,11 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
         *over_common(common if several else None),
         Column(per_gpu(first), lambda row: rate_cell(row[2].tokens_per_s, row[2].step_ms.half_width), ",.0f", drop=3),
         Column(on_all_gpus(first), lambda row: _total_rate(row[1], row[2]), ",.0f", drop=8),
-        Column("MFU", lambda row: share_cell(row[2].mfu, row[2].step_ms.half_width), "%", drop=6),
+        Column("MFU (BF16)", lambda row: share_cell(row[2].mfu, row[2].step_ms.half_width), "%", drop=6),
         Column(
             "Memory" if forecast else "Peak memory",
             lambda row: memory_cell(row[1], row[2]),
-            "B",
+            "GB",
             drop=0 if forecast and unfit else 5,
         ),
         Column("Days", lambda row: row[2].cost.days if row[2].cost else None, "amount", drop=1),
@@ -144,9 +144,7 @@ def over_other_gpu(time: StepTime, other: StepTime) -> Interval:
 
 def memory_cell(times: StepTimes, time: StepTime) -> Cell:
     """The memory that one GPU needs, marked if it does not fit."""
-    cell = bytes_cell(time.peak_bytes)
-    if times.origin == "forecast" and time.peak_bytes is not None:
-        cell = replace(cell, text=f"{time.peak_bytes / 1e9:.0f} GB" if time.peak_bytes > 1e10 else cell.text)
+    cell = write(time.peak_bytes, "GB")
     verb = "does" if time.recipe in times.unfit else "may" if time.recipe in times.may_not_fit else ""
     return replace(cell, text=f"{cell.text}, {verb} not fit", level="warning") if verb else cell
 
@@ -271,17 +269,17 @@ def _why(time: StepTime) -> str:
 def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str, tuple[str, ...]]:
     """The answer in one sentence, and the reasons for it."""
     others = [time for time in times.recipes if time.recipe != BASELINE]
-    valid = [time for time in others if time.speedup is not None and time.recipe not in times.unfit]
+    valid = [time for time in others if time.speedup is not None and time.recipe not in times.unranked]
     if times.winner is None and times.unfit:
         sizes = {time.recipe: time.peak_bytes or 0.0 for time in times.recipes}
         least = min(times.unfit, key=lambda name: sizes.get(name, 0.0))
         smallest = phrase("step-smallest", recipe=least) if len(times.unfit) > 1 else least
-        return phrase("step-nothing-fits", where=where, smallest=smallest, needs=units.si(sizes.get(least, 0.0), "B")), ()
+        return phrase("step-nothing-fits", where=where, smallest=smallest, needs=units.memory(sizes.get(least, 0.0))), ()
     if not others or times.winner is None:
         names = [time.recipe for time in times.recipes]
         done = "measured" if times.origin == "measured" else "forecast"
         return phrase("step-alone" if names else "step-nothing", recipes=names, done=done, where=where), ()
-    if not valid and times.unfit:
+    if not valid and times.unranked:
         return phrase("step-fits-alone", recipe=times.winner.best, where=where), ()
     if not valid:
         return phrase("step-without-speedup", recipes=[time.recipe for time in others], where=where), ()
@@ -290,7 +288,8 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
     training = phrase("step-of-model", model=model_name, where=where) if model_name else phrase("step-on", where=where)
     parts = [phrase("forecast") if times.origin == "forecast" else "", _verdict(times, times.winner, best, training)]
     parts += [phrase("step-unfit", recipes=times.unfit)] if times.unfit else []
-    parts += [phrase("step-may-not-fit", recipe=times.winner.best)] if times.winner.best in times.may_not_fit else []
+    left_out = [name for name in times.may_not_fit if name in times.unranked]
+    parts += [phrase("step-may-not-fit", recipes=left_out)] if left_out else []
     return "".join(parts), tuple(_because(best))
 
 
@@ -302,6 +301,8 @@ def _verdict(times: StepTimes, winner: Winner, best: StepTime, training: str) ->
     about: dict[str, Any] = {"recipe": best.recipe, "speedup": speedup, "baseline": BASELINE, "training": training}
     if not best.speedup.known:
         return phrase("step-without-interval", **about)
+    if winner.best in times.may_not_fit:
+        return phrase("step-if-it-fits", **about)
     if BASELINE in winner.rivals or best.recipe in winner.rivals:
         return phrase("step-close", **about)
     if winner.best == BASELINE:
@@ -367,5 +368,5 @@ def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
         *([KeyFigure(f"Speedup over {BASELINE}", *units.speedup(speedup).split(" ", 1))] if speedup is not None else []),
         KeyFigure(f"{times.unit.capitalize()}/s per GPU", units.rounded(best.tokens_per_s, half_width), note),
         *([KeyFigure("MFU", mfu, f"of the dense {BASELINE} rate")] if best.mfu is not None else []),
-        *([KeyFigure(memory, units.si(best.peak_bytes, "B"), "of one GPU")] if best.peak_bytes is not None else []),
+        *([KeyFigure(memory, units.memory(best.peak_bytes), "of one GPU")] if best.peak_bytes is not None else []),
     )

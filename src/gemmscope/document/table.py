@@ -142,6 +142,7 @@ UNITS: dict[str, Callable[[Any], Cell]] = {
     "runs": runs_cell,
     "runs, decimal": lambda value: Cell(f"{value:,.0f}" if value >= 10 else f"{value:.1f}", float(value)),
     "B": bytes_cell,
+    "GB": lambda size: Cell(units.memory(size), float(size)),
     "error": error_cell,
     "FLOP": lambda value: Cell(units.si(value, "FLOP"), float(value)),
     "TFLOP/s": lambda value: Cell(units.tflops(value), float(value)),

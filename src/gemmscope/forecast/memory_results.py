@@ -6,7 +6,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.memory import rank_memory, recipe_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.traced import traced_memory
-from gemmscope.gpu.specs import GpuSpec
+from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
@@ -29,23 +29,22 @@ def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Fi
     if not memory:
         return
     unfit, unsure, tight = ([need for need in memory if need.fit == fit] for fit in ("does not fit", "may not fit", "tight"))
-    memory_gb = memory[0].available_bytes / 1e9
+    memory_gb = memory[0].available_bytes / GB
     if unfit:
         rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}
         largest = sorted(rows, key=lambda name: -rows[name])[:2]
-        needed_gb, remedies = _gb(unfit, "least_bytes"), _remedies(unfit[0], run)
+        needed_gb, remedies = _range_gb(unfit), _remedies(unfit[0], run)
         yield finding("does-not-fit", memory_gb=memory_gb, needed_gb=needed_gb, largest=largest, remedies=remedies)
     if unsure:
-        bounds = {"needed_gb": _gb(unsure, "total_bytes"), "least_gb": _gb(unsure, "least_bytes")}
-        yield finding("may-not-fit", memory_gb=memory_gb, **bounds, remedies=_remedies(unsure[0], run))
+        yield finding("may-not-fit", memory_gb=memory_gb, needed_gb=_range_gb(unsure), remedies=_remedies(unsure[0], run))
     if tight:
-        needed_gb, most_gb = _gb(tight, "total_bytes"), _gb(tight, "most_bytes")
-        yield finding("memory-tight", memory_gb=memory_gb, needed_gb=needed_gb, most_gb=most_gb)
+        yield finding("memory-tight", memory_gb=memory_gb, needed_gb=_range_gb(tight))
 
 
-def _gb(memory: Sequence[RecipeMemory], row: str) -> dict[str, float]:
-    """One row of the table in GB, by recipe."""
-    return {need.recipe: getattr(need, row) / 1e9 for need in memory}
+def _range_gb(memory: Sequence[RecipeMemory]) -> list[str]:
+    """What each recipe usually needs, at least and at most, in GB."""
+    rows = ((need.recipe, need.total_bytes, need.least_bytes, need.most_bytes) for need in memory)
+    return [f"{name} {usual / GB:.0f} [{least / GB:.0f}, {most / GB:.0f}]" for name, usual, least, most in rows]
 
 
 def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:

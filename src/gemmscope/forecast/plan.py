@@ -23,6 +23,7 @@ from gemmscope.forecast.processes import computed, no_garbage_collection, proces
 from gemmscope.forecast.stacks import WAITING
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, StepEstimate
+from gemmscope.gpu.specs import GB
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -146,7 +147,7 @@ def _that_fit(
         for place, run in alike:
             needed: dict[tuple[int, str], tuple[float, Fit]] = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
-                memory_gb = memory.total_bytes / 1e9
+                memory_gb = memory.total_bytes / GB
                 share.smallest = min(share.smallest or (memory_gb, place, name), (memory_gb, place, name))
                 if memory.fit != "does not fit" and memory.total_bytes <= MAY_NEED * memory.available_bytes:
                     needed[place, name] = memory_gb, memory.fit

@@ -470,10 +470,10 @@ def forecast_step(
 ) -> StepTimes:
     """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs.
 
-    Recipes that do not fit in `memory` are neither winners nor priced.
+    Recipes that do not fit in `memory` are neither winners nor priced; those that may not are winners only where no other fits.
     """
     needed = {needs.recipe: needs.total_bytes for needs in memory}
-    unfit = [needs.recipe for needs in memory if needs.fit == "does not fit"]
+    unfit, unsure = ([needs.recipe for needs in memory if needs.fit == fit] for fit in ("does not fit", "may not fit"))
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: forecast.speedup(steps, name, over))
@@ -503,15 +503,15 @@ def forecast_step(
                 cost=cost(step.interval, run, budget) if budget is not None and name not in unfit else None,
             )
         )
-    return StepTimes(
+    times = StepTimes(
         origin="forecast",
         recipes=tuple(recipes),
         speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
-        winner=winner_of(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
-        may_not_fit=tuple(needs.recipe for needs in memory if needs.fit == "may not fit"),
+        may_not_fit=tuple(name for name in steps if name in unsure),
         gpus=run.gpus,
         global_batch=run.global_batch,
         unit="tokens" if run.inputs is None else "samples",
     )
+    return times.model_copy(update={"winner": winner_of(pairs, times.unranked)})

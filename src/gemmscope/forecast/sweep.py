@@ -11,7 +11,7 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.processes import computed, no_garbage_collection, processes_for
 from gemmscope.forecast.step import StepForecast
-from gemmscope.gpu.specs import GpuSpec
+from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -87,26 +87,27 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     unfit, unsure = (tuple(name for name in steps if needed[name].fit == fit) for fit in ("does not fit", "may not fit"))
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
-    winner = winner_among(speedups, ratio, unfit)
+    sure = len(unfit) + len(unsure) < len(steps)  # what may not fit is recommended only where nothing else is left
+    winner = winner_among(speedups, ratio, (*unfit, *unsure) if sure else unfit)
     failed = {name: reason for name, reason in reasons.items() if reason}
     point = partial(SweepPoint, values=values, unfit=unfit, may_not_fit=unsure, gpus=run.gpus, not_possible=failed)
     if winner is None:
-        least_gb = min(memory.least_bytes for memory in needed.values()) / 1e9
-        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / 1e9:.0f} GB"
+        least_gb = min(memory.least_bytes for memory in needed.values()) / GB
+        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {chip.memory_bytes / GB:.0f} GB"
         return point(why_not=why_not, memory_gb=least_gb)
     return point(
         baseline_step_ms=steps[BASELINE].interval,
         speedups=speedups,
         winner=winner,
         host_bound=tuple(name for name, step in fitting.items() if step.host_bound),
-        memory_gb=needed[winner.best].total_bytes / 1e9,
+        memory_gb=needed[winner.best].total_bytes / GB,
         tokens_per_s=run.tokens_per_gpu / steps[winner.best].time_ms * 1000,
     )
 
 
 def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> Iterator[Finding]:
     """Findings about points that do not fit in memory, are host-bound, or cannot run a recipe: one for each set of recipes."""
-    memory_gb = chip.memory_bytes / 1e9
+    memory_gb = chip.memory_bytes / GB
     unfit = grouped((() if point.winner is None else point.unfit, point.place) for point in points if point.unfit)
     for recipes, places in unfit.items():
         if recipes:

@@ -63,6 +63,10 @@ class GpuSpec:
         return float(self.memory_mib * 2**20)
 
 
+GB = float(1 << 30)
+"""Bytes of a GB of memory, as vendors, drivers and PyTorch count it: an H100 of 80 GB has 79.6 of them."""
+
+
 @cache
 def gpus() -> Mapping[str, GpuSpec]:
     """All GPUs by name."""

@@ -178,6 +178,12 @@ class StepTimes(Part):
     """What rates count: samples of a module that brings its own inputs, where a sequence means nothing."""
 
     @property
+    def unranked(self) -> tuple[str, ...]:
+        """Recipes that are not recommended: those that do not fit, and those that may not, unless no other one is left."""
+        left = {time.recipe for time in self.recipes} - {*self.unfit, *self.may_not_fit}
+        return (*self.unfit, *(self.may_not_fit if left else ()))
+
+    @property
     def batch_unit(self) -> str:
         """What a batch consists of."""
         return "sample" if self.unit == "samples" else "sequence"

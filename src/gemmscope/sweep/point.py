@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gemmscope.choices import Mode
+from gemmscope.gpu.specs import GB
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Samples
@@ -39,7 +40,7 @@ def step_point(result: StepResult) -> dict[str, Any]:
         "host_bound": [of_recipe.recipe for of_recipe in step.recipes if of_recipe.host_bound],
         "fallbacks": [of_recipe.recipe for of_recipe in step.recipes if of_recipe.fell_back],
         "tokens_per_s": time.tokens_per_s if time is not None and step.unit == "tokens" else None,
-        "memory_gb": time.peak_bytes / 1e9 if time is not None and time.peak_bytes else None,
+        "memory_gb": time.peak_bytes / GB if time is not None and time.peak_bytes else None,
     }
     return {"modes": {"": point}, **_about(result)}
 
