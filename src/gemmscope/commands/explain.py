@@ -6,6 +6,7 @@ from pathlib import Path
 from gemmscope.compare.traces import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose, write_annotated
+from gemmscope.explain.phase import framework_titles
 from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.explain.trace_file import A_TRACE
@@ -76,11 +77,15 @@ def explain(
         steps=diagnosis.view.count,
         steps_found_by=diagnosis.view.steps.found_by,
         each_step=diagnosis.each_step,
-        inference=trace.inference,
+        inference=trace.phase.without_optimizer,
+        phase=trace.phase.name,
+        phase_evidence=trace.phase.evidence,
+        judged=trace.phase.judged,
+        frameworks=dict(trace.phase.frameworks),
         account=diagnosis.account,
         low_share=evidence.low_share,
         low_share_of=evidence.share_of,
-        framework=evidence.framework,
+        framework=", ".join(framework_titles(trace.phase.frameworks)),
         verdict=diagnosis.verdict,
         causes=diagnosis.causes,
         comparisons=tuple(comparisons),

@@ -67,8 +67,8 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
 
 def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -> Iterator[Finding]:
     """What else differs between the traces, or could not be compared; what matters most comes first."""
-    if slow.trace.inference != fast.trace.inference:
-        yield finding("twin-inference", file=(slow if slow.trace.inference else fast).trace.path.name)
+    if (phases := [side.trace.phase for side in (slow, fast)])[0].without_optimizer != phases[1].without_optimizer:
+        yield finding("twin-inference", file=(slow if phases[0].without_optimizer else fast).trace.path.name)
     compared: dict[str, tuple[int | str, int | str]] = {
         "twin-gpus-differ": (slow.trace.gpu_name, fast.trace.gpu_name),
         "twin-batches-differ": (_rows(slow), _rows(fast)),

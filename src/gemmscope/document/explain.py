@@ -76,7 +76,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             )
             for cause in result.causes
         ),
-        context=(phrase("explain-context", gpu=gpu, rank=rank, kind="inference: " if result.inference else "", steps=steps),),
+        context=(phrase("explain-context", gpu=gpu, rank=rank, kind="" if result.judged else f"{result.phase}: ", steps=steps),),
         sections=sections(
             {
                 "Where the time goes": [
@@ -102,7 +102,13 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *(Message.of(finding) for finding in result.findings if finding not in straggler),
         ),
         facts={
-            "Method": facts(("trace", result.trace), ("steps", steps), ("framework", result.framework), *command_facts(result))
+            "Method": facts(
+                ("trace", result.trace),
+                ("steps", steps),
+                ("phase", f"{result.phase} ({result.phase_evidence})" if result.phase else ""),
+                ("framework", result.framework),
+                *command_facts(result),
+            )
         },
         next_purpose=purpose,
         next_command=command,
@@ -115,7 +121,7 @@ def _next(result: ExplainResult) -> tuple[str, str]:
     if result.comparisons:
         return phrase("explain-next-step"), "gemmscope step --preset NAME …"
     file = Path(result.trace)
-    low = result.low_share > 0 and not result.inference
+    low = result.low_share > 0 and result.judged
     trace = shlex.quote(file.name) if file.suffix else "TRACE"
     other = f"gemmscope explain {trace} --baseline {'BF16' if low else 'OTHER'}-TRACE"
     return phrase("explain-next-baseline" if low else "explain-next-other"), other

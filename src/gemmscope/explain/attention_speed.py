@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemmscope.engine.kernels import MATH, attention_backend
+from gemmscope.engine.kernels import MATH, attention_backend, is_softmax
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels
 from gemmscope.explain.trace_view import TimedWork, largest_sums
@@ -18,7 +18,6 @@ from gemmscope.results.explain import AttentionPass, AttentionTotal, Cause
 from gemmscope.toml import load_data
 
 RATES: list[dict[str, Any]] = load_data("gemmscope.explain", "attention.toml")["rate"]
-MATH_OPERATOR = "_scaled_dot_product_attention_math"
 LONG = 1024  # the least number of keys for which the rates of the table hold
 SLOW = 0.7  # a backend below this share of another one's rate is slow: closer rates depend on the shape
 FASTEST = 1.1  # a rate above this multiple of the best known rate is not possible
@@ -66,14 +65,10 @@ def attention_rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedW
     """The time of attention by backend, pass and shape, the longest first, and the work of each row."""
     pairs = ((_key(item), item) for item in step.items)
     groups = grouped((key, item) for key, item in pairs if key is not None)
-    softmax = [item for item in step.items if _is_softmax(item)]
-    names = {item.work.name.lower() for item in step.items if item.name != "loss"}  # losses use the logarithm of a softmax
-    normalizes = any("softmax" in name and "log" not in name for name in names)
-    if not softmax and not normalizes:  # GEMMs of something else, such as DLRM's interactions
-        groups = {key: items for key, items in groups.items() if key.backend != MATH or items[0].scope.inside(MATH_OPERATOR)}
+    softmax = [item for item in step.items if item.name == "attention" and is_softmax(item.work.name)]
     math = [items for key, items in groups.items() if key.backend == MATH]
-    if softmax and math:  # the softmax between two bmm belongs to the longest attention by bmm
-        max(math, key=lambda items: sum(item.work.time for item in items)).extend(softmax)
+    for item in softmax if math else ():  # it belongs to the products around it
+        min(math, key=lambda items: min(abs(item.index - one.index) for one in items)).append(item)
     _share_helpers(groups)
     rows = [(_row(step, key, items), items) for key, items in groups.items()]
     return sorted(rows, key=lambda row: -row[0].time_ms)
@@ -87,17 +82,12 @@ def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
             groups[alike[0]] += groups.pop(key)
 
 
-def _is_softmax(item: TimedWork) -> bool:
-    """Whether this is the softmax between two batched GEMMs."""
-    return item.name == "attention" and "oft" in item.work.name and "ax" in item.work.name.lower()
-
-
 def _key(item: TimedWork) -> _Key | None:
     """None for work that is no attention, and for a softmax of its own."""
-    if "bmm" in item.gemm.layer:
-        return _math_key(item)
-    if item.name != "attention" or _is_softmax(item):
+    if item.name != "attention" or is_softmax(item.work.name):
         return None
+    if item.work_class.is_gemm:
+        return _math_key(item)
     name = item.work.name
     forward = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
     backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)
@@ -134,21 +124,15 @@ def _causal(item: TimedWork, operator: Operator | None) -> bool | None:
     return True if "Causal" in item.work.name else None
 
 
-def _math_key(item: TimedWork) -> _Key | None:
+def _math_key(item: TimedWork) -> _Key:
     """A batched GEMM that multiplies queries and keys, or scores and values: one of its sizes is that of a head."""
     size, pass_name = item.gemm.size, item.gemm.pass_name
-    inside = item.scope.inside(MATH_OPERATOR)
-    if size is None or item.gemm.flops <= 0:
-        return _Key(MATH, "") if inside else None
-    m, k, n = size
-    if min(size) <= 0:
-        return None
-    batch = round(item.gemm.flops / (2.0 * m * k * n))
-    keys, head = (n, k) if n == m else (k, n) if k == m else (max(k, n), min(k, n))
-    if batch < 2 or (head > LARGEST_HEAD and not inside):
-        return None
     phase: AttentionPass = "forward" if pass_name in ("fprop", "recomputed") else "backward" if pass_name else ""
-    return _Key(MATH, phase, (1, batch, m, keys, head), None, item.gemm.precision)
+    if size is None or min(size) <= 0 or item.gemm.flops <= 0:
+        return _Key(MATH, phase)
+    m, k, n = size
+    keys, head = (n, k) if n == m else (k, n) if k == m else (max(k, n), min(k, n))
+    return _Key(MATH, phase, (1, round(item.gemm.flops / (2.0 * m * k * n)), m, keys, head), None, item.gemm.precision)
 
 
 def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> AttentionTotal:
@@ -164,6 +148,9 @@ def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> Attention
     if tflops is not None and key.causal is None and _too_fast(tflops, key, step):
         key = replace(key, causal=True)  # without the mask it would be faster than anything that exists
         tflops /= 2
+    peak = _rates(step)[1]
+    if tflops is not None and peak is not None and tflops > peak:  # the shape is not that of these kernels
+        key, tflops = replace(key, shape=None, causal=None), None
     batch, heads, queries, keys, head = key.shape if key.shape is not None else (None,) * 5
     row = AttentionTotal(
         backend=key.backend, pass_name=key.pass_name, batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head,
@@ -183,7 +170,7 @@ def _too_fast(tflops: float, key: _Key, step: StepEvidence) -> bool:
 def _rates(step: StepEvidence) -> tuple[list[dict[str, Any]], float | None]:
     """The rates of the GPU's architecture, and its rate in BF16."""
     spec = spec_of(step.view.trace.gpu_name)
-    capability = spec.capability[0] if spec is not None else 7 if "V100" in step.view.trace.gpu_name else None
+    capability = spec.capability[0] if spec is not None else None
     peak = step.gpu.peak(BF16) or step.gpu.peak(FP16) if step.gpu is not None else None
     return [rate for rate in RATES if rate["capability"] == capability], peak
 

@@ -14,6 +14,7 @@ from gemmscope.errors import UserError
 from gemmscope.explain.attention_speed import attention_causes
 from gemmscope.explain.gemm_speed import gemm_causes, implausible_times
 from gemmscope.explain.low_precision_causes import low_precision_causes
+from gemmscope.explain.phase import framework_titles
 from gemmscope.explain.recorded_trace import RecordedTrace
 from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
@@ -54,13 +55,14 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account_of(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    searches = (low_precision_causes, gemm_causes, step_causes, attention_causes)
+    searches = (low_precision_causes, gemm_causes, step_causes, attention_causes) if trace.phase.judged else ()
     every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
     each_step = timed_steps(view)
     findings = (
-        *(*evidence.recording.findings(), *_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
+        *(evidence.recording.findings() if trace.phase.judged else ()),
+        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
         *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
     )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
@@ -69,8 +71,16 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
 def _trace_findings(view: TraceView) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
     trace, steps, gemms = view.trace, view.steps, view.gemms.values()
-    if trace.inference:
-        yield finding("inference", found_by=steps.found_by)
+    if trace.phase.name:
+        yield finding("phase", phase=trace.phase.name, evidence=trace.phase.evidence, found_by=steps.found_by)
+    if trace.phase.frameworks:
+        yield finding(
+            "frameworks",
+            names=[
+                f"{title} ({shown})"
+                for title, shown in zip(framework_titles(trace.phase.frameworks), trace.phase.frameworks.values(), strict=True)
+            ],
+        )
     yield from _outside_steps(view)
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in gemms)
     notes = (
@@ -124,8 +134,12 @@ def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the cause whose fix would gain most, or that the step is as expected."""
     unrecorded, busy, gpu = step.account.unrecorded_ms, step.account.busy_share, step.view.trace.gpu_name or "this GPU"
+    phase = step.view.trace.phase
     if unrecorded > 0.5 * step.step_ms:
         return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
+    if not phase.judged:
+        part, time = max(step.account.parts_ms.items(), key=lambda pair: pair[1])
+        return finding("step-not-judged", phase=phase.name, busy=busy, part=part, time_ms=time, share=time / step.step_ms)
     if causes:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
     if not step.well_named:
@@ -137,9 +151,6 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-precision-unknown")
     if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
         return finding("step-precision-partly-unknown", share=step.unknown_share)
-    if step.weight_only and not step.is_low:
-        formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
-        return finding("step-weight-only", formats=formats, busy=busy)
     if not step.has_fp8 and not step.is_low:
         known = step.has_fp8 is not None
         return finding("step-without-fp8", gpu=gpu, busy=busy) if known else finding("step-fp8-not-known", busy=busy)

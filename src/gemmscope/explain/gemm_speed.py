@@ -2,12 +2,12 @@
 below its speed, or the sizes do not fit its tensor cores."""
 
 from collections.abc import Iterator, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
-from gemmscope.explain.gemms import Size
+from gemmscope.explain.gemms import HIGH_BYTES, Size
 from gemmscope.explain.recorded_trace import as_list, as_table
-from gemmscope.explain.step_evidence import LARGE_FLOPS, WEIGHTS, StepEvidence, main_kernels, sizes_of, tflops
+from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kernels, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, largest_sums
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.gpu import UNHEALTHY_THROTTLING
@@ -23,7 +23,6 @@ TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
 TINY = 32  # a side that does not fill a tile of a tensor core
 MOST_SHAPES = 200
-HIGH_BYTES = 2.0  # per element, where the precision is not known
 
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
 
@@ -47,7 +46,7 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
         if evidence:
             lost = max(1 - mean / (0.8 * highest), 0.0)
             yield step.cause("throttled", busy_ms * lost, [*evidence, *slow], shortened=computing)
-    elif slow and step.gpu is not None:
+    elif slow and step.gpu is not None and step.gpu.usual is not None:
         share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
         yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=computing)
 
@@ -94,7 +93,7 @@ def _slow_gemms(step: StepEvidence) -> list[Finding]:
     """If the best GEMM of every precision is slow; a single slow precision is a matter of its kernels."""
     rates = best_rates(step)
     shares = _peak_shares(step, rates)
-    if step.gpu is None or not shares:
+    if step.gpu is None or not shares or step.gpu.usual is None:
         return []
     usual, reached = step.gpu.usual, {name: rates[name] for name in shares}
     if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
@@ -156,11 +155,8 @@ def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> fl
     gemm, known = item.gemm, precision_in_traces().get(item.gemm.precision)
     if gemm.size is None or known is None:
         return None
-    m, k, n = gemm.size
-    batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
-    size_bytes = batches * (known.bytes * (m * k + k * n) + max(known.bytes, HIGH_BYTES) * m * n)
-    if step.gpu is not None and (times := step.gpu.times_us(gemm.precision, gemm.flops, size_bytes)) is not None:
-        return max(times[1:])
+    if step.gpu is not None:
+        return step.gpu.least_us(gemm.precision, gemm.flops, gemm.bytes_in(gemm.precision))
     return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
 
 
@@ -180,28 +176,18 @@ def _row(step: StepEvidence, key: Key, items: Sequence[TimedWork]) -> GemmShapeT
     (m, k, n), batch, precision = key
     time_us = sum(item.work.time for item in items)
     passes = tuple(sorted({item.gemm.pass_name for item in items} - {""}))
-    size_bytes = len(items) * gemm_bytes(m, k, n, batch, precision)
+    size_bytes = sum(item.gemm.bytes_in(precision) for item in items)
     flops = sum(item.gemm.flops for item in items)
     times = step.gpu.times_us(precision, flops, size_bytes) if step.gpu is not None else None
+    usual = step.gpu.usual if step.gpu is not None else None
     return GemmShapeTotal(
         m=m, n=n, k=k, batch=batch, passes=passes, precision=precision,
         count=step.per_step(items), time_ms=time_us / 1000 / step.view.count, tflops=tflops(items),
-        sustained_share=times[1] / time_us if times else None,
-        roofline_share=max(times[0], times[2]) / time_us if times else None,
-        bound="" if times is None else "memory" if times[2] > times[0] else "compute",
+        sustained_share=times[0] / usual / time_us if times and usual else None,
+        roofline_share=max(times) / time_us if times else None,
+        bound="" if times is None else "memory" if times[1] > times[0] else "compute",
         alignment_bytes=alignment(m if passes == ("wgrad",) else k, n, precision), kernel=main_kernels(items, 1)[0],
     )  # fmt: skip
-
-
-def gemm_bytes(m: int, k: int, n: int, batch: int, precision: str) -> float:
-    """Bytes that a GEMM has to move at least: both operands and the result.
-
-    >>> gemm_bytes(1024, 1024, 1024, 1, "BF16") / 2**20, gemm_bytes(1024, 1024, 1024, 1, "FP8") / 2**20
-    (6.0, 4.0)
-    """
-    known, weights = precision_in_traces().get(precision), precision_in_traces().get(precision.removesuffix(WEIGHTS))
-    operand, weight = (one.operand_bytes if one else HIGH_BYTES for one in (known, weights))
-    return batch * (m * k * operand + k * n * weight + m * n * max(operand, HIGH_BYTES))
 
 
 def alignment(inner: int, columns: int, precision: str) -> int:

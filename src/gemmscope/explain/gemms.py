@@ -15,6 +15,7 @@ from typing import Any, Literal
 from gemmscope.explain.recorded_trace import GEMM_OPERATORS, Operator, RecordedTrace, Shape
 from gemmscope.explain.scopes import Phase, Scope
 from gemmscope.explain.work_class import LOW, WorkClass
+from gemmscope.recipe.precisions import precision_in_traces
 
 TracedPass = Literal["fprop", "dgrad", "wgrad", "recomputed", ""]
 Size = tuple[int, int, int]  # rows, inner, columns
@@ -42,12 +43,22 @@ class TracedGemm:
         """Whether its FLOPs are known; those of a second kernel are with the first."""
         return self.flops > 0 or (self.reduces and self.size is not None)
 
+    def bytes_in(self, precision: str) -> float:
+        """Bytes that it has to move at least in a precision: both operands and the result."""
+        m, k, n = self.size or (0, 0, 0)
+        known, weights = precision_in_traces().get(precision), precision_in_traces().get(precision.removesuffix(WEIGHTS))
+        operand, weight = (one.operand_bytes if one else HIGH_BYTES for one in (known, weights))
+        batches = self.flops / (2.0 * m * k * n) if m * k * n else 0.0
+        return batches * (m * k * operand + k * n * weight + m * n * max(operand, HIGH_BYTES))
+
     @property
     def sides(self) -> tuple[int, ...]:
         """The sizes in ascending order, which are the same in all passes; empty if they are unknown."""
         return tuple(sorted(self.size or ()))
 
 
+HIGH_BYTES = 2.0  # per element, where the precision is not known
+WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 NO_GEMM = TracedGemm()
 LAYERS = re.compile(r"(?!aten::|autograd::|.*Backward).*(Linear|MLP|linear|mlp)", re.DOTALL)  # functions of frameworks
 PASSES: dict[Phase, TracedPass] = {"forward": "fprop", "backward": "dgrad", "recomputed": "recomputed"}

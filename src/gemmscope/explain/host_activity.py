@@ -12,6 +12,7 @@ from gemmscope.grouping import grouped
 from gemmscope.toml import load_data
 
 # In the order in which they are tried, the most specific first
+ALLOCATION, START_UP, LOADING = "memory allocation", "start-up of the GPU context", "loading of kernels"
 HOST_ACTIVITIES: list[dict[str, str]] = load_data("gemmscope.explain", "host_activity.toml")["activity"]
 
 

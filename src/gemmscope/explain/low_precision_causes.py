@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.step_evidence import StepEvidence, sizes_of
+from gemmscope.explain.step_evidence import StepEvidence, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, forward_stretches
-from gemmscope.explain.work_class import BF16, FP32, LOW, TF32
+from gemmscope.explain.work_class import BF16, FP16, FP32, LOW, TF32
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
@@ -16,11 +16,16 @@ GAIN_LOST = 0.5  # of the GEMMs' gain
 EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
 COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
 SMALL_SHARE = 0.5
+FULL = 0.05  # of the busy time: less work in FP32 is not worth a change
+# Of tensor cores over FP32, where sizes are not known. NVIDIA's guide to mixed precision reports up to 3x for whole networks
+ASSUMED_GAIN = 2.0
 
 
 def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    if not step.gemms or not step.precision_known:
+    full = list(_full_precision(step))
+    yield from full
+    if full or not step.gemms or not step.precision_known:
         return
     if not step.is_low:
         if step.low_is_certain and step.has_fp8 and not step.weight_only:
@@ -34,12 +39,43 @@ def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
     yield from _poor_kernel(step)
 
 
+def _full_precision(step: StepEvidence) -> Iterator[Cause]:
+    """GEMMs and convolutions in FP32 on a GPU whose tensor cores multiply in TF32, BF16 or FP16."""
+    faster = [name for name in (TF32, BF16, FP16) if step.gpu is not None and step.gpu.has(name)]
+    items = [item for item in step.items if item.multiplies_in(FP32)]
+    time_ms = step.ms(items)
+    if not faster or time_ms <= FULL * step.account.busy_ms or step.gpu is None:
+        return
+    best = max(faster, key=lambda name: step.gpu.peak(name) or 0.0 if step.gpu is not None else 0.0)
+    sized = [item for item in items if item.gemm.flops > 0]
+    least = {item.index: step.gpu.least_us(best, item.gemm.flops, item.gemm.bytes_in(best)) for item in sized}
+    saved_ms = (
+        step.ms(items)
+        - sum(min(least.get(item.index) or item.share / ASSUMED_GAIN, item.share) for item in items) / 1000 / step.view.count
+    )
+    rate = (
+        [
+            finding(
+                "cause-full-precision-rate",
+                tflops=tflops(sized),
+                formats=faster,
+                peaks={name: step.gpu.peak(name) or 0.0 for name in faster},
+            )
+        ]
+        if sized
+        else []
+    )
+    kinds = [
+        name for name, own in (("GEMMs", True), ("convolutions", False)) if any(item.work_class.is_gemm == own for item in items)
+    ]
+    evidence = [finding("cause-full-precision", kinds=kinds, formats=faster, **step.time_facts(time_ms)), *rate]
+    evidence += [finding("cause-full-precision-assumed", gain=ASSUMED_GAIN)] if len(sized) < len(items) else []
+    yield step.cause("full-precision", saved_ms, evidence, items, "", FP32)
+
+
 def _not_low(step: StepEvidence) -> Cause:
     saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
-    full = [item for item in step.high if item.gemm.precision in (TF32, FP32)]
-    if step.weight(full) > 0.5 * step.known_weight:
-        evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
     return step.cause("not-low", saved, evidence, step.gemms, "every layer")

@@ -7,17 +7,19 @@ first event of the trace.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.explain.host_activity import activity_of
+from gemmscope.explain.host_activity import ALLOCATION, LOADING, START_UP, activity_of
+from gemmscope.explain.phase import GRADED, Phase, recognized
 from gemmscope.explain.trace_file import HOW_TO_RECORD, OTHER_DEVICES, EventStream, reject_foreign
 from gemmscope.explain.trace_file import MOST_NAMES as MOST_NAMES_LOOKED_AT
 from gemmscope.reading import InputFile
+from gemmscope.toml import load_data
 
 # Category in lower case, as any profiler version writes it -> category here
 CATEGORIES = {
@@ -31,13 +33,7 @@ ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|
 ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
 CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
 CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
-# Names of operators, annotations and kernels that only training has
-TRAINING = re.compile(
-    r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
-)
 CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
-# Annotations of inference engines around one forward: vLLM, SGLang
-ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
@@ -45,8 +41,12 @@ LONGEST_NAME = 5000  # characters: the demangled names of templates are long
 MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
 MOST_DIMENSIONS = 12
+MOST_FILES = 20_000  # of Python functions
 LARGEST_SIZE = 2**40
 LATEST_US = 1e20  # no valid timestamp is larger
+GRAPH_LAUNCH = "GraphLaunch"  # in the names of calls that launch all kernels of a graph
+LOADING_US = 1000.0  # a launch that takes longer while the GPU is idle loads the code of its kernel
+START_UP_US = 10_000.0  # of the first call to the GPU
 LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
 MOST_MEMORY = 100_000  # readings of the allocator
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
@@ -146,9 +146,12 @@ class RecordedTrace:
     other_gpus: int = 0  # whose work is ignored
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
-    trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
+    phase: Phase = field(default_factory=Phase)
+    calls: set[str] = field(default_factory=set)  # names of the calls of the CUDA or HIP API
+    frames: set[str] = field(default_factory=set)  # files of Python functions
+    sequences: set[Any] = field(default_factory=set)  # the first numbers of the autograd graph
+    unmatched: list[Call] = field(default_factory=list)  # launches without a correlation
     slowing_options: set[str] = field(default_factory=set)  # of the profiler, which make launches slower
-    inference: bool = False  # operators were recorded, or annotations of an inference engine, and nothing trains
     events: int = 0
     categories: set[str] = field(default_factory=set)  # of events that are not read
     processes: set[str] = field(default_factory=set)
@@ -187,15 +190,18 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     trace.gpu_name = next((printable(device["name"]) for device in described if device.get("name")), "")
     trace.gpu_properties, trace.facts = next(iter(described), {}), as_table(stream.head.get("gemmscope"))
     records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
-    names_of_work = {record.name for some in records for record in some}.union(trace.operator_names.values())
-    trace.trains = any(map(TRAINING.search, names_of_work))
-    in_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
-    trace.inference = (trace.has_operators or in_engine) and not trace.trains
+    names_of_work = dict.fromkeys([*(record.name for some in records for record in some), *trace.operator_names.values()])
+    trace.phase = recognized(names_of_work, trace.calls, trace.frames, len(trace.sequences), trace.has_operators)
     _require_gpu_work(trace)
     _one_device(trace)
+    _match_by_order(trace)
+    trace.gpu_name = trace.gpu_name or architecture_of(work.name for work in trace.work)
     for work in trace.work:
         work.call = trace.launches.get(work.correlation)
+        if work.call is not None and GRAPH_LAUNCH in work.call.name:
+            work.external = None  # of the operator that was open when the graph was captured, or of another one
     _drop_false_ids(trace)
+    _find_start_up(trace)
     _align(trace)
     _from_zero(trace)
     return trace
@@ -221,6 +227,8 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if kind == "python":
         trace.slowing_options.add("Python stacks")
+        if len(trace.frames) < MOST_FILES:
+            trace.frames.add(str(event.get("name"))[:LONGEST_NAME].partition("(")[0])
     if start is None or duration is None or duration < (LONG_US if kind == "python" else 0):
         return
     name, end = printable(event.get("name", "")), start + duration
@@ -238,9 +246,12 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     if duration >= LONG_US and kind in ("python", "operator", "launch"):
         trace.activities.append(call)
     if kind == "launch":
-        activity = activity_of(name, "calls")
+        activity = LOADING if "LaunchKernel" in name and duration >= LOADING_US else activity_of(name, "calls")
+        trace.calls.add(name)
         if correlation is not None:
             trace.launches[correlation] = call
+        elif "Launch" in name:
+            trace.unmatched.append(call)
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
         elif "StreamWaitEvent" in name:
@@ -259,6 +270,8 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         (trace.gpu_marks if kind == "gpu mark" else trace.marks).append(operator)
         return
     trace.has_operators = True
+    if len(trace.sequences) < GRADED and arguments.get("Sequence number"):
+        trace.sequences.add(_key(arguments["Sequence number"]))
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
     attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
@@ -303,6 +316,37 @@ def _one_device(trace: RecordedTrace) -> None:
     chosen, _ = counts.most_common(1)[0]
     trace.other_gpus = len(counts) - 1
     trace.work = [work for work in trace.work if work.device == chosen]
+
+
+def _match_by_order(trace: RecordedTrace) -> None:
+    """Without correlations, the n-th launch started the n-th kernel, if there are as many and none began before its launch."""
+    kernels = sorted((work for work in trace.work if not work.copy), key=lambda work: work.start)
+    calls = sorted(trace.unmatched, key=lambda call: call.start)
+    pairs = list(zip(calls, kernels, strict=False))
+    if len(calls) == len(kernels) and all(work.correlation is None and call.start <= work.start for call, work in pairs):
+        for number, (call, work) in enumerate(pairs):
+            work.correlation = f"launch {number}"
+            trace.launches[work.correlation] = call
+
+
+def _find_start_up(trace: RecordedTrace) -> None:
+    """The first allocation of a process creates the GPU's context and may take seconds: the steady state has none of it."""
+    first = min((call.start for call in trace.launches.values() if "Launch" in call.name), default=0.0)
+    calls = trace.host_work.get(ALLOCATION, [])
+    early = [call for call in calls if call.end <= first and call.end - call.start >= START_UP_US]
+    if early:
+        trace.host_work |= {ALLOCATION: [call for call in calls if call not in early], START_UP: early}
+
+
+def architecture_of(kernels: Iterable[str]) -> str:
+    """What the names of kernels say about a GPU that the trace does not name; empty if they say nothing.
+
+    >>> architecture_of(["Cijk_Ailk_Bljk_BBS_BH_MT256x112x64_ISA942_IU1"]), architecture_of(["ampere_sgemm_128x64_nn"])
+    ('AMD Instinct MI300 series (ISA942 in kernel names)', '')
+    """
+    rules: list[dict[str, str]] = load_data("gemmscope.gpu", "other_gpus.toml")["architecture"]
+    found = ((rule["is"], match[0]) for name in kernels for rule in rules if (match := re.search(rule["kernel"], name)))
+    return next((f"{device} ({shown} in kernel names)" for device, shown in found), "")
 
 
 def _drop_false_ids(trace: RecordedTrace) -> None:

@@ -14,7 +14,14 @@ from math import inf
 from typing import Literal
 
 from gemmscope.explain.host_activity import merged
-from gemmscope.explain.recorded_trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
+from gemmscope.explain.recorded_trace import (
+    ATTENTION_FORWARD,
+    CONVOLUTION_FORWARD,
+    GEMM_OPERATORS,
+    GRAPH_LAUNCH,
+    Operator,
+    RecordedTrace,
+)
 from gemmscope.grouping import grouped
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
@@ -62,7 +69,10 @@ def find_scopes(trace: RecordedTrace) -> list[Scope]:
             opened = [operator for operator in opened if operator.end >= moment]
             span = bisect_right(optimizing, (moment, inf)) - 1
             optimizes = span >= 0 and optimizing[span][1] >= moment
-            result[number] = Scope(tuple(opened), moment, "optimizer" if optimizes else _phase(opened, trace))
+            call = trace.work[number].call
+            replayed = call is not None and GRAPH_LAUNCH in call.name  # its kernels are those of other operators
+            around = () if replayed else tuple(opened)
+            result[number] = Scope(around, moment, "optimizer" if optimizes else _phase(opened, trace))
     return _whole_layers(result, trace)
 
 

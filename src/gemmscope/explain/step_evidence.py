@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.explain.gemms import WEIGHTS
 from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import Gap
@@ -23,18 +24,16 @@ from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
+USUAL = 0.7  # of the peak, where nobody has measured what large GEMMs reach on the GPU
 NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
 MOST_SPANS = 2000  # of one cause in a trace viewer
 LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
 CAUSES: dict[str, Any] = load_data("gemmscope.explain", "causes.toml")
-TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
-
-WEIGHTS = " weights"  # of fewer bits, in the name of a precision
 
 
 class StepEvidence:
@@ -55,16 +54,15 @@ class StepEvidence:
         label: str = "", *, marked: Iterable[TimedWork] | None = None, shortened: Iterable[TimedWork] | None = None,
         gaps: Sequence[Gap] = (), removed: bool = False,
     ) -> Cause:  # fmt: skip
-        """A cause with its title and advice; the advice for the framework in use comes first.
+        """A cause with its title and advice: for the frameworks in use first, then what holds for every training.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
         none is given) less by the cost. `removed`: so much of that work would not be launched at all. `label`: of the gaps in a
         trace viewer, or of the `marked` work (the kernels, if none is given).
         """
         entry, kernels = CAUSES[code], list(kernels)
-        inference, amd = self.view.trace.inference, is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
-        instead = ["amd_inference"] * (inference and amd) + ["inference"] * inference + ["amd"] * amd
-        advice = next((entry[kind] for kind in instead if kind in entry), None)
+        amd = "amd" in entry and is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+        advice = [line for name in self.view.trace.phase.frameworks for line in entry.get(name, ()) if not amd]
         spans = [(gap.begin, gap.end, label) for gap in gaps]
         if label and not gaps:
             spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
@@ -76,7 +74,7 @@ class StepEvidence:
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
-            advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
+            advice=(*advice, *entry["amd" if amd else "do"]),
             spans=tuple(spans[:MOST_SPANS]),
         )
 
@@ -160,17 +158,6 @@ class StepEvidence:
     def casts(self) -> list[TimedWork]:
         return self.of_class("quantization")
 
-    @cached_property
-    def framework(self) -> str:
-        """The framework of the layers, from kernel and operator names; empty if unknown."""
-        if any(item.mentions("transformer_engine") or item.scope.inside(*TE_FUNCTIONS) for item in self.items):
-            return "transformer_engine"
-        for item in self.items:
-            compiled = item.work.name.startswith("triton_") and item.mentions("_scaled_mm")
-            if compiled or item.scope.inside("float8", "Float8", "_scaled_mm"):
-                return "torchao"
-        return ""
-
     def ms(self, items: Iterable[TimedWork]) -> float:
         """Milliseconds per step."""
         return sum(item.share for item in items) / 1000 / self.view.count
@@ -252,22 +239,31 @@ def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Peak rates in TFLOP/s by format. `usual`: the share of them that large GEMMs reach in training."""
+    """Peak rates in TFLOP/s by format. `usual`: the share of them that large GEMMs reach in training, where it was measured."""
 
     peaks: dict[str, float]
-    usual: float
     bandwidth_tbps: float
+    usual: float | None = None
 
     def peak(self, precision: str) -> float | None:
         """The rate that holds for this precision, the first that the GPU has. Weights in fewer bits are multiplied in BF16."""
         known = precision_in_traces().get(BF16 if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
-    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float, float] | None:
-        """What the FLOPs of a GEMM take at the peak and at the usual rate, and its bytes at the bandwidth of the memory."""
+    def has(self, precision: str) -> bool:
+        """Whether this format itself has a rate above that of FP32: tensor cores multiply in it."""
+        names = precision_in_traces()[precision].rates[:1]
+        return any(self.peaks.get(name, 0.0) > self.peaks.get("fp32", 0.0) for name in names)
+
+    def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
+        """What a GEMM takes at the usual rate, or at the bandwidth of the memory."""
+        times = self.times_us(precision, flops, size_bytes)
+        return max(times[0] / (self.usual or USUAL), times[1]) if times else None
+
+    def times_us(self, precision: str, flops: float, size_bytes: float) -> tuple[float, float] | None:
+        """What the FLOPs of a GEMM take at the peak, and its bytes at the bandwidth of the memory."""
         peak, bandwidth = self.peak(precision), self.bandwidth_tbps
-        memory_us = size_bytes / bandwidth / 1e6 if bandwidth else 0.0
-        return (flops / peak / 1e6, flops / (peak * self.usual) / 1e6, memory_us) if peak else None
+        return (flops / peak / 1e6, size_bytes / bandwidth / 1e6 if bandwidth else 0.0) if peak else None
 
 
 @cache
@@ -278,9 +274,9 @@ def gpu_rates(name: str) -> GpuRates | None:
     (989.0, 125, None)
     """
     if (spec := spec_of(name)) is not None:
-        return GpuRates(dict(spec.tflops), spec.usual_share, spec.bandwidth_tbps)
+        return GpuRates(dict(spec.tflops), spec.bandwidth_tbps, spec.usual_share)
     rules = (rule for rule in load_data("gemmscope.gpu", "other_gpus.toml")["gpu"] if re.search(rule["device"], name))
-    return next((GpuRates(rule["tflops"], rule["usual_share"], rule["bandwidth_tbps"]) for rule in rules), None)
+    return next((GpuRates(rule["tflops"], rule["bandwidth_tbps"]) for rule in rules), None)
 
 
 def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
@@ -295,8 +291,8 @@ def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
     rates, facts = gpu_rates(name), load_data("gemmscope.gpu", "other_gpus.toml")["no_fp8"]
     if rates is not None:
         return "fp8" in rates.peaks
-    if re.search(facts["names"], name):
-        return False
+    if shown := re.search(f"({facts['names']})|{facts['have']}", name):
+        return shown[1] is None
     capability = compute_capability(properties)
     if capability is None or is_amd(name, properties):
         return None

@@ -3,9 +3,9 @@
 Subtracting a time from the step promises too much: behind shorter work the GPU may wait for the next launch, for another stream
 or for a collective. The replay keeps what the recording shows:
 
-* work of one stream runs in the same order;
+* work of one stream runs in the same order, and where two kernels of it overlapped, they still overlap by as much;
 * nothing begins before its launch, and the CPU takes as long between its launches as it did;
-* a call that waits for the GPU returns when the work that it waited for has ended;
+* a call that waits for the GPU (a synchronization, a blocking copy) returns when the work that it waited for has ended;
 * work that waited for another stream still waits for it: by the recorded calls (`cudaStreamWaitEvent`), else where it began right
   after work of another stream had ended;
 * collectives take as long as they did.
@@ -23,13 +23,14 @@ from operator import itemgetter
 from statistics import median
 
 from gemmscope.explain.host_activity import Covered
-from gemmscope.explain.recorded_trace import Call
+from gemmscope.explain.recorded_trace import Call, GpuWork
 from gemmscope.explain.steps import RecordedStep
-from gemmscope.explain.timeline import Gap
+from gemmscope.explain.timeline import BLOCKING, Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
-RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work
+RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle
+FULL_QUEUE = 500  # launches that have not begun: the next one may wait for room
 LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
 OWN_US = 10.0  # such a call takes so long by itself
 AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
@@ -44,13 +45,15 @@ _moment = itemgetter(0)
 @dataclass(slots=True)
 class _Node:
     """One piece of work in a step. `after`: the places of work that it follows; `slack`: from the end of the last of these to its
-    begin; `latency`: from its launch to its begin, if the launch is what it waited for."""
+    begin; `latency`: from its launch to its begin, if the launch is what it waited for; `beside`: the place of the work of its
+    stream that it overlapped, and by how much."""
 
     index: int
     start: float
     end: float
     launched: float | None
     after: list[int]
+    beside: tuple[int, float] | None = None
     slack: float = 0.0
     latency: float = 0.0
     launching: float = 0.0  # time of the CPU since the launch before
@@ -58,13 +61,14 @@ class _Node:
 
 @dataclass(slots=True)
 class _Wait:
-    """A call in which the CPU waited for the GPU. `until`: the place of the work that released it; None if none did. `copies`:
-    the index of the copy that the call itself launched, and may have waited for."""
+    """A call in which the CPU waited for the GPU. `until`: the place of the work that released it, None if none did; `after`: how
+    long after the end of that work it returned; `staged`: the CPU copies from pageable memory meanwhile."""
 
     start: float
     end: float
     until: int | None
-    copies: int | None = None
+    after: float = 0.0
+    staged: bool = False
 
 
 @dataclass
@@ -124,9 +128,12 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> S
         work = trace.work[index]
         launched = call.start if call is not None and call.start <= work.start else None
         before = last.get(stream)
-        after = [before] if before is not None and nodes[before].end <= work.start + 1e-3 else []
-        nodes.append(_Node(index, work.start, work.end, launched, after))
-        last[stream] = place
+        overlap = nodes[before].end - work.start if before is not None else 0.0
+        after = [before] if before is not None and overlap <= 1e-3 else []
+        beside = (before, overlap) if before is not None and not after else None
+        nodes.append(_Node(index, work.start, work.end, launched, after, beside))
+        if before is None or nodes[before].end <= work.end:
+            last[stream] = place
     ends = sorted((node.end, place) for place, node in enumerate(nodes))
     if len(last) > 1:
         _follow_waits(nodes, streams, trace.stream_waits)
@@ -137,7 +144,7 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> S
         node.latency, node.slack = (late, 0.0) if base == node.launched else (0.0, late)
     for (moment, _), (next_moment, place) in pairwise(_launched(nodes)):
         nodes[place].launching = min(next_moment - moment, LAUNCH_US)
-    waits = _waits(nodes, ends, trace.waits, step)
+    waits = _waits(nodes, ends, trace.waits, step, trace.work)
     return StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
 
 
@@ -149,6 +156,7 @@ def _launched(nodes: Sequence[_Node]) -> list[Moment]:
 def _base(nodes: Sequence[_Node], node: _Node) -> float:
     """The moment from which on it could have begun, as far as is known; its begin, if nothing is."""
     ends = [nodes[place].end for place in node.after]
+    ends += [nodes[node.beside[0]].end - node.beside[1]] if node.beside is not None else []
     return max([*ends, *([node.launched] if node.launched is not None else [])], default=node.start)
 
 
@@ -180,18 +188,25 @@ def _follow(nodes: Sequence[_Node], streams: Sequence[object], place: int, candi
             return
 
 
-def _waits(nodes: Sequence[_Node], ends: Sequence[Moment], calls: Sequence[Call], step: RecordedStep) -> list[_Wait]:
+def _waits(
+    nodes: Sequence[_Node], ends: Sequence[Moment], calls: Sequence[Call], step: RecordedStep, works: Sequence[GpuWork]
+) -> list[_Wait]:
     """Calls of the CPU that wait for the GPU, each with the work that released it."""
     begin = min((node.launched for node in nodes if node.launched is not None), default=step.end)
-    launched = {node.launched: node.index for node in nodes}
+    copies = {node.launched: place for place, node in enumerate(nodes) if node.launched is not None}
+    busy = Covered((node.start, node.end) for node in nodes)
     waits = []
     starts = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (begin, step.end))
     for call in calls[slice(*starts)]:
         if call.end <= step.end:
-            first = bisect_right(ends, max(call.start, call.end - RELEASED_US), key=_moment)
-            released = ends[first : bisect_right(ends, call.end, key=_moment)]
-            copies = launched.get(call.start) if "Memcpy" in call.name else None
-            waits.append(_Wait(call.start, call.end, released[-1][1] if released else None, copies))
+            first, last = (bisect_right(ends, moment, key=_moment) for moment in (call.start, call.end))
+            until = copies.get(call.start) if "Memcpy" in call.name else None
+            if until is None or not call.start < nodes[until].end <= call.end:
+                until = ends[last - 1][1] if last > first else None
+            after = call.end - nodes[until].end if until is not None else 0.0
+            released = until is not None and (after <= RELEASED_US or not busy.within(nodes[until].end, call.end))
+            staged = until is not None and BLOCKING not in call.name and "HtoD" in works[nodes[until].index].name
+            waits.append(_Wait(call.start, call.end, until if released else None, after, staged))
     return sorted(waits, key=lambda wait: wait.end)
 
 
@@ -204,8 +219,11 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     after = view.trace.work[at].call if at < len(view.trace.work) else None
     end = max(end, after.start) if after is not None else end
     usual = median(call.end - call.start for call in calls)
-    blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
-    blocked += [(wait.start + OWN_US, wait.end) for wait in waits if wait.until is not None and wait.end - wait.start > OWN_US]
+    starts, begins = sorted(call.start for call in calls), sorted(view.trace.work[item].start for item in view.indices_in(step))
+    full = (call for call in calls if bisect_left(starts, call.start) - bisect_right(begins, call.start) > FULL_QUEUE)
+    blocked = [(call.start + usual, call.end) for call in full if call.end - call.start > BLOCKED_US]
+    waited = (wait for wait in waits if wait.until is not None and not wait.staged)
+    blocked += [(wait.start + OWN_US, wait.end) for wait in waited if wait.end - wait.start > OWN_US]
     blocked_us = Covered((first, last) for first, last in blocked if last > first).within(begin, end)
     return max(min(end - begin - blocked_us, step.time), 0.0)
 
@@ -217,14 +235,19 @@ def _replay(graph: StepGraph, change: StepChange) -> float:
     removed = [(gap.begin if gap.scope.launched is None else gap.scope.launched, gap.time) for gap in gaps]
     shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
     removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
-    host = _HostTime(graph.waits, removed, change.saved)
+    host = _HostTime(graph.waits, removed)
+    begins: list[float] = []
     ends: list[float] = []
     for node in nodes:
         begin = node.start
-        if node.start >= step.begin and (node.after or node.launched is not None):
+        if node.start >= step.begin and (node.after or node.beside is not None or node.launched is not None):
             begin = max((ends[place] for place in node.after), default=-inf) + node.slack
+            if node.beside is not None:
+                place, overlap = node.beside
+                begin = max(begin, begins[place], ends[place] - overlap + node.slack)
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
+        begins.append(begin)
         ends.append(begin + max(node.end - node.start - change.saved.get(node.index, 0.0), 0.0))
     inside = [place for place, node in enumerate(nodes) if node.end > step.begin]
     last = max((min(nodes[place].end, step.end) for place in inside), default=step.begin)
@@ -238,8 +261,7 @@ def _replay(graph: StepGraph, change: StepChange) -> float:
 class _HostTime:
     """How much earlier the CPU is than in the recording, at any moment of it."""
 
-    def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:
-        self._saved = saved
+    def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]]) -> None:
         events: list[tuple[float, _Wait | float]] = [*((wait.end, wait) for wait in waits), *removed]
         self._events = sorted(events, key=lambda event: event[0])
         self._moments, self._shifts = [-inf], [0.0]
@@ -252,11 +274,9 @@ class _HostTime:
             shift = self._shifts[-1]
             if isinstance(event, _Wait):
                 time = event.end - event.start
-                saved = self._saved.get(event.copies, 0.0) if event.copies is not None else 0.0
-                own = min(time, OWN_US) if event.until is not None else max(time - saved, min(time, OWN_US))
-                new = event.start + shift + own
+                new = event.start + shift + (min(time, OWN_US) if event.until is not None else time)
                 if event.until is not None and event.until < len(ends):
-                    new = max(new, ends[event.until])
+                    new = max(new, ends[event.until] + event.after)
                 shift = min(new - event.end, 0.0)
             else:
                 shift -= event

@@ -15,7 +15,7 @@ from math import inf
 
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError, option
-from gemmscope.explain.recorded_trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
+from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import optimizer_spans
 from gemmscope.explain.trace_file import HOW_TO_RECORD
 from gemmscope.grouping import grouped
@@ -26,6 +26,7 @@ SIMILAR = 1.25  # a first step longer than this many times the median of the oth
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
 SLOWEST = 1.1  # and longer than this many times the slowest of the others
 APART = 4.0  # the same with only two steps, which may differ more
+ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")  # one forward of vLLM, SGLang
 WHOLE_RECORDING = "the whole recording"
 
 
@@ -71,7 +72,7 @@ def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
         "profiler step marks": _marked,
         "optimizer annotations": _optimizer_marks,
     }
-    if trace.inference:
+    if trace.phase.without_optimizer:
         finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: lambda _: _between([begin, end])}
     else:
         finders["optimizer kernels"] = _optimizer_kernels
@@ -198,7 +199,7 @@ def _optimizer_kernels(trace: RecordedTrace) -> list[RecordedStep]:
     """
     every = _recorded_work(trace)
     named = [bool(ADAM.search(work.name)) for work in every]
-    if not any(named) and trace.trains:
+    if not any(named) and trace.phase.trains:
         named = [classify(work.name).kernel_class == "optimizer" for work in every]
     edges, last = [every[0].start], None
     for work, optimizes in zip(every, named, strict=True):

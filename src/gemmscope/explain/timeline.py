@@ -5,9 +5,13 @@ runs without computation is exposed, with or without copies beside it (as Holist
 copies run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that
 compute at the same time share that time equally.
 
-A gap in the recording is not idle time where the GPU must have been busy. Two things show it: a CUDA graph was replayed, and its
-kernels are missing from the trace, or most of those that other replays of it have; or the CPU waited for the GPU in a
-synchronization or a copy, which returns only when the GPU has finished.
+Idle time has one owner. Up to the end of the launch of the work that ended a gap it is the CPU: it launched late, waited for the
+GPU before, or did something else. From then on it is what the work waited for: another stream or rank.
+
+A gap in the recording is not idle time where the GPU must have been busy. Three things show it: a CUDA graph was replayed, and
+its kernels are missing from the trace, or most of those that other replays of it have; the CPU waited for the GPU in a
+synchronization or a blocking copy, which return only when the GPU has finished; or the first recorded work of a stream began
+long after its launch, behind work from before the recording.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,6 +33,8 @@ HOST_IDLE = (
 )  # fmt: skip
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
+BLOCKING = "WithStream"  # hipMemcpyWithStream; cudaMemcpyAsync from pageable memory is busy on the CPU instead
+PROMPT_US = 100.0  # from the end of a launch to the begin of the work, where nothing delays it
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
@@ -103,6 +109,7 @@ class _HostTimeline:
             ((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls
         )
         self._waits, self._replays = by_key(_waits(trace)), Covered(_replays(trace))
+        self.first_on_stream = {work.stream: work for work in reversed(trace.work)}
 
     def was_busy(self, begin: float, end: float, next_call: Call | None) -> bool:
         """Whether the GPU must have been busy in a gap, although nothing was recorded. `next_call`: what launched the work that
@@ -168,29 +175,41 @@ def _share_out(
 def _gaps(
     trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline
 ) -> Iterator[Gap]:
-    """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
+    """An idle period by its owners, one after the other. `until`: the work that ended it."""
     call = until.call if until is not None else None
     if end - begin > SHORT_US and host.was_busy(begin, end, call):
         yield Gap(begin, end, NOT_RECORDED)
         return
-    why, at = _reason(trace, begin, end, call, scope, host), begin
-    if call is None and until is None and trace.launches:  # the step ended and nothing more was launched
+    launched = end if call is None or end - call.end <= PROMPT_US else max(call.end, begin)
+    if call is not None and (call.end <= begin or (call.start <= begin and end - begin <= SHORT_US)):
+        launched = begin
+    if launched > begin:
+        yield from _before_launch(trace, begin, launched, call, scope, host, over=until is None)
+    if end > launched:
+        short, begun = end - launched <= SHORT_US, until is not None and host.first_on_stream.get(until.stream) is until
+        yield Gap(launched, end, "between kernels" if short else NOT_RECORDED if begun else "other stream")
+
+
+def _before_launch(
+    trace: RecordedTrace, begin: float, end: float, call: Call | None, scope: Scope, host: _HostTimeline, *, over: bool
+) -> Iterator[Gap]:
+    """The part of an idle period that belongs to the CPU. Its activities come first, each with its own time. `over`: the step
+    ended with it, and nothing more was launched."""
+    why, at = _reason(trace, begin, call, scope, host), begin
+    if over and trace.launches:
         why = "no launch for over 1 ms"
-    if why in HOST_IDLE or call is None:
-        thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)
-        for activity, time in host.activities({thread, host.thread_before(begin)}, begin, latest):
-            yield Gap(at, at + time, activity, scope)
-            at += time
+    thread, latest = (call.thread, min(end, call.end)) if call is not None else (host.main_thread, end)
+    for activity, time in host.activities({thread, host.thread_before(begin)}, begin, latest):
+        yield Gap(at, at + time, activity, scope)
+        at += time
     if end > at:
-        yield Gap(at, end, why, scope if call is not None and call.start > begin else NOWHERE)
+        yield Gap(at, end, why, scope if call is not None else NOWHERE)
 
 
-def _reason(trace: RecordedTrace, begin: float, end: float, call: Call | None, scope: Scope, host: _HostTimeline) -> str:
-    """Why the GPU was idle: whether the work that ended the gap was launched in time (`call`)."""
+def _reason(trace: RecordedTrace, begin: float, call: Call | None, scope: Scope, host: _HostTimeline) -> str:
+    """Why the work that ended the gap was launched late, if that is known (`call`)."""
     if call is None:
         return "launch not recorded"
-    if call.start <= begin:
-        return "between kernels" if end - begin < SHORT_US else "other stream"
     awaited = _waited_until(trace, begin, call.start)
     at = bisect_left(host.calls, call.start)
     previous = host.calls[at - 1] if at else begin
@@ -212,12 +231,16 @@ def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float 
 
 
 def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
-    """When each thread waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
+    """When each thread waits for the GPU: in a synchronization, and in a blocking copy until it begins."""
     for wait in trace.waits:
         if "Synchronize" in wait.name and wait.end - wait.start > LONG_WAIT_US:
             yield wait.thread, wait.start, wait.end
     for work in trace.work:
-        if work.copy and "DtoH" in work.name and (call := work.call) is not None:
+        if (
+            work.copy
+            and (call := work.call) is not None
+            and ("DtoH" in work.name or "HtoD" not in work.name or BLOCKING in call.name)
+        ):
             end = min(call.end, work.start)
             if end - call.start > LONG_WAIT_US:
                 yield call.thread, call.start, end

@@ -53,6 +53,11 @@ class TimedWork:
         """The class of the kernel."""
         return self.work_class.name
 
+    def multiplies_in(self, precision: str) -> bool:
+        """Whether it is a GEMM, or a convolution, in this precision."""
+        own = self.gemm.precision if self.work_class.is_gemm else self.work_class.multiplies
+        return own == precision and self.scope.phase != "optimizer"
+
     def mentions(self, *texts: str) -> bool:
         """Whether the name of the kernel contains one of the texts."""
         return any(text in self.work.name for text in texts)

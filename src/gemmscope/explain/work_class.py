@@ -5,12 +5,13 @@ The kernel name decides (`engine/kernel_names.toml`). Where it is not specific, 
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
+from gemmscope.engine.kernels import KernelFacts, classify, is_softmax, work_in_step
 from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.grouping import grouped
@@ -27,6 +28,9 @@ CLASSES: FactTable = load_data("gemmscope.explain", "classes.toml")["class"]
 OPERATOR_RULES: list[dict[str, str]] = load_data("gemmscope.explain", "operators.toml")["operator"]
 CLASS_NAMES = {kernel: name for name, facts in CLASSES.items() for kernel in facts["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *CLASSES)
+BESIDE = 12  # most kernels between a softmax and its products, or within an eager norm
+AFTER_ROOT = 3  # kernels of a norm after the reciprocal root: two products and a conversion
+NORM_OPERATORS = ("pow", "mean", "add", "rsqrt", "mul", "copy_")
 CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
@@ -44,6 +48,7 @@ class WorkClass:
     eager: bool = False
     fused: bool = False
     copy: bool = False  # by a copy engine, or a memset
+    multiplies: str = ""  # the precision of a convolution
 
     @property
     def is_gemm(self) -> bool:
@@ -69,6 +74,8 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
             latest[work.stream] = result
         work_classes.append(result)
     _convolutions_by_name(trace, scopes, work_classes)
+    _unfused_attention(trace, scopes, work_classes)
+    _eager_norms(trace, work_classes)
     if not any(scope.operators for scope in scopes):
         _cast_chains(trace, work_classes)
     return work_classes
@@ -82,6 +89,45 @@ def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classe
     for number, (work, scope, one) in enumerate(every):
         if one.is_gemm and scope.launched is None and all(launched.get(work.name, [False])):
             work_classes[number] = WorkClass("convolution", one.facts)
+
+
+def _unfused_attention(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
+    """A softmax between batched GEMMs is attention, and so are these."""
+    for places in grouped((work.stream, number) for number, work in enumerate(trace.work)).values():
+        products = [at for at, number in enumerate(places) if work_classes[number].is_gemm]
+        for at, number in enumerate(places):
+            if work_classes[number].name not in ("loss", "attention") or not is_softmax(trace.work[number].name):
+                continue
+            next_one = bisect_left(products, at)
+            around = [products[next_one - 1 : next_one], products[next_one : next_one + 1]]
+            batched = [
+                places[one] for side in around for one in side if abs(one - at) <= BESIDE and _batched(trace, scopes, places[one])
+            ]
+            if len(batched) == len(around):
+                for one in (number, *batched):
+                    before = work_classes[one]
+                    work_classes[one] = WorkClass("attention", before.facts, before.precision)
+
+
+def _batched(trace: RecordedTrace, scopes: list[Scope], number: int) -> bool:
+    """Whether an operator that multiplies batches of matrices launched it."""
+    launcher = trace.operator_names.get(trace.work[number].external, "")
+    return "bmm" in launcher or any("bmm" in operator.name for operator in scopes[number].operators[-2:])
+
+
+def _eager_norms(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
+    """An RMSNorm of single operators: power, mean, sum, reciprocal root, products and conversions around the root."""
+    launchers = [trace.operator_names.get(work.external, "").removeprefix("aten::") for work in trace.work]
+    for number in (number for number, name in enumerate(launchers) if name == "rsqrt"):
+        first = next((at for at in range(number - 1, max(number - BESIDE, -1), -1) if launchers[at] == "pow"), None)
+        if first is None or "mean" not in launchers[first:number]:
+            continue
+        end = number + 1
+        while end < len(launchers) and end <= number + AFTER_ROOT and launchers[end] in ("mul", "copy_"):
+            end += 1
+        for at in range(first, end):
+            if work_classes[at].name == "elementwise" and launchers[at] in NORM_OPERATORS:
+                work_classes[at] = WorkClass("norms", work_classes[at].facts)
 
 
 def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
@@ -102,26 +148,27 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
     if work.message is not None or done.kernel_class == "communication":
         return WorkClass("communication", facts)
     kind: str = "memory" if work.copy else done.kernel_class
-    if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
+    if kind == "optimizer" and trace.phase.without_optimizer:  # multi_tensor_apply and the like are used elsewhere, too
         kind = "elementwise"
     if scope.phase == "optimizer" and kind not in ("attention", "linear attention", "memory"):
         return WorkClass("optimizer", facts)
     launcher = trace.operator_names.get(work.external, "")
     if kind == "gemm":
-        if _class_of_operators((*(opened.name for opened in scope.operators[-2:]), launcher)) == "convolution":
-            return WorkClass("convolution", facts)
         precision = _precision(work.name, facts, operator)
+        if _class_of_operators((*(opened.name for opened in scope.operators[-2:]), launcher)) == "convolution":
+            return WorkClass("convolution", facts, multiplies=precision)
         return WorkClass(f"GEMM {precision}", facts, precision)
     eager = kind == "quantize" and "at::native" in work.name
     if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
         by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
-        if by_operator == "convolution" and kind != "other":
+        if by_operator in ("convolution", "attention") and kind != "other":  # they fill, add and convert there
             by_operator = ""
         eager = by_operator == "quantize"
         kind = by_operator or ("known" if kind == "other" and facts.known else kind)
-    elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
+    elif kind == "loss" and is_softmax(work.name) and launcher.startswith("aten::_softmax"):
         kind = "attention"
-    return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
+    multiplies = _precision(work.name, facts, operator) if kind == "convolution" else ""
+    return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy, multiplies=multiplies)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:

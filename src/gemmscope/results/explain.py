@@ -322,6 +322,13 @@ class ExplainResult(Result):
     """All steps of the trace, in order."""
     inference: bool = False
     """The trace has neither a backward pass nor an optimizer."""
+    phase: str = ""
+    """What the trace shows: training, a forward pass, an inference server, …; empty if nothing shows it."""
+    phase_evidence: str = ""
+    judged: bool = True
+    """Causes and advice are given for training only."""
+    frameworks: dict[str, str] = {}
+    """What shows each framework that is recognized."""
     account: StepAccount
     low_share: float
     """Share of the linears' FLOPs (of their time, where shapes are not known) in low precision, the output head left out."""
