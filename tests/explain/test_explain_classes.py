@@ -156,8 +156,9 @@ def test_a_gpu_that_the_trace_does_not_name_is_promised_nothing(tmp_path: Path) 
 def test_advice_for_amd(tmp_path: Path) -> None:
     slow = (BF16, 3000.0, "aten::mm", [[8192, 4096], [4096, 4096]])
     builder = step_of(slow, slow)
+    slowed = {"clock": {"max_sm_mhz": 2000, "readings": [{"sm_mhz": 600, "throttle": []}]}}
     for name, tool in (("AMD Instinct MI300X", "rocm-smi"), ("NVIDIA H100", "nvidia-smi")):
-        diagnosis = builder.diagnose(tmp_path / "t.json", deviceProperties=[{"name": name}])
+        diagnosis = builder.diagnose(tmp_path / "t.json", deviceProperties=[{"name": name}], gemmscope=slowed)
         cause = next(cause for cause in diagnosis.causes if cause.code == "throttled")
         assert tool in " ".join(cause.advice)
 

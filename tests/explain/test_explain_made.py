@@ -193,6 +193,7 @@ def test_slow_gemms_without_a_clock_are_a_slow_gpu(tmp_path: Path) -> None:
             builder.kernel(FP8 if number % 2 else BF16, base + 5000 * number, 5000.0, launched=base - 8000 + number, **shape)
             told = {**shape["args"], "Input Dims": [[8192, 8192], [8192, 8192]], "Input type": ["c10::BFloat16"] * 2}
             builder.mark("aten::mm", base - 8000 + number - 0.1, 0.5, "cpu_op", args=told)
+        builder.mark("Optimizer.zero_grad#SGD", base - 8500, 1)
         builder.kernel(CAST, base + 50_000, 100, launched=base - 7000)
     diagnosis = builder.diagnose(tmp_path / "t.json")
     assert diagnosis.causes[0].code in ("throttled", "left-out")

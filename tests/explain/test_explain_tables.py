@@ -33,6 +33,7 @@ def one_step(*work: tuple[str, float, str, dict[str, Any]], begin: float = 10_00
     """A step of kernels one after the other, each launched inside its operator: (kernel, us, operator, its arguments)."""
     builder = Builder()
     builder.mark("ProfilerStep#1", 4_990.0, 4_000.0)
+    builder.mark("Optimizer.zero_grad#SGD", 4_991.0, 1.0)  # it is training
     moment = begin
     for number, (kernel, time, operator, arguments) in enumerate(work, start=1):
         call = 5_000.0 + 20 * number
@@ -251,4 +252,5 @@ def test_products_without_a_softmax_are_no_attention(tmp_path: Path) -> None:
     batched = {"Input Dims": [[16, 27, 64], [16, 64, 27]], "Input type": ["float"] * 2}
     product, softmax = (BF16, 100.0, "aten::bmm", batched), (SOFTMAX, 20.0, "aten::_softmax", {})
     assert not tables(one_step(product, (ADD, 10.0, "aten::add", {})), tmp_path / "pairs.json", **H100).attention
-    assert tables(one_step(product, softmax), tmp_path / "scores.json", **H100).attention
+    assert not tables(one_step(product, softmax), tmp_path / "alone.json", **H100).attention
+    assert tables(one_step(product, softmax, product), tmp_path / "scores.json", **H100).attention

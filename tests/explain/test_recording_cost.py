@@ -24,6 +24,7 @@ def recorded(path: Path, kernel: str, late_us: float, *, shapes: bool = True, **
             trace.kernel(kernel, moment, 100.0, launched=moment - 5, args=key)
             moment += 100.0 + late_us
         trace.mark(f"ProfilerStep#{step}", first - 9, moment - first)
+        trace.mark("Optimizer.zero_grad#SGD", first - 9, 1)
     return trace.diagnose(path, **head)
 
 

@@ -9,7 +9,7 @@ import pytest
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.recorded_trace import read_trace
 from gemmscope.explain.trace_view import UNRECORDED
-from support.traces import codes, fact, shared_trace
+from support.traces import fact, shared_trace
 
 
 @cache
@@ -73,8 +73,9 @@ def test_recomputed_convolutions() -> None:
     "name", ["qwen_h100", "timesformer_h100", "bert_small_h100", "sglang_decode_mi300x", "vllm_moe_mxfp4_b200"]
 )
 def test_inference(name: str) -> None:
-    assert diagnosis(name).trace.inference
-    assert "inference" in codes(diagnosis(name).findings)
+    assert not diagnosis(name).trace.phase.judged
+    assert not diagnosis(name).causes
+    assert diagnosis(name).verdict.code in ("step-not-judged", "step-not-recorded")
     assert "optimizer" not in diagnosis(name).account.classes_ms
 
 
@@ -82,7 +83,7 @@ def test_inference(name: str) -> None:
     "name", ["resnet_2080ti", "dlrm_v100", "resnet_ddp_a100", "resnet18_mi300x_hipfree", "dlrm_sampled_rank0"]
 )
 def test_training(name: str) -> None:
-    assert not diagnosis(name).trace.inference
+    assert diagnosis(name).trace.phase.trains
 
 
 def test_a_decode_step_whose_begin_was_not_recorded() -> None:
@@ -90,7 +91,3 @@ def test_a_decode_step_whose_begin_was_not_recorded() -> None:
     assert decode.account.busy_ms == pytest.approx(9.77, rel=0.005)
     assert decode.account.classes_ms[UNRECORDED] == pytest.approx(463.3, rel=0.005)
     assert decode.account.idle_share < 0.01
-
-
-def test_a_host_bound_forward() -> None:
-    assert diagnosis("bert_small_h100").causes[0].code == "host"

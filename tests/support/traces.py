@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,10 @@ def steady(steps: int = 3, *, product: str = FP8, count: int = 20, begin: float 
 
 
 def shared_trace(name: str) -> Path:
-    """A trace of another project, which is not part of this one: a folder beside the repository holds them, if it exists."""
-    for parent in DATA.parents:
-        path = parent / "shared" / "data" / "traces" / name
-        if path.exists():
-            return path
+    """A trace of another project, which is not part of this one: they are in GEMMSCOPE_TRACES or beside the repository."""
+    folders = [Path(given)] if (given := os.environ.get("GEMMSCOPE_TRACES")) else []
+    folders += [parent / "shared" / "data" / "traces" for parent in DATA.parents]
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
     pytest.skip(f"{name} is not here: traces of other projects are not part of the repository")

@@ -17,7 +17,7 @@ from gemmscope.explain.low_precision_causes import low_precision_causes
 from gemmscope.explain.phase import framework_titles
 from gemmscope.explain.recorded_trace import RecordedTrace
 from gemmscope.explain.step_causes import step_causes, unrecorded_work
-from gemmscope.explain.step_evidence import NAMED, WELL_NAMED, StepEvidence, short_name
+from gemmscope.explain.step_evidence import GAINED, NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
 from gemmscope.explain.trace_file import EventStream, write_trace
@@ -57,7 +57,8 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
     searches = (low_precision_causes, gemm_causes, step_causes, attention_causes) if trace.phase.judged else ()
     every = [cause for search in searches for cause in search(evidence)]
-    reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
+    listed = (cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low")
+    reported = [cause for cause in listed if cause.speedup_without >= GAINED]
     causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
     each_step = timed_steps(view)
     findings = (
@@ -151,6 +152,9 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-precision-unknown")
     if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
         return finding("step-precision-partly-unknown", share=step.unknown_share)
+    if step.weight_only and not step.is_low:
+        formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
+        return finding("step-weight-only", formats=formats, busy=busy)
     if not step.has_fp8 and not step.is_low:
         known = step.has_fp8 is not None
         return finding("step-without-fp8", gpu=gpu, busy=busy) if known else finding("step-fp8-not-known", busy=busy)

@@ -3,6 +3,7 @@ below its speed, or the sizes do not fit its tensor cores."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
+from statistics import median
 from typing import Any
 
 from gemmscope.explain.gemms import HIGH_BYTES, Size
@@ -21,6 +22,8 @@ IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in th
 LOADED_BYTES = 16  # that tensor cores load at once
 TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
+POOR = 0.8  # of the rate of its neighbours
+ALIKE = 4.0  # most ratio of the FLOPs of two shapes that are compared
 TINY = 32  # a side that does not fill a tile of a tensor core
 MOST_SHAPES = 200
 
@@ -31,6 +34,27 @@ def gemm_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     yield from _throttled(step)
     yield from _misfits(step)
+    yield from _poor(step)
+
+
+def _poor(step: StepEvidence) -> Iterator[Cause]:
+    """Large GEMMs of one shape that are clearly slower than those of similar shapes in the same precision."""
+    large = [item for item in step.items if item.gemm.flops >= LARGE_FLOPS and item.gemm.size and not _misaligned(item)]
+    fit = [item for item in large if min(item.gemm.sides) >= SMALLEST and item.work.time > 0]
+    shapes = grouped(((item.gemm.precision, item.gemm.pass_name, item.gemm.size), item) for item in fit)
+    rates = {key: tflops(items) for key, items in shapes.items()}
+    for key, items in shapes.items():
+        flops = items[0].gemm.flops
+        near = [
+            other
+            for other in shapes
+            if other != key and other[0] == key[0] and ALIKE > shapes[other][0].gemm.flops / flops > 1 / ALIKE
+        ]
+        usual = median(rates[other] for other in near) if len(near) > 1 else 0.0
+        if rates[key] < POOR * usual:
+            facts: dict[str, Fact] = {"tflops": rates[key], "usual": usual, "precision": key[0], "others": len(near)}
+            evidence = [finding("cause-poor-gemm", sizes=sizes_of(items), **facts, **step.time_facts(step.ms(items)))]
+            yield step.cause("poor-gemm", step.ms(items) * (1 - rates[key] / usual), evidence, items, key[1], "slow")
 
 
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
@@ -41,7 +65,11 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
         mean, highest, reasons = clock
         bad = [reason for reason in reasons if reason in UNHEALTHY_THROTTLING]
         evidence = [finding("cause-throttle-reasons", reasons=bad)] if bad else []
-        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
+        if (
+            mean < SLOW_CLOCK * highest
+            and (slow or step.gpu is None or step.gpu.usual is None or not step.rates)
+            and step.account.idle_share < 0.5
+        ):
             evidence = [finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])]
         if evidence:
             lost = max(1 - mean / (0.8 * highest), 0.0)

@@ -53,7 +53,8 @@ def recognized(names: Collection[str], calls: Collection[str], frames: Collectio
 
     def evidence(rule: Mapping[str, Any]) -> str:
         looked_at = ((name, rule[kind]) for kind, own in kinds.items() if kind in rule for name in own)
-        return next((name[:LONGEST_EVIDENCE] for name, pattern in looked_at if re.search(pattern, name)), "")
+        found = ((name, match[0]) for name, pattern in looked_at if (match := re.search(pattern, name)))
+        return next((name if len(name) <= LONGEST_EVIDENCE else f"…{part}…" for name, part in found), "")
 
     frameworks = {rule["name"]: found for rule in RULES["framework"] if (found := evidence(rule))}
     for rule in RULES["phase"]:

@@ -189,8 +189,8 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     described = list(filter(None, map(as_table, devices)))
     trace.gpu_name = next((printable(device["name"]) for device in described if device.get("name")), "")
     trace.gpu_properties, trace.facts = next(iter(described), {}), as_table(stream.head.get("gemmscope"))
-    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
-    names_of_work = dict.fromkeys([*(record.name for some in records for record in some), *trace.operator_names.values()])
+    named = [record.name for record in (*trace.marks, *trace.operators)]  # what is easiest to read comes first
+    names_of_work = dict.fromkeys([*named, *trace.operator_names.values(), *(work.name for work in trace.work)])
     trace.phase = recognized(names_of_work, trace.calls, trace.frames, len(trace.sequences), trace.has_operators)
     _require_gpu_work(trace)
     _one_device(trace)

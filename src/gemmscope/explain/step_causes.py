@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
@@ -20,6 +21,11 @@ EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
 BACKWARD_NAMES = ("bprop", "bwd", "backward", "Backward")
 # Parts that low precision does not speed up: the share of GPU time from which each is a cause, what is usual, and its classes
+FUSED = ("elementwise", "norms", "activations")
+SMALL_MESSAGE = 1 << 20  # bytes: such a collective takes the time of its start
+BUCKET = 25 << 20  # the default of DistributedDataParallel
+SHORT_COLLECTIVE_US = 100.0
+MANY = 20  # per step
 DILUTIONS = {
     "attention": (0.30, 0.15, ("attention",)),
     "head": (0.30, 0.12, ("loss",)),  # and the GEMMs of the output head
@@ -31,7 +37,7 @@ DILUTIONS = {
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     idle = (_host_activities, _no_launches, _late_launches, _unexplained_idle)
-    for search in (*idle, _recompute, _communication, _copies, _dilution):
+    for search in (*idle, _recompute, _communication, _copies, _dilution, _fusing, _layout):
         yield from search(step)
 
 
@@ -208,6 +214,20 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
         evidence.append(finding("cause-short-all-reduces", count=step.per_step(short)))
         code, kernels = "amax", short
     yield step.cause(code, exposed, evidence, kernels, label="exposed", marked=items)
+    small = [item for item in items if _message_bytes(item) < SMALL_MESSAGE]
+    least_ms = sum(_message_bytes(item) for item in small) / BUCKET / len(small or items) * step.ms(small)
+    if code != "amax" and step.per_step(small) >= MANY and step.ms(small) - least_ms > WAITING * step.step_ms:
+        size = sum(_message_bytes(item) for item in small) / len(small)
+        facts = {"count": step.per_step(small), "bytes": size, **step.time_facts(step.ms(small))}
+        yield step.cause(
+            "small-collectives", step.ms(small) - least_ms, [finding("cause-small-collectives", **facts)], small, "", "small"
+        )
+
+
+def _message_bytes(item: TimedWork) -> float:
+    """Of a collective; one that is not described counts as small if it is short."""
+    known = item.work.message.bytes_counted if item.work.message is not None else 0.0
+    return known or (0.0 if item.work.time < SHORT_COLLECTIVE_US else BUCKET)
 
 
 def _copies(step: StepEvidence) -> Iterator[Cause]:
@@ -241,3 +261,36 @@ def _dilution(step: StepEvidence) -> Iterator[Cause]:
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
             yield step.cause(code, time - usual * step.account.busy_ms, evidence, kernels, shortened=items)
+
+
+def _fusing(step: StepEvidence) -> Iterator[Cause]:
+    """Elementwise kernels of PyTorch that run in a row: fused into one, they would read and write their tensors once."""
+    chains: list[list[TimedWork]] = []
+    for items in step.view.by_step:
+        for stream in grouped((item.work.stream, item) for item in items).values():
+            alike = groupby(stream, lambda item: item.scope.phase if _is_fusible(item) else None)
+            chains += [list(chain) for phase, chain in alike if phase is not None]
+    items = [item for chain in chains if len(chain) > 1 for item in chain]
+    saved_ms = step.ms(items) - step.ms(max(chain, key=lambda item: item.share) for chain in chains if len(chain) > 1)
+    if saved_ms > WAITING * step.step_ms:
+        norms = [item for item in items if item.name == "norms"]
+        facts = {"chains": sum(len(chain) > 1 for chain in chains) / step.view.count, "once_ms": step.ms(items) - saved_ms}
+        evidence = [finding("cause-unfused", kernels=step.per_step(items), **step.time_facts(step.ms(items)), **facts)]
+        evidence += [finding("cause-eager-norms", kernels=step.per_step(norms), time_ms=step.ms(norms))] if norms else []
+        yield step.cause("fusing", saved_ms, evidence, items, "", "not fused", removed=True)
+
+
+def _is_fusible(item: TimedWork) -> bool:
+    """Whether it is a single elementwise operation or reduction of PyTorch, not a norm that is one kernel already."""
+    return (
+        item.name in FUSED and item.mentions("at::native") and item.work_class.facts.kernel_class in ("elementwise", "activation")
+    )
+
+
+def _layout(step: StepEvidence) -> Iterator[Cause]:
+    """Convolutions whose kernels want another layout than the tensors have."""
+    items = step.of_class("layout")
+    time_ms = step.ms(items)
+    if time_ms > WAITING * step.step_ms and (convolutions := step.ms(step.of_class("convolution"))):
+        evidence = finding("cause-layout", kernels=step.per_step(items), convolutions_ms=convolutions, **step.time_facts(time_ms))
+        yield step.cause("layout", time_ms, [evidence], items, "around convolutions", "another layout", removed=True)

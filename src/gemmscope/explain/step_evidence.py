@@ -25,6 +25,9 @@ from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
 USUAL = 0.7  # of the peak, where nobody has measured what large GEMMs reach on the GPU
+LESS = 0.6  # of its cost: a cause that gains less gets a reason
+HOST_LIMIT = 0.95  # of the step that is left
+GAINED = 1.005  # least speedup of a cause that is listed
 NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
 MOST_SPANS = 2000  # of one cause in a trace viewer
@@ -66,17 +69,27 @@ class StepEvidence:
         spans = [(gap.begin, gap.end, label) for gap in gaps]
         if label and not gaps:
             spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
+        speedup = self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed)
         return Cause(
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
-            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed),
-            evidence=tuple(evidence),
+            speedup_without=speedup,
+            evidence=(*evidence, *self._less_gained(cost_ms, speedup)),
             kernels=main_kernels(kernels),
             where=where,
             advice=(*advice, *entry["amd" if amd else "do"]),
             spans=tuple(spans[:MOST_SPANS]),
         )
+
+    def _less_gained(self, cost_ms: float, speedup: float) -> Iterator[Finding]:
+        """Why a cause gains much less than it costs: without it, the step is limited by something else."""
+        gained_ms = self.step_ms * (1 - 1 / speedup)
+        if gained_ms < LESS * cost_ms:
+            graphs = self._graphs
+            host_ms = self.step_ms * sum(graph.host_us for graph in graphs) / sum(graph.step.time for graph in graphs)
+            code = "cause-gain-host" if host_ms > HOST_LIMIT * (self.step_ms - gained_ms) else "cause-gain-hidden"
+            yield finding(code, cost_ms=cost_ms, gained_ms=gained_ms, host_ms=host_ms)
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:

@@ -30,12 +30,12 @@ from gemmscope.explain.trace_view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
 RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle
-FULL_QUEUE = 500  # launches that have not begun: the next one may wait for room
 LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
 OWN_US = 10.0  # such a call takes so long by itself
 AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
+AT_ONCE = 0.1  # or within this share of its wait
 USUAL_GAP_US = 5.0  # between two kernels of a stream
-BLOCKED_US = 100.0  # a longer launch waited for room in the queue
+BLOCKED_US = 100.0  # a longer launch waited for room in the queue, if its work was then queued for as long
 LOOK_BACK = 64  # launches before a wait that may have started the work it waits for
 
 Moment = tuple[float, int]  # when the work at a place was launched, or ended
@@ -62,13 +62,13 @@ class _Node:
 @dataclass(slots=True)
 class _Wait:
     """A call in which the CPU waited for the GPU. `until`: the place of the work that released it, None if none did; `after`: how
-    long after the end of that work it returned; `staged`: the CPU copies from pageable memory meanwhile."""
+    long after the end of that work it returned; `blocked`: until when it only waited, before it copied from pageable memory."""
 
     start: float
     end: float
     until: int | None
-    after: float = 0.0
-    staged: bool = False
+    after: float
+    blocked: float
 
 
 @dataclass
@@ -122,6 +122,7 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> S
     before_step = (item.index for item in items if item.work.start < step.begin)
     indices = [*before_step, *view.indices_in(step)]
     calls = [trace.work[index].call for index in indices]
+    launched_work = [(call, trace.work[index].start) for call, index in zip(calls, indices, strict=True) if call is not None]
     streams = [trace.work[index].stream for index in indices]
     last: dict[object, int] = {}
     for place, (index, call, stream) in enumerate(zip(indices, calls, streams, strict=True)):
@@ -145,7 +146,7 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> S
     for (moment, _), (next_moment, place) in pairwise(_launched(nodes)):
         nodes[place].launching = min(next_moment - moment, LAUNCH_US)
     waits = _waits(nodes, ends, trace.waits, step, trace.work)
-    return StepGraph(step, nodes, waits, _host_us(view, step, [call for call in calls if call is not None], waits))
+    return StepGraph(step, nodes, waits, _host_us(view, step, launched_work, waits))
 
 
 def _launched(nodes: Sequence[_Node]) -> list[Moment]:
@@ -175,8 +176,9 @@ def _follow_waits(nodes: Sequence[_Node], streams: Sequence[object], calls: Sequ
 def _follow_ends(nodes: Sequence[_Node], streams: Sequence[object], ends: Sequence[Moment]) -> None:
     """Work that began late for its launch and its stream, right after work of another stream had ended, waited for that."""
     for place, node in enumerate(nodes):
-        if node.start - _base(nodes, node) > USUAL_GAP_US:
-            first, last = bisect_left(ends, node.start - AT_ONCE_US, key=_moment), bisect_right(ends, node.start, key=_moment)
+        if (waited := node.start - _base(nodes, node)) > USUAL_GAP_US:
+            since = node.start - max(AT_ONCE_US, AT_ONCE * waited)
+            first, last = bisect_left(ends, since, key=_moment), bisect_right(ends, node.start, key=_moment)
             _follow(nodes, streams, place, ends[first:last])
 
 
@@ -201,17 +203,19 @@ def _waits(
         if call.end <= step.end:
             first, last = (bisect_right(ends, moment, key=_moment) for moment in (call.start, call.end))
             until = copies.get(call.start) if "Memcpy" in call.name else None
-            if until is None or not call.start < nodes[until].end <= call.end:
+            if until is None or not call.start < nodes[until].end <= call.end + RELEASED_US:
                 until = ends[last - 1][1] if last > first else None
             after = call.end - nodes[until].end if until is not None else 0.0
             released = until is not None and (after <= RELEASED_US or not busy.within(nodes[until].end, call.end))
             staged = until is not None and BLOCKING not in call.name and "HtoD" in works[nodes[until].index].name
-            waits.append(_Wait(call.start, call.end, until if released else None, after, staged))
+            blocked = nodes[until].start if staged and until is not None else call.end
+            waits.append(_Wait(call.start, call.end, until if released else None, after, blocked))
     return sorted(waits, key=lambda wait: wait.end)
 
 
-def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: Sequence[_Wait]) -> float:
+def _host_us(view: TraceView, step: RecordedStep, launched: Sequence[tuple[Call, float]], waits: Sequence[_Wait]) -> float:
     """The CPU's own time for the step: from its first launch to the first of the next step, without waiting for the GPU."""
+    calls = [call for call, _ in launched]
     if not calls:
         return 0.0
     begin, end = min(call.start for call in calls), max(call.end for call in calls)
@@ -219,11 +223,9 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     after = view.trace.work[at].call if at < len(view.trace.work) else None
     end = max(end, after.start) if after is not None else end
     usual = median(call.end - call.start for call in calls)
-    starts, begins = sorted(call.start for call in calls), sorted(view.trace.work[item].start for item in view.indices_in(step))
-    full = (call for call in calls if bisect_left(starts, call.start) - bisect_right(begins, call.start) > FULL_QUEUE)
-    blocked = [(call.start + usual, call.end) for call in full if call.end - call.start > BLOCKED_US]
-    waited = (wait for wait in waits if wait.until is not None and not wait.staged)
-    blocked += [(wait.start + OWN_US, wait.end) for wait in waited if wait.end - wait.start > OWN_US]
+    full = (call for call, begun in launched if min(call.end - call.start, begun - call.end) > BLOCKED_US)
+    blocked = [(call.start + usual, call.end) for call in full]
+    blocked += [(wait.start + OWN_US, wait.blocked) for wait in waits if wait.until is not None]
     blocked_us = Covered((first, last) for first, last in blocked if last > first).within(begin, end)
     return max(min(end - begin - blocked_us, step.time), 0.0)
 
@@ -231,8 +233,10 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
 def _replay(graph: StepGraph, change: StepChange) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
-    gaps = (gap for gap in change.gaps if step.begin <= gap.begin < step.end)  # each ended with a launch, as far as is known
+    gaps = [gap for gap in change.gaps if step.begin <= gap.begin < step.end]
+    # Of a launch, if one ended the gap; else of the work that began then; else of the end of the step
     removed = [(gap.begin if gap.scope.launched is None else gap.scope.launched, gap.time) for gap in gaps]
+    earlier = {gap.end: gap.time for gap in gaps if gap.scope.launched is None}
     shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
     removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
     host = _HostTime(graph.waits, removed)
@@ -241,10 +245,11 @@ def _replay(graph: StepGraph, change: StepChange) -> float:
     for node in nodes:
         begin = node.start
         if node.start >= step.begin and (node.after or node.beside is not None or node.launched is not None):
-            begin = max((ends[place] for place in node.after), default=-inf) + node.slack
+            slack = node.slack - min(earlier.get(node.start, 0.0), node.slack)
+            begin = max((ends[place] for place in node.after), default=-inf) + slack
             if node.beside is not None:
                 place, overlap = node.beside
-                begin = max(begin, begins[place], ends[place] - overlap + node.slack)
+                begin = max(begin, begins[place], ends[place] - overlap + slack)
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
         begins.append(begin)
