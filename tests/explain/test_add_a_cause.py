@@ -60,7 +60,7 @@ def test_a_cause_is_added_as_contributing_says(tmp_path: Path) -> None:
     copy = copy_of_the_package(tmp_path)
     searches = copy / "explain" / "step_causes.py"
     before = searches.read_text()
-    searches.write_text(before.replace("*idle, _recompute", "*idle, _copying, _recompute"))
+    searches.write_text(before.replace("(_idle, _recompute", "(_idle, _copying, _recompute"))
     assert searches.read_text() != before
     append(searches, SEARCH)
     without_sentence = explain(copy)

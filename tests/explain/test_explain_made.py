@@ -83,7 +83,7 @@ def test_a_break_before_the_first_launch_is_told_by_its_annotation(name: str, ca
     diagnosis = builder.diagnose(tmp_path / "t.json")
     assert diagnosis.causes[0].code == cause
     assert diagnosis.causes[0].cost_ms == pytest.approx(7 if cause == "elsewhere" else 6.5, rel=0.15)
-    code, told = ("cause-cpu-activity", "marks") if cause == "elsewhere" else ("cause-host-calls", "name")
+    code, told = ("cause-cpu-activity", "frame") if cause == "elsewhere" else ("cause-host-calls", "name")
     assert name in fact(diagnosis.causes[0].evidence, code, told)
 
 

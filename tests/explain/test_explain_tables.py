@@ -190,21 +190,6 @@ def test_idle_time_is_that_of_the_innermost_frame(tmp_path: Path) -> None:
     assert shown.idle_frames[0].time_ms == pytest.approx(6.0)
 
 
-def test_allocator_calls_and_memory(tmp_path: Path) -> None:
-    builder = Builder()
-    builder.mark("ProfilerStep#1", 900.0, 9_000.0)
-    builder.kernel(FP8, 1_000.0, 1_000.0, launched=950.0)
-    builder.mark("cudaFree", 2_100.0, 3_000.0, "cuda_runtime", args={"correlation": 900})
-    builder.kernel(FP8, 8_000.0, 1_000.0, launched=7_990.0)
-    for moment, allocated in ((1_500.0, 3e9), (8_500.0, 5e9)):
-        sizes = {"Total Allocated": allocated, "Total Reserved": 6e9, "Device Type": 1, "Device Id": 0}
-        builder.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": moment, "args": sizes})
-    shown = tables(builder, tmp_path / "t.json")
-    assert [(call.name, call.count, call.time_ms) for call in shown.allocator] == [("cudaFree", 1, 3.0)]
-    assert [(point.allocated, point.reserved) for point in shown.memory] == [(3e9, 6e9), (5e9, 6e9)]
-    assert "Memory over time" in {table.title for table in document(explain([tmp_path / "t.json"])).tables()}
-
-
 def test_damaged_arguments_of_collectives(tmp_path: Path) -> None:
     builder = one_step((BF16, 100.0, "aten::mm", mm(4096, 4096, 4096)))
     odd = {"Collective name": ["x"], "In msg nelems": "many", "dtype": 7, "Group size": -3, "Process Group Ranks": "[0, 1, ...]"}
@@ -223,7 +208,7 @@ def test_misaligned_attention_of_timesformer() -> None:
 
 def test_freeing_memory_on_mi300x() -> None:
     shown = explain([shared_trace("resnet18_mi300x_hipfree.json.gz")]).tables
-    assert shown.allocator[0].name == shown.idle_frames[0].frame == "hipFree"
+    assert shown.idle_frames[0].frame == "hipFree"
 
 
 def test_the_recorder_keeps_what_the_tables_need(tmp_path: Path) -> None:

@@ -161,14 +161,12 @@ def graphs(kernels: list[int]) -> Builder:
 def test_kernels_missing_from_a_replayed_graph_are_not_idle_time(tmp_path: Path) -> None:
     whole = graphs([10, 10, 10]).diagnose(tmp_path / "whole.json")
     assert whole.account.unrecorded_ms == 0
-    for missing in ([10, 10, 0, 10], [10, 10, 2, 10]):
-        diagnosis = graphs(missing).diagnose(tmp_path / "missing.json")
-        lost = 9.0 - 0.9 * missing[2]
-        assert diagnosis.account.classes_ms[UNRECORDED] == pytest.approx(lost / 4, rel=0.02)
-        assert sum(diagnosis.account.idle_ms.values()) < 0.7
-        assert "graph-kernels-missing" in codes(diagnosis.findings)
-        assert not {"host", "idle", "elsewhere"} & {cause.code for cause in diagnosis.causes}
-        assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms)
+    diagnosis = graphs([10, 10, 0, 10]).diagnose(tmp_path / "missing.json")
+    assert diagnosis.account.classes_ms[UNRECORDED] == pytest.approx(9.0 / 4, rel=0.02)
+    assert sum(diagnosis.account.idle_ms.values()) < 0.7
+    assert "graph-kernels-missing" in codes(diagnosis.findings)
+    assert not {"host", "idle", "elsewhere"} & {cause.code for cause in diagnosis.causes}
+    assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms)
 
 
 def test_while_the_cpu_waits_for_the_gpu_the_gpu_is_not_idle(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
         findings = [finding("twin-recording", files=slowed, speedup=busy[0] / busy[1], before_ms=busy[0], after_ms=busy[1])]
     if after.get("GEMMs") and before.get("GEMMs"):
         findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))
-        others = [part for part in parts if part.part not in ("GEMMs", *unsure)]
-        findings += _largest_difference("twin-part-grew", others, after_ms)
+    findings += _largest_difference("twin-part-grew", [part for part in parts if part.part not in unsure], after_ms)
     findings += _not_comparable(slow, fast, all(flops))
     return StepComparison(
         title=f"Comparison with the {main_precision(slow) or 'other'} trace",
@@ -84,8 +83,13 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
     elif before not in ("", BF16):
         yield finding("twin-baseline-precision", precision=before, other=after or "unknown precision")
     if not checked:
-        counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]
-        yield finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1])
+        gemms = [[item.gemm for item in side.evidence.gemms] for side in (slow, fast)]
+        known, counts = (
+            [len(own) / side.view.count for own, side in zip(rows, (slow, fast), strict=True)]
+            for rows in ([[one for one in own if one.sized] for own in gemms], gemms)
+        )
+        facts = {"gemms_before": counts[0], "gemms_after": counts[1]}
+        yield finding("twin-not-checked", known_before=known[0], known_after=known[1], **facts)
 
 
 def main_precision(diagnosis: TraceDiagnosis) -> str:

@@ -7,7 +7,6 @@ from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, WaterfallChart
 from gemmscope.document.common import command_facts, facts, phrase, sections
 from gemmscope.document.explain_tables import (
-    allocator_table,
     attention_table,
     cause_kernels_table,
     causes_table,
@@ -20,7 +19,6 @@ from gemmscope.document.explain_tables import (
     idle_table,
     kernels_table,
     launches_table,
-    memory_table,
     numbers_table,
     parts_table,
     ranks_table,
@@ -90,9 +88,8 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
                 "Communication": [collectives_table(tables.collectives)],
                 "Kernels and launches": [
                     *(kernels_table(tables.kernels, step_ms), launches_table(tables.launches)),
-                    *(idle_frames_table(result), allocator_table(tables.allocator)),
+                    idle_frames_table(result),
                 ],
-                "Memory": [memory_table(tables.memory)],
                 "Ranks": [ranks_table(result)],
             }
         ),

@@ -8,14 +8,12 @@ from gemmscope.document.common import notes, phrase
 from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
 from gemmscope.results.explain import (
-    AllocatorCall,
     AttentionTotal,
     Cause,
     CollectiveTotal,
     ExplainResult,
     GemmShapeTotal,
     LaunchStatistics,
-    MemoryPoint,
     PartComparison,
     PrecisionTotal,
     RankTime,
@@ -29,7 +27,6 @@ from gemmscope.results.explain import (
 MOST_UNKNOWN = 10  # kernels of unknown class that are listed one by one
 MOST_STEPS = 60  # that are listed one by one
 MOST_ROWS = 20  # of shapes, one by one
-MOST_READINGS = 20
 LONGEST_NAME = 46  # characters of a kernel
 UNKNOWN = 0.02  # of the time of GEMMs: if the sizes of more are not recorded, a row says so
 FUNCTOR = re.compile(r"\w*(?:Functor|_kernel_cuda|Ops\b|NormTwo|MeanOps)\w*")
@@ -424,32 +421,6 @@ def _frame_name(name: str) -> str:
     ('torch/nn/modules/module.py(1773): _wrapped_call_impl', '-')
     """
     return (name if len(name) <= LONGEST_FRAME else f"…{name[1 - LONGEST_FRAME :]}") or "-"
-
-
-def allocator_table(calls: Sequence[AllocatorCall]) -> Table:
-    """Calls that allocate or free memory."""
-    return table(
-        "Allocator calls, per step",
-        calls,
-        Column("Call", lambda call: call.name),
-        Column("Calls", lambda call: call.count, "runs"),
-        Column("ms", lambda call: call.time_ms, ",.3f"),
-        note=phrase("explain-allocator"),
-    )
-
-
-def memory_table(points: Sequence[MemoryPoint]) -> Table:
-    """Memory over time: the maximum of each interval."""
-    every = max(-(-len(points) // MOST_READINGS), 1)
-
-    return table(
-        "Memory over time",
-        [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)],
-        Column("ms", lambda point: point.time_ms, ",.2f"),
-        Column("Allocated", lambda point: point.allocated, "GB"),
-        Column("Reserved", lambda point: point.reserved, "GB"),
-        note=phrase("explain-memory"),
-    )
 
 
 def ranks_table(result: ExplainResult) -> Table:

@@ -20,6 +20,7 @@ from gemmscope.explain.recorded_trace import (
     kind_of,
     message_of_mark,
 )
+from gemmscope.explain.step_evidence import short_name
 from gemmscope.explain.trace_view import TraceView
 from gemmscope.grouping import grouped
 from gemmscope.results.explain import CollectiveTotal
@@ -112,7 +113,15 @@ def collective_totals(
     """Collectives by kind, process group and size, per step, the longest first. `known_waits`: by the identity of the work."""
     messages = ((collective.message, collective) for collective in collectives)
     groups = grouped(
-        ((message.kind or "unknown", _group_name(message), message.size or world_size, message.bytes_counted), collective)
+        (
+            (
+                message.kind or short_name(collective.work.name),
+                _group_name(message),
+                message.size or world_size,
+                message.bytes_counted,
+            ),
+            collective,
+        )
         for message, collective in messages
     )
     totals = [_total(key, group, steps, known_waits) for key, group in groups.items()]

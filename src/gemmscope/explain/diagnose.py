@@ -15,7 +15,7 @@ from gemmscope.explain.attention_speed import attention_causes
 from gemmscope.explain.gemm_speed import gemm_causes, implausible_times
 from gemmscope.explain.low_precision_causes import low_precision_causes
 from gemmscope.explain.phase import framework_titles
-from gemmscope.explain.recorded_trace import RecordedTrace
+from gemmscope.explain.recorded_trace import GRAPH_LAUNCH, RecordedTrace
 from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_evidence import GAINED, NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.steps import SIMILAR
@@ -84,6 +84,9 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         )
     yield from _outside_steps(view)
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in gemms)
+    replayed = [work for work in trace.work if work.call is not None and GRAPH_LAUNCH in work.call.name]
+    graphs = {work.correlation for work in replayed}
+    shapes = "shapes-inside-graphs" if replayed and "operator shapes" in trace.slowing_options else "shapes-not-recorded"
     notes = (
         (steps.marked not in (0, len(steps.every)), finding("step-count-differs", steps=len(steps.every), marked=steps.marked)),
         (len(steps.every) == 1, finding("one-step-only")),
@@ -92,7 +95,8 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         (not trace.launches, finding("launches-not-recorded")),
         (not trace.has_operators, finding("operators-not-recorded")),
         (unknown, finding("gemm-precision-unknown", unknown=unknown, gemms=len(gemms))),
-        (trace.operators and gemms and not any(gemm.flops for gemm in gemms), finding("shapes-not-recorded")),
+        (replayed, finding("graph-launches", share=len(replayed) / len(trace.work), launches=len(graphs) / len(steps.every))),
+        (trace.operators and gemms and not any(gemm.flops for gemm in gemms), finding(shapes)),
     )
     yield from (note for applies, note in notes if applies)
 
@@ -136,30 +140,34 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the cause whose fix would gain most, or that the step is as expected."""
     unrecorded, busy, gpu = step.account.unrecorded_ms, step.account.busy_share, step.view.trace.gpu_name or "this GPU"
     phase = step.view.trace.phase
-    if unrecorded > 0.5 * step.step_ms:
-        return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
-    if not phase.judged:
-        part, time = max(step.account.parts_ms.items(), key=lambda pair: pair[1])
-        return finding("step-not-judged", phase=phase.name, busy=busy, part=part, time_ms=time, share=time / step.step_ms)
-    if causes:
-        return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
-    if not step.well_named:
-        return finding("step-kernels-unknown", share=1 - step.account.named_share)
-    convolutions = step.account.parts_ms.get("convolutions", 0.0) / step.account.busy_ms if step.account.busy_ms else 0.0
-    if not step.gemms and convolutions > 0:
-        return finding("step-of-convolutions", share=convolutions)
-    if not step.precision_known:
-        return finding("step-precision-unknown")
-    if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
-        return finding("step-precision-partly-unknown", share=step.unknown_share)
-    if step.weight_only and not step.is_low:
-        formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
-        return finding("step-weight-only", formats=formats, busy=busy)
-    if not step.has_fp8 and not step.is_low:
-        known = step.has_fp8 is not None
-        return finding("step-without-fp8", gpu=gpu, busy=busy) if known else finding("step-fp8-not-known", busy=busy)
-    quantization = step.account.share("quantization")
-    return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)
+    part, time = max(step.account.parts_ms.items(), key=lambda pair: pair[1] if pair[0] != "other" else 0.0)
+    unknown_fp8 = step.has_fp8 is None and not step.is_low
+    quantization, convolutions = (
+        step.account.share("quantization"),
+        step.account.parts_ms.get("convolutions", 0.0) / (step.account.busy_ms or 1),
+    )
+    formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
+    judged: dict[str, Fact] = {"phase": phase.name, "busy": busy, "part": part, "time_ms": time, "share": time / step.step_ms}
+    verdicts = (
+        (unrecorded > 0.5 * step.step_ms, finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)),
+        (not phase.judged, finding("step-not-judged", **judged)),
+        *(
+            (True, finding("step-cause", cause=one.code, title=one.title, cost_ms=one.cost_ms, step_ms=step.step_ms))
+            for one in causes
+        ),
+        (not step.well_named, finding("step-kernels-unknown", share=1 - step.account.named_share)),
+        (not step.gemms and convolutions > 0, finding("step-of-convolutions", share=convolutions)),
+        (not step.precision_known, finding("step-precision-unknown")),
+        (
+            not step.is_low and step.unknown_share > 1 - WELL_NAMED,
+            finding("step-precision-partly-unknown", share=step.unknown_share),
+        ),
+        (bool(step.weight_only) and not step.is_low, finding("step-weight-only", formats=formats, busy=busy)),
+        (unknown_fp8, finding("step-fp8-not-known", busy=busy)),
+        (step.has_fp8 is False and not step.is_low, finding("step-without-fp8", gpu=gpu, busy=busy)),
+    )
+    expected = finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)
+    return next((verdict for applies, verdict in verdicts if applies), expected)
 
 
 def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:

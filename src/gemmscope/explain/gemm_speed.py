@@ -24,7 +24,6 @@ TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
 POOR = 0.8  # of the rate of its neighbours
 ALIKE = 4.0  # most ratio of the FLOPs of two shapes that are compared
-TINY = 32  # a side that does not fill a tile of a tensor core
 MOST_SHAPES = 200
 
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
@@ -33,28 +32,7 @@ Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision
 def gemm_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     yield from _throttled(step)
-    yield from _misfits(step)
-    yield from _poor(step)
-
-
-def _poor(step: StepEvidence) -> Iterator[Cause]:
-    """Large GEMMs of one shape that are clearly slower than those of similar shapes in the same precision."""
-    large = [item for item in step.items if item.gemm.flops >= LARGE_FLOPS and item.gemm.size and not _misaligned(item)]
-    fit = [item for item in large if min(item.gemm.sides) >= SMALLEST and item.work.time > 0]
-    shapes = grouped(((item.gemm.precision, item.gemm.pass_name, item.gemm.size), item) for item in fit)
-    rates = {key: tflops(items) for key, items in shapes.items()}
-    for key, items in shapes.items():
-        flops = items[0].gemm.flops
-        near = [
-            other
-            for other in shapes
-            if other != key and other[0] == key[0] and ALIKE > shapes[other][0].gemm.flops / flops > 1 / ALIKE
-        ]
-        usual = median(rates[other] for other in near) if len(near) > 1 else 0.0
-        if rates[key] < POOR * usual:
-            facts: dict[str, Fact] = {"tflops": rates[key], "usual": usual, "precision": key[0], "others": len(near)}
-            evidence = [finding("cause-poor-gemm", sizes=sizes_of(items), **facts, **step.time_facts(step.ms(items)))]
-            yield step.cause("poor-gemm", step.ms(items) * (1 - rates[key] / usual), evidence, items, key[1], "slow")
+    yield from _slow_shapes(step)
 
 
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
@@ -144,38 +122,46 @@ def _misaligned(item: TimedWork) -> bool:
     return item.gemm.size is not None and any(side % multiple for side in item.gemm.size[1:])
 
 
-def _misfits(step: StepEvidence) -> Iterator[Cause]:
-    """GEMMs that take far longer than their FLOPs and bytes need, because of their sizes."""
+def _slow_shapes(step: StepEvidence) -> Iterator[Cause]:
+    """Shapes that run far slower than their sizes need: misaligned ones, and large ones below the rate of their neighbours."""
     best = best_rates(step)
-    lost: dict[str, list[tuple[TimedWork, float]]] = {"misaligned": [], "tiny": []}
-    for item in step.items:
-        tiny = "bmm" in item.gemm.layer and bool(item.gemm.size) and min(item.gemm.sides) < TINY
-        code = "misaligned" if _misaligned(item) else "tiny" if tiny else ""
-        least_us = _least_us(step, item, best) if code and item.gemm.flops > 0 and item.scope.phase != "optimizer" else None
-        if least_us is not None and item.work.time > TOO_SLOW * least_us:
-            lost[code].append((item, item.share * (1 - least_us / item.work.time)))
-    for code, pairs in lost.items():
-        if pairs:
-            items = [item for item, _ in pairs]
-            cost_ms = sum(cost for _, cost in pairs) / 1000 / step.view.count
-            where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
-            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, code)
+    sized = [item for item in step.items if item.gemm.flops > 0 and item.gemm.size and item.work.time > 0]
+    judged = [item for item in sized if item.scope.phase != "optimizer"]
+    shapes = grouped(((item.gemm.precision, item.gemm.pass_name, item.gemm.size), item) for item in judged)
+    fills = {key: items[0].gemm.flops >= LARGE_FLOPS and min(items[0].gemm.sides) >= SMALLEST for key, items in shapes.items()}
+    odd: list[tuple[TimedWork, float]] = []
+    for key, items in shapes.items():
+        first, rate = items[0], tflops(items)
+        if _misaligned(first):
+            least = [(item, _least_us(step, item, best)) for item in items]
+            slow = [(item, us) for item, us in least if us is not None and item.work.time > TOO_SLOW * us]
+            odd += [(item, item.share * (1 - us / item.work.time)) for item, us in slow]
+        elif fills[key]:
+            others = [own for other, own in shapes.items() if fills[other] and other != key and other[0] == key[0]]
+            near = [tflops(own) for own in others if 1 / ALIKE < own[0].gemm.flops / first.gemm.flops < ALIKE]
+            if len(near) > 1 and rate < POOR * median(near):
+                facts: dict[str, Fact] = {"tflops": rate, "usual": median(near), "precision": key[0], "others": len(near)}
+                evidence = finding("cause-poor-gemm", sizes=sizes_of(items), **facts, **step.time_facts(step.ms(items)))
+                yield step.cause("poor-gemm", step.ms(items) * (1 - rate / median(near)), [evidence], items, key[1], "slow")
+    if odd:
+        items = [item for item, _ in odd]
+        where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
+        cost_ms = sum(cost for _, cost in odd) / 1000 / step.view.count
+        yield step.cause("misaligned", cost_ms, _misfit_facts(step, items, best), items, where, "misaligned")
 
 
-def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
+def _misfit_facts(step: StepEvidence, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
     precision = next(iter(largest_sums((item.gemm.precision, item.share) for item in items)))
     own = [item for item in items if item.gemm.precision == precision]
     shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops(own), "precision": precision}
-    shown |= step.time_facts(step.ms(items))
-    sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
-    facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
-    if code == "misaligned":
-        multiple = int(LOADED_BYTES / precision_in_traces()[precision].bytes)
-        odd = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})
-        facts.append(finding("cause-misaligned-sizes", sizes=list(map(str, odd[:5])), multiple=multiple, precision=precision))
-    if precision in best:
-        facts.append(finding("cause-best-gemm", tflops=best[precision], precision=precision))
-    return facts
+    multiple = int(LOADED_BYTES / precision_in_traces()[precision].bytes)
+    sides = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})
+    facts = [
+        finding("cause-misaligned-gemms", **shown, **step.time_facts(step.ms(items))),
+        finding("cause-gemm-sizes", sizes=sizes_of(items)),
+        finding("cause-misaligned-sizes", sizes=list(map(str, sides[:5])), multiple=multiple, precision=precision),
+    ]
+    return facts + ([finding("cause-best-gemm", tflops=best[precision], precision=precision)] if precision in best else [])
 
 
 def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> float | None:

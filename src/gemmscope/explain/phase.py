@@ -16,7 +16,7 @@ NO_GRADIENT = "forward pass without gradients"
 
 
 @dataclass(frozen=True)
-class Phase:
+class TracePhase:
     """`name`: empty if nothing shows it; `evidence`: what shows it; `judged`: whether causes and advice are given for it."""
 
     name: str = ""
@@ -38,7 +38,9 @@ class Phase:
         return any(name in self.frameworks for name in frameworks)
 
 
-def recognized(names: Collection[str], calls: Collection[str], frames: Collection[str], sequences: int, operators: bool) -> Phase:
+def recognized(
+    names: Collection[str], calls: Collection[str], frames: Collection[str], sequences: int, operators: bool
+) -> TracePhase:
     """The phase and the frameworks. `names`: of operators, annotations and kernels; `calls`: of the CUDA or HIP API; `frames`: of
     Python functions; `sequences`: how many numbers of the autograd graph were recorded; `operators`: whether any operator was.
 
@@ -53,18 +55,18 @@ def recognized(names: Collection[str], calls: Collection[str], frames: Collectio
 
     def evidence(rule: Mapping[str, Any]) -> str:
         looked_at = ((name, rule[kind]) for kind, own in kinds.items() if kind in rule for name in own)
-        found = ((name, match[0]) for name, pattern in looked_at if (match := re.search(pattern, name)))
-        return next((name if len(name) <= LONGEST_EVIDENCE else f"…{part}…" for name, part in found), "")
+        parts = ((name, match[0]) for name, pattern in looked_at if (match := re.search(pattern, name)))
+        return next((name if len(name) <= LONGEST_EVIDENCE else f"…{part}…" for name, part in parts), "")
 
-    frameworks = {rule["name"]: found for rule in RULES["framework"] if (found := evidence(rule))}
+    frameworks = {rule["name"]: shown for rule in RULES["framework"] if (shown := evidence(rule))}
     for rule in RULES["phase"]:
-        if found := evidence(rule):
-            return Phase(rule["name"], found, rule["judged"], frameworks)
+        if shown := evidence(rule):
+            return TracePhase(rule["name"], shown, rule["judged"], frameworks)
     if sequences >= GRADED:
-        return Phase(FORWARD, "operators with gradients, no backward pass", frameworks=frameworks)
+        return TracePhase(FORWARD, "operators with gradients, no backward pass", frameworks=frameworks)
     if operators:
-        return Phase(NO_GRADIENT, "no backward pass, no optimizer, no gradients", judged=False, frameworks=frameworks)
-    return Phase(frameworks=frameworks)
+        return TracePhase(NO_GRADIENT, "no backward pass, no optimizer, no gradients", judged=False, frameworks=frameworks)
+    return TracePhase(frameworks=frameworks)
 
 
 def framework_titles(names: Collection[str]) -> list[str]:

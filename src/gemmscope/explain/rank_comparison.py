@@ -4,14 +4,12 @@ The straggler is the rank that enters collectives last. It spends the least time
 Where the traces have no collectives in common, the rank that computes longest stands in.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import NamedTuple
 
-from gemmscope.explain.collectives import Collective, Match, collectives_of, last_of, matched, waiting_us
+from gemmscope.explain.collectives import Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE, add_up
 from gemmscope.findings import Finding, finding
@@ -97,77 +95,29 @@ def _straggler(
     rank: int, times: Sequence[RankTime], matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]
 ) -> list[Finding]:
     own = next(time for time in times if time.rank == rank)
-    others = [time.waiting_ms or 0.0 for time in times if time.rank != rank]
+    others = [time for time in times if time.rank != rank]
+    waits = [time.waiting_ms or 0.0 for time in others]
     straggler = finding(
         "ranks-straggler", rank=rank, delay_ms=own.delay_ms or 0.0, last=own.last_to_arrive or 0.0,
-        collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(others),
-        most_ms=max(others),
+        collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(waits),
+        most_ms=max(waits),
     )  # fmt: skip
-    return [straggler, *_why_late(rank, matches, by_rank)]
+    more = {str(time.rank): time.delay_ms or 0.0 for time in others if (time.delay_ms or 0.0) >= LATE * own.step_ms}
+    return [straggler, *([finding("ranks-more-stragglers", delays=more)] if more else []), *_why_late(own, others, by_rank)]
 
 
-class _Interval(NamedTuple):
-    """What a rank did before a collective, in microseconds. `first`: from the begin of the step."""
-
-    computing: float
-    idle: float
-    kernels: float
-    total: float
-    first: float
-
-
-def _combined(how: Callable[[Sequence[float]], float], intervals: Iterable[_Interval]) -> _Interval:
-    """The sum or the median of each quantity."""
-    return _Interval(*(how(values) for values in zip(*intervals, strict=True)))
-
-
-def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:
-    """Compare what the straggler does before each collective that it enters last with what the other ranks do there."""
-    members = {member for match in matches for member in match}
-    lanes = {member: _intervals(by_rank[member], [match[member] for match in matches if member in match]) for member in members}
-    led = [match for match in matches if last_of(match) == rank]
-    late = [lanes[rank][id(match[rank].work)] for match in led]
-    others = ([lanes[member][id(one.work)] for member, one in match.items() if member != rank] for match in led)
-    usual = [_combined(median, intervals) for intervals in others]
-    waited = [_waited_us(match, rank) for match in led]
-    before = sum(
-        max(time - max(interval.total - other.total, 0.0), 0.0)
-        for time, interval, other in zip(waited, late, usual, strict=True)
-        if interval.first
-    )
-    own, other = _combined(sum, late), _combined(sum, usual)
-    idle, computing, least = own.idle - other.idle, own.computing - other.computing, TELLING * sum(waited)
-    steps = by_rank[rank].view.count
-    facts = {"rank": rank, "time_ms": computing / 1000 / steps}
-    result = []
-    if before > least:
-        result.append(finding("straggler-late-start", rank=rank, time_ms=before / 1000 / steps))
-    if idle > least:
-        result.append(finding("straggler-idle", rank=rank, time_ms=idle / 1000 / steps))
-    if computing > least and own.kernels > MORE_KERNELS * other.kernels:
-        result.append(finding("straggler-more-work", **facts, kernels=own.kernels / steps, others=other.kernels / steps))
-    elif computing > least and other.computing and own.computing > SLOWER * other.computing:
-        result.append(finding("straggler-slower", **facts, ratio=own.computing / other.computing))
-    return result or [finding("straggler-unexplained", rank=rank)]
-
-
-def _intervals(diagnosis: TraceDiagnosis, collectives: Sequence[Collective]) -> dict[int, _Interval]:
-    """Before each collective, by the identity of its work: since the end of the one before it, or since the begin of its step."""
-    result: dict[int, _Interval] = {}
-    view = diagnosis.view
-    for step, items, shares in zip(view.steps.chosen, view.by_step, view.shares, strict=True):
-        computing = [item for item in items if item.name != "communication"]
-        inside = [collective.work for collective in collectives if collective.step == step.name]
-        begin = step.begin
-        for number, work in enumerate(sorted(inside, key=lambda work: work.start)):
-            first, end = (bisect_left(computing, at, key=lambda item: item.work.start) for at in (begin, work.start))
-            own = computing[first:end]
-            first, end = (
-                bisect_right(shares.gaps, begin, key=lambda gap: gap.end),
-                bisect_left(shares.gaps, work.start, key=lambda gap: gap.begin),
-            )
-            idle = sum(min(gap.end, work.start) - max(gap.begin, begin) for gap in shares.gaps[first:end])
-            total = max(work.start - begin, 0.0)
-            result[id(work)] = _Interval(sum(item.share for item in own), idle, len(own), total, number == 0)
-            begin = max(begin, work.end)
-    return result
+def _why_late(own: RankTime, others: Sequence[RankTime], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:
+    """Compare what the straggler does in a step with what the other ranks do."""
+    usual = [by_rank[time.rank] for time in others]
+    idle, busy = (median(getattr(time, name) for time in others) for name in ("idle_ms", "computing_ms"))
+    more_idle, computing, least = own.idle_ms - idle, own.computing_ms - busy, TELLING * (own.delay_ms or 0.0)
+    kernels, theirs = by_rank[own.rank].account.kernels, median(diagnosis.account.kernels for diagnosis in usual)
+    before = (own.delay_ms or 0.0) - max(more_idle, 0.0) - max(computing, 0.0)
+    facts = {"rank": own.rank, "time_ms": computing}
+    result = [finding("straggler-late-start", rank=own.rank, time_ms=before)] if before > least else []
+    result += [finding("straggler-idle", rank=own.rank, time_ms=more_idle)] if more_idle > least else []
+    if computing > least and kernels > MORE_KERNELS * theirs:
+        result.append(finding("straggler-more-work", **facts, kernels=kernels, others=theirs))
+    elif computing > least and busy and own.computing_ms > SLOWER * busy:
+        result.append(finding("straggler-slower", **facts, ratio=own.computing_ms / busy))
+    return result or [finding("straggler-unexplained", rank=own.rank)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.explain.host_activity import ALLOCATION, LOADING, START_UP, activity_of
-from gemmscope.explain.phase import GRADED, Phase, recognized
+from gemmscope.explain.phase import GRADED, TracePhase, recognized
 from gemmscope.explain.trace_file import HOW_TO_RECORD, OTHER_DEVICES, EventStream, reject_foreign
 from gemmscope.explain.trace_file import MOST_NAMES as MOST_NAMES_LOOKED_AT
 from gemmscope.reading import InputFile
@@ -48,7 +48,6 @@ GRAPH_LAUNCH = "GraphLaunch"  # in the names of calls that launch all kernels of
 LOADING_US = 1000.0  # a launch that takes longer while the GPU is idle loads the code of its kernel
 START_UP_US = 10_000.0  # of the first call to the GPU
 LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
-MOST_MEMORY = 100_000  # readings of the allocator
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
 
@@ -125,7 +124,7 @@ class Operator(Call):
 @dataclass
 class RecordedTrace:
     """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept. `activities`: what
-    the CPU did for long: operators, CUDA calls, Python functions. `memory`: time, bytes allocated, bytes reserved on the GPU."""
+    the CPU did for long: operators, CUDA calls, Python functions."""
 
     source: InputFile
     work: list[GpuWork] = field(default_factory=list)
@@ -137,7 +136,6 @@ class RecordedTrace:
     gpu_marks: list[Operator] = field(default_factory=list)
     activities: list[Call] = field(default_factory=list)
     stream_waits: list[Call] = field(default_factory=list)
-    memory: list[tuple[float, float, float]] = field(default_factory=list)
     rank: int | None = None
     world_size: int = 1
     gpu_name: str = ""
@@ -146,7 +144,7 @@ class RecordedTrace:
     other_gpus: int = 0  # whose work is ignored
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
-    phase: Phase = field(default_factory=Phase)
+    phase: TracePhase = field(default_factory=TracePhase)
     calls: set[str] = field(default_factory=set)  # names of the calls of the CUDA or HIP API
     frames: set[str] = field(default_factory=set)  # files of Python functions
     sequences: set[Any] = field(default_factory=set)  # the first numbers of the autograd graph
@@ -181,7 +179,6 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
             trace.processes.add(str(as_table(event.get("args")).get("name", ""))[:LONGEST_NAME])
         elif event.get("name") == "[memory]":
             trace.slowing_options.add("allocations")
-            _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
     job, devices = as_table(stream.head.get("distributedInfo")), as_list(stream.head.get("deviceProperties"))
@@ -288,15 +285,6 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     trace.operators.append(operator)
 
 
-def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
-    """A reading of the caching allocator, which the profiler makes with `profile_memory=True`."""
-    arguments = as_table(event.get("args"))
-    moment, device = _number(event.get("ts")), _integer(arguments.get("Device Type"))
-    allocated, reserved = _number(arguments.get("Total Allocated")), _number(arguments.get("Total Reserved"))
-    if moment is not None and device == 1 and allocated is not None and len(trace.memory) < MOST_MEMORY:
-        trace.memory.append((moment, max(allocated, 0.0), max(reserved or 0.0, 0.0)))
-
-
 def _require_gpu_work(trace: RecordedTrace) -> None:
     foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
     if not all(work.copy for work in trace.work) and not foreign:
@@ -304,6 +292,12 @@ def _require_gpu_work(trace: RecordedTrace) -> None:
     reject_foreign(trace.path, categories=trace.categories, processes=trace.processes)
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
+    if any("Launch" in name for name in trace.calls):
+        raise UserError(
+            f"{trace.path} has kernel launches, but no GPU kernels: the profiler did not record the GPU",
+            "end other profilers (Nsight, DCGM, a second torch.profiler), which keep the GPU's activity to themselves, and "
+            + HOW_TO_RECORD,
+        )
     raise UserError(
         f"{trace.path} has no GPU kernels: none of its {trace.events:,} events ran on a GPU",
         f"profile with ProfilerActivity.CUDA, or {HOW_TO_RECORD}",
@@ -345,8 +339,8 @@ def architecture_of(kernels: Iterable[str]) -> str:
     ('AMD Instinct MI300 series (ISA942 in kernel names)', '')
     """
     rules: list[dict[str, str]] = load_data("gemmscope.gpu", "other_gpus.toml")["architecture"]
-    found = ((rule["is"], match[0]) for name in kernels for rule in rules if (match := re.search(rule["kernel"], name)))
-    return next((f"{device} ({shown} in kernel names)" for device, shown in found), "")
+    matches = ((rule["is"], match[0]) for name in kernels for rule in rules if (match := re.search(rule["kernel"], name)))
+    return next((f"{device} ({shown} in kernel names)" for device, shown in matches), "")
 
 
 def _drop_false_ids(trace: RecordedTrace) -> None:
@@ -381,7 +375,6 @@ def _from_zero(trace: RecordedTrace) -> None:
     trace.zero_us = min(record.start for record in timed)
     active = [call for calls in trace.host_work.values() for call in calls]
     _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
-    trace.memory = sorted((moment - trace.zero_us, allocated, reserved) for moment, allocated, reserved in trace.memory)
     trace.work.sort(key=lambda work: (work.start, work.end))
     for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities, trace.waits, trace.stream_waits):
         records.sort(key=lambda record: (record.start, -record.end))

@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
-from gemmscope.explain.timeline import Gap, incomplete_replays
+from gemmscope.explain.timeline import LATE, Gap, frames_of, incomplete_replays
 from gemmscope.explain.trace_view import TITLES, TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import grouped
@@ -26,6 +26,13 @@ SMALL_MESSAGE = 1 << 20  # bytes: such a collective takes the time of its start
 BUCKET = 25 << 20  # the default of DistributedDataParallel
 SHORT_COLLECTIVE_US = 100.0
 MANY = 20  # per step
+# The cause that the owner of idle time makes
+OWNERS = {
+    **{entry["name"]: entry["cause"] for entry in HOST_ACTIVITIES}, **dict.fromkeys(LATE, "host"),
+    "no launch for over 1 ms": "elsewhere", "other stream": "streams", "launch not recorded": "idle",
+}  # fmt: skip
+UNEXPLAINED = ("streams", "idle")
+MOST_SYNCS = 2  # per step: more are worth naming
 DILUTIONS = {
     "attention": (0.30, 0.15, ("attention",)),
     "head": (0.30, 0.12, ("loss",)),  # and the GEMMs of the output head
@@ -36,26 +43,30 @@ DILUTIONS = {
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    idle = (_host_activities, _no_launches, _late_launches, _unexplained_idle)
-    for search in (*idle, _recompute, _communication, _copies, _dilution, _fusing, _layout):
+    for search in (_idle, _recompute, _communication, _copies, _dilution, _fusing, _layout):
         yield from search(step)
 
 
-def _gaps(step: StepEvidence, *reasons: str) -> tuple[list[Gap], float]:
-    """The idle time for these reasons, and how many milliseconds it is per step."""
-    gaps = [gap for shares in step.view.shares for gap in shares.gaps if gap.why in reasons]
-    return gaps, sum(gap.time for gap in gaps) / 1000 / step.view.count
+def _idle(step: StepEvidence) -> Iterator[Cause]:
+    """The idle time of each owner."""
+    owned = grouped((OWNERS.get(gap.why, ""), gap) for shares in step.view.shares for gap in shares.gaps)
+    for owner, gaps in owned.items():
+        time = sum(gap.time for gap in gaps) / 1000 / step.view.count - (step.recording.excess_ms if owner == "host" else 0.0)
+        if owner and time > WAITING * step.step_ms:
+            longest = max(gaps, key=lambda gap: gap.time)
+            facts = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
+            code, details = _host_bound(step, gaps, time) if owner == "host" else (owner, _what_the_cpu_did(step, owner, longest))
+            yield step.cause(code, time, [finding("cause-idle", **facts), *details], gaps=gaps, label=f"idle: {longest.why}")
 
 
-def _host_activities(step: StepEvidence) -> Iterator[Cause]:
-    """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
-    for activity in HOST_ACTIVITIES:
-        gaps, time = _gaps(step, activity["name"])
-        if time > WAITING * step.step_ms:
-            waiting = sum(any(gap.why == activity["name"] for gap in shares.gaps) for shares in step.view.shares)
-            facts = {**step.time_facts(time), "waiting": waiting, "steps": step.view.count}
-            evidence = finding("cause-host-activity", **facts, longest_ms=max(gap.time for gap in gaps) / 1000)
-            yield step.cause(activity["cause"], time, [evidence, *_calls(step, activity)], gaps=gaps, label=activity["name"])
+def _what_the_cpu_did(step: StepEvidence, owner: str, longest: Gap) -> list[Finding]:
+    """Calls and annotations of an activity; else what the CPU did in the longest gap, or why that is not known."""
+    if owner in UNEXPLAINED:
+        return [finding("cause-other-streams") if owner == "streams" else finding("launches-not-recorded")]
+    if owner == "elsewhere":
+        frame, kind = next(iter(frames_of(step.view.trace, [longest])))
+        return [finding("cause-cpu-activity", frame=frame[:100], kind=kind)] if frame else []
+    return [call for activity in HOST_ACTIVITIES if activity["cause"] == owner for call in _calls(step, activity)]
 
 
 def _calls(step: StepEvidence, activity: Mapping[str, str]) -> Iterator[Finding]:
@@ -81,50 +92,25 @@ def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
         yield finding(code, **step.time_facts(time))
 
 
-def _no_launches(step: StepEvidence) -> Iterator[Cause]:
-    """The CPU does something else for a while: data loading, logging, a checkpoint."""
-    gaps, time = _gaps(step, "no launch for over 1 ms")
-    if time > WAITING * step.step_ms:
-        longest = max(gaps, key=lambda gap: gap.time)
-        times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
-        evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.cause("elsewhere", time, evidence, where=_where(step, longest), label="no launches", gaps=gaps)
-
-
-def _late_launches(step: StepEvidence) -> Iterator[Cause]:
-    """The CPU cannot launch kernels as fast as the GPU runs them."""
-    late, time = _gaps(step, "late launch", "late launch after synchronization")
-    time -= step.recording.excess_ms
-    if time <= WAITING * step.step_ms:
-        return
+def _host_bound(step: StepEvidence, late: Sequence[Gap], time: float) -> tuple[str, list[Finding]]:
+    """Why launches are late: the CPU waits for the GPU again and again, launches experts one by one, or is simply slower."""
     account, code = step.account, "host"
-    evidence = [finding("cause-late-launches", **step.time_facts(time), times=step.per_step(late))]
+    evidence = [finding("cause-late-launches", times=step.per_step(late))]
     in_experts = sum(gap.time for gap in late if gap.scope.inside(*EXPERT_NAMES)) / 1000 / step.view.count
-    syncs = _synchronizations(step)
-    if syncs >= 2:
+    after_sync = sum(gap.time for gap in late if gap.why != LATE[0]) / 1000 / step.view.count
+    if (syncs := _synchronizations(step)) >= MOST_SYNCS:
         evidence.append(finding("cause-synchronizations", times=syncs))
     if in_experts > 0.5 * time:
         code = "experts"
         gemms = [item for item in step.gemms if item.scope.inside(*EXPERT_NAMES)]
         gemm_us = 1000 * step.ms(gemms) / max(step.per_step(gemms), 1)
         evidence.append(finding("cause-expert-launches", time_ms=in_experts, gemms=step.per_step(gemms), gemm_us=gemm_us))
-    if syncs >= 2 and _gaps(step, "late launch after synchronization")[1] > 0.5 * time:
+    if syncs >= MOST_SYNCS and after_sync > 0.5 * time:
         code = "syncs"
     interval_us = 1000 * step.step_ms / max(account.launches, 1)
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
-    evidence += [finding("cause-profiler-overhead")] if step.recording.plain_ms is None else []
-    yield step.cause(code, time, evidence, gaps=late, label="waiting for a launch")
-
-
-def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
-    """Idle time for which the trace shows no reason: launches are missing, or work that was launched in time did not begin."""
-    reasons = (("streams", "other stream", "cause-other-streams"), ("idle", "launch not recorded", "launches-not-recorded"))
-    for code, reason, why in reasons:
-        gaps, time = _gaps(step, reason)
-        if time > WAITING * step.step_ms:
-            evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), finding(why)]
-            yield step.cause(code, time, evidence, gaps=gaps, label="idle")
+    return code, evidence + ([finding("cause-profiler-overhead")] if step.recording.plain_ms is None else [])
 
 
 def _synchronizations(step: StepEvidence) -> float:
@@ -132,21 +118,6 @@ def _synchronizations(step: StepEvidence) -> float:
     starts = [wait.start for wait in step.view.trace.waits if "Synchronize" in wait.name and "Event" not in wait.name]
     inside = [bisect_left(starts, chosen.end) - bisect_left(starts, chosen.begin) for chosen in step.view.steps.chosen]
     return sum(inside) / step.view.count
-
-
-def _marks_in(step: StepEvidence, gap: Gap) -> list[Finding]:
-    """What a person or a data loader annotated there."""
-    marks = [mark for mark in step.view.trace.marks if not mark.name.startswith("ProfilerStep")]
-    names = [mark.name for mark in marks if min(mark.end, gap.end) - max(mark.start, gap.begin) > 0.5 * gap.time]
-    return [finding("cause-cpu-activity", marks=list(dict.fromkeys(names)))] if names else []
-
-
-def _where(step: StepEvidence, gap: Gap) -> str:
-    chosen = next(window for window in step.view.steps.chosen if window.begin <= gap.begin < window.end)
-    place = (gap.begin - chosen.begin) / chosen.time
-    if place > 0.8 or gap.end >= chosen.end:
-        return "at the end of the step"
-    return "at the beginning of the step" if place < 0.2 else "in the middle of the step"
 
 
 def _recompute(step: StepEvidence) -> Iterator[Cause]:

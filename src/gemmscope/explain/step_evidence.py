@@ -13,7 +13,7 @@ from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import WEIGHTS
 from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
-from gemmscope.explain.timeline import Gap
+from gemmscope.explain.timeline import LATE, Gap
 from gemmscope.explain.trace_view import HOST, TimedWork, TraceView, largest_sums
 from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding, finding
@@ -65,7 +65,9 @@ class StepEvidence:
         """
         entry, kernels = CAUSES[code], list(kernels)
         amd = "amd" in entry and is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
-        advice = [line for name in self.view.trace.phase.frameworks for line in entry.get(name, ()) if not amd]
+        phase = self.view.trace.phase
+        advice = [line for name in phase.frameworks for line in entry.get(name, ()) if not amd]
+        others = [line for name, lines in entry.get("without", {}).items() if not phase.uses(name) for line in lines]
         spans = [(gap.begin, gap.end, label) for gap in gaps]
         if label and not gaps:
             spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
@@ -78,7 +80,7 @@ class StepEvidence:
             evidence=(*evidence, *self._less_gained(cost_ms, speedup)),
             kernels=main_kernels(kernels),
             where=where,
-            advice=(*advice, *entry["amd" if amd else "do"]),
+            advice=(*advice, *entry["amd" if amd else "do"], *others),
             spans=tuple(spans[:MOST_SPANS]),
         )
 
@@ -351,8 +353,8 @@ class RecordingCost:
 
     @property
     def host_ms(self) -> float:
-        """The time in which the recorded step waits for launches."""
-        return self.account.parts_ms.get(HOST, 0.0)
+        """The time in which the recorded step waits for launches, not for other work of the CPU."""
+        return sum(self.account.idle_ms.get(why, 0.0) for why in LATE)
 
     @property
     def excess_ms(self) -> float:
@@ -374,7 +376,7 @@ class RecordingCost:
     def parts_ms(self) -> dict[StepPart, float]:
         """The parts of that step."""
         times = self.account.parts_ms
-        return times | {HOST: self.host_ms - self.excess_ms} if self.excess_ms else times
+        return times | {HOST: times[HOST] - self.excess_ms} if self.excess_ms else times
 
     def findings(self) -> Iterator[Finding]:
         """What recording changed in this trace, or may have changed."""

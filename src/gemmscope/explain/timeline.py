@@ -9,15 +9,17 @@ Idle time has one owner. Up to the end of the launch of the work that ended a ga
 GPU before, or did something else. From then on it is what the work waited for: another stream or rank.
 
 A gap in the recording is not idle time where the GPU must have been busy. Three things show it: a CUDA graph was replayed, and
-its kernels are missing from the trace, or most of those that other replays of it have; the CPU waited for the GPU in a
+its kernels are missing from the trace; the CPU waited for the GPU in a
 synchronization or a blocking copy, which return only when the GPU has finished; or the first recorded work of a stream began
 long after its launch, behind work from before the recording.
 """
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any
 
 from gemmscope.errors import UserError, option
@@ -25,11 +27,12 @@ from gemmscope.explain.host_activity import HOST_ACTIVITIES, Covered, by_key
 from gemmscope.explain.recorded_trace import Call, GpuWork, RecordedTrace
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
-from gemmscope.grouping import grouped
+from gemmscope.results.explain import FrameKind
 
 # Why the GPU was idle: "between kernels", "other stream", "launch not recorded", or, where the CPU was late:
+LATE = ("late launch", "late launch after synchronization")
 HOST_IDLE = (
-    "late launch", "late launch after synchronization", "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
+    *LATE, "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
 )  # fmt: skip
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
@@ -41,8 +44,9 @@ NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something 
 
 
 LONG_WAIT_US = 500.0  # a shorter wait may be the time that the call itself takes
-MISSING = 0.5  # of the kernels of a complete replay
-COMPLETE = 2  # replays that are alike show what a complete one is
+MOST_OPEN = 200  # activities of the CPU at one moment
+COVERED = 0.5  # of a gap: what the CPU did for that long explains it
+NOT_TELLING = ("ProfilerStep", "<built-in", "nccl:")
 
 
 @dataclass(frozen=True)
@@ -265,22 +269,44 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
 
 
 def incomplete_replays(trace: RecordedTrace) -> list[Call]:
-    """Launches of graphs whose kernels are missing from the trace, or most of them."""
+    """Launches of graphs whose kernels are missing from the trace."""
     replays = {key: call for key, call in trace.launches.items() if "GraphLaunch" in call.name}
     if not replays:
         return []
-    names = grouped((work.correlation, work.name) for work in trace.work if work.correlation in replays)
-    sequences = {key: tuple(names.get(key, ())) for key in replays}
-    times = Counter(sequences.values())
-    complete = sorted((sequence for sequence, count in times.items() if sequence and count >= COMPLETE), key=len)
-    longest = {sequence[0]: sequence for sequence in complete}
-    replayed = sorted(replays.items(), key=lambda replay: replay[1].start)
-    return [call for key, call in replayed if _is_incomplete(sequences[key], longest, times)]
+    recorded = {work.correlation for work in trace.work}
+    return sorted((call for key, call in replays.items() if key not in recorded), key=lambda call: call.start)
 
 
-def _is_incomplete(names: tuple[str, ...], longest: Mapping[str, tuple[str, ...]], times: Mapping[tuple[str, ...], int]) -> bool:
-    """Without kernels, or the begin of a sequence that other replays have: graphs that begin alike are not the same graph."""
-    if not names:
-        return True
-    complete = longest.get(names[0], ())
-    return times[names] == 1 and len(names) < MISSING * len(complete) and complete[: len(names)] == names
+def frames_of(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
+    """What the CPU did in each gap; `gaps` in the order of their begin."""
+    marks = [mark for mark in trace.marks if not mark.name.startswith(NOT_TELLING)]
+    every: list[Call] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
+    annotations = {id(mark) for mark in marks}
+    at, opened = 0, list[Call]()
+    for gap in gaps:
+        begin, end = gap.begin, max(min(gap.scope.launched or gap.end, gap.end), gap.begin)
+        needed = COVERED * (end - begin)
+        while at < len(every) and every[at].start <= end - needed:
+            opened.append(every[at])
+            at += 1
+        open_now = (activity for activity in opened if activity.end > begin and not activity.name.startswith(NOT_TELLING))
+        opened = nlargest(MOST_OPEN, open_now, key=lambda activity: activity.end)
+        covers = [activity for activity in opened if min(activity.end, end) - max(activity.start, begin) >= needed]
+        if covers:
+            inner = min(covers, key=lambda activity: activity.end - activity.start)
+            yield inner.name, "annotation" if id(inner) in annotations else frame_kind(inner.name)
+        elif gap.scope.operators:
+            yield gap.scope.operators[-1].name, "operator"
+        else:
+            yield "", "nothing recorded"
+
+
+def frame_kind(name: str) -> FrameKind:
+    """What a name of the profiler stands for.
+
+    >>> [frame_kind(name) for name in ("cudaStreamSynchronize", "train.py(12): step", "aten::item")]
+    ['GPU API call', 'Python function', 'operator']
+    """
+    if re.match(r"(cuda|hip|cu)[A-Z]", name):
+        return "GPU API call"
+    return "Python function" if ".py(" in name or name.startswith(("nn.Module", "<")) else "operator"

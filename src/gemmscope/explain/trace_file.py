@@ -50,6 +50,7 @@ class EventStream:
             self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
             first = self._peek()
             if first not in "[{":
+                reject_foreign(self.source, begin=self._buffer[:LONGEST_KEY], name=str(self.source))
                 raise UserError(f"{self.source} is not a trace: it does not start like JSON", HOW_TO_RECORD)
             self._at += 1
             yield from self._events(may_stop=True) if first == "[" else self._members()
@@ -167,12 +168,16 @@ def write_trace(target: Path, events: Iterable[dict[str, Any]], head: dict[str, 
         out.write("}\n")
 
 
-def reject_foreign(source: object, *, member: str = "", categories: Iterable[str] = (), processes: Iterable[str] = ()) -> None:
-    """Raise a `UserError` if only another profiler writes this member of the outermost object, these categories of events, or
-    processes of these names."""
+def reject_foreign(
+    source: object, *, member: str = "", categories: Iterable[str] = (), processes: Iterable[str] = (), begin: str = "",
+    name: str = "",
+) -> None:  # fmt: skip
+    """Raise a `UserError` if only another profiler writes this member of the outermost object, these categories of events,
+    processes of these names, or a file that begins or is named like this."""
     kinds, names = tuple(categories), tuple(processes)
     for file in FOREIGN:
         by_category = "category" in file and any(kind.startswith(file["category"]) for kind in kinds)
-        by_process = "process" in file and any(re.search(file["process"], name) for name in names)
-        if by_category or by_process or (member and file.get("member") == member):
+        by_process = "process" in file and any(re.search(file["process"], process) for process in names)
+        by_name = ("begin" in file and re.search(file["begin"], begin)) or ("named" in file and re.search(file["named"], name))
+        if by_category or by_process or by_name or (member and file.get("member") == member):
             raise UserError(f"{source} is {file['is']}", file["instead"])

@@ -278,23 +278,6 @@ class IdleFrame(Part):
     time_ms: float
 
 
-class AllocatorCall(Part):
-    """Calls that allocate or free GPU memory, per step: the caching allocator makes none in a steady state."""
-
-    name: str
-    count: float
-    time_ms: float
-
-
-class MemoryPoint(Part):
-    """Memory of the GPU at one moment, in bytes."""
-
-    time_ms: float
-    """From the beginning of the first step."""
-    allocated: float
-    reserved: float
-
-
 class ExplainTables(Part):
     """The tables of a recorded step."""
 
@@ -304,8 +287,6 @@ class ExplainTables(Part):
     kernels: tuple[TopKernel, ...] = ()
     launches: LaunchStatistics | None = None
     idle_frames: tuple[IdleFrame, ...] = ()
-    allocator: tuple[AllocatorCall, ...] = ()
-    memory: tuple[MemoryPoint, ...] = ()
 
 
 class ExplainResult(Result):
