@@ -40,14 +40,6 @@ def test_a_step_that_is_marked(tmp_path: Path) -> None:
     assert diagnosis.verdict.code == "step-not-judged"
 
 
-@pytest.mark.parametrize("mark", ["execute_context_1(888)_generation_0(0)", "step[DECODE bs=32]"])
-def test_annotations_of_engines(mark: str, tmp_path: Path) -> None:
-    diagnosis = forwards([mark] * 3).diagnose(tmp_path / "t.json")
-    assert diagnosis.view.count == 3
-    assert diagnosis.account.step_ms == pytest.approx(2.0, rel=0.02)
-    assert diagnosis.view.steps.found_by == "annotations of the inference engine"
-
-
 def test_annotations_of_an_engine_without_operators(tmp_path: Path) -> None:
     builder = forwards(["execute_model"] * 2)
     builder.events = [event for event in builder.events if event["cat"] != "cpu_op"]

@@ -18,7 +18,6 @@ from gemmscope.document.explain_tables import (
     idle_frames_table,
     idle_table,
     kernels_table,
-    launches_table,
     numbers_table,
     parts_table,
     ranks_table,
@@ -86,10 +85,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
                 "Comparisons": [*_waterfalls(result), *map(comparison_table, result.comparisons)],
                 "Attention": [attention_table(tables.attention)],
                 "Communication": [collectives_table(tables.collectives)],
-                "Kernels and launches": [
-                    *(kernels_table(tables.kernels, step_ms), launches_table(tables.launches)),
-                    idle_frames_table(result),
-                ],
+                "Kernels and idle time": [kernels_table(tables.kernels, step_ms), idle_frames_table(result)],
                 "Ranks": [ranks_table(result)],
             }
         ),

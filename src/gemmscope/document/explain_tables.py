@@ -13,7 +13,6 @@ from gemmscope.results.explain import (
     CollectiveTotal,
     ExplainResult,
     GemmShapeTotal,
-    LaunchStatistics,
     PartComparison,
     PrecisionTotal,
     RankTime,
@@ -95,39 +94,31 @@ def _remark(step: TracedStep) -> str:
     return "; ".join(filter(None, [extra, "" if step.averaged else "excluded from the averages"]))
 
 
-def _named_values(title: str, values: dict[str, tuple[Value, str]], *, known: bool = False) -> Table:
-    """Names with values, each in its own unit. `known`: without those that have no value."""
-
-    rows = [(name, write(value, unit)) for name, (value, unit) in values.items() if value is not None or not known]
-    return table(title, rows, Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g"))
-
-
 def numbers_table(result: ExplainResult) -> Table:
     """The numbers of one step."""
     account = result.account
     casts = account.quantization_kernels
-    return _named_values(
-        "Per step",
-        {
-            "GPU busy, ms": (account.busy_ms, ".2f"),
-            "GPU busy, share of the step": (account.busy_share, "%"),
-            "GPU idle, ms": (sum(account.idle_ms.values()), ".2f"),
-            "GPU busy with kernels that were not recorded, ms": (account.unrecorded_ms, ".2f"),
-            "communication, ms": (account.communication_ms, ".2f"),
-            "communication hidden behind computation, ms": (account.hidden_ms, ".2f"),
-            "communication hidden behind computation, share of it": (account.hidden_share, "%"),
-            "several kernels at once, ms": (account.overlapped_ms, ".2f"),
-            "kernels and copies": (account.kernels, ".0f"),
-            "launches": (account.launches, ".0f"),
-            "micro-batches": (account.micro_batches, "g"),
-            "kernels per GEMM, casts included": (account.kernels_per_gemm, ".1f"),
-            "quantization kernels": (casts, ".0f"),
-            "quantization kernels per low-precision GEMM": (casts / max(account.low_gemms, 1), ".1f"),
-            "quantization kernels per micro-batch": (casts / account.micro_batches, ".0f"),
-            f"linears in low precision, share of {result.low_share_of} (without the output head)": (result.low_share, "%"),
-            "GPU time in kernels of a known class": (account.named_share, "%"),
-        },
-    )
+    values: dict[str, tuple[Value, str]] = {
+        "GPU busy, ms": (account.busy_ms, ".2f"),
+        "GPU busy, share of the step": (account.busy_share, "%"),
+        "GPU idle, ms": (sum(account.idle_ms.values()), ".2f"),
+        "GPU busy with kernels that were not recorded, ms": (account.unrecorded_ms, ".2f"),
+        "communication, ms": (account.communication_ms, ".2f"),
+        "communication hidden behind computation, ms": (account.hidden_ms, ".2f"),
+        "communication hidden behind computation, share of it": (account.hidden_share, "%"),
+        "several kernels at once, ms": (account.overlapped_ms, ".2f"),
+        "kernels and copies": (account.kernels, ".0f"),
+        "launches": (account.launches, ".0f"),
+        "micro-batches": (account.micro_batches, "g"),
+        "kernels per GEMM, casts included": (account.kernels_per_gemm, ".1f"),
+        "quantization kernels": (casts, ".0f"),
+        "quantization kernels per low-precision GEMM": (casts / account.low_gemms if account.low_gemms else None, ".1f"),
+        "quantization kernels per micro-batch": (casts / account.micro_batches, ".0f"),
+        f"linears in low precision, share of {result.low_share_of} (without the output head)": (result.low_share, "%"),
+        "GPU time in kernels of a known class": (account.named_share, "%"),
+    }
+    rows = [(name, write(value, unit)) for name, (value, unit) in values.items()]
+    return table("Per step", rows, Column("What", lambda row: row[0]), Column("Value", lambda row: row[1], "g"))
 
 
 def unknown_table(unknown: Sequence[UnknownKernel]) -> Table:
@@ -369,26 +360,6 @@ def kernel_label(name: str) -> str:
     telling = FUNCTOR.search(arguments) if opened else None
     label = f"{base} {telling[0]}" if telling is not None else plain
     return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME - 1]}…"
-
-
-def launches_table(launches: LaunchStatistics | None) -> Table | None:
-    """How the CPU feeds the GPU."""
-    if launches is None:
-        return None
-    return _named_values(
-        "Launches, per step",
-        {
-            "launches": (launches.launches, "runs"),
-            "kernels shorter than 10 µs": (launches.short_kernels, "runs"),
-            "time in these kernels, ms": (launches.short_ms, ",.3f"),
-            "from launch to start, median µs": (launches.delay_median_us, ",.1f"),
-            "from launch to start, 90th percentile µs": (launches.delay_p90_us, ",.1f"),
-            "work queued at a launch, mean": (launches.queue_mean, ",.1f"),
-            "work queued at a launch, maximum": (launches.queue_most, "g"),
-            "launches to an idle GPU": (launches.queue_empty_share, "%"),
-        },
-        known=True,
-    )
 
 
 def idle_frames_table(result: ExplainResult) -> Table:

@@ -125,15 +125,11 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
 
 
 def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
-    """Which GEMMs the rates are of, and what the GPU cannot do."""
+    """Which GEMMs the rates are of."""
     gemms = [item.gemm for item in step.items if item.work_class.is_gemm and not item.gemm.reduces]
     sized = sum(gemm.flops > 0 for gemm in gemms)
     if 0 < sized < len(gemms):
         yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))
-    if step.has_fp8 is False and step.gemms and not step.is_low:
-        yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
-    elif step.has_fp8 is None and step.gemms and step.low_is_certain and not step.is_low:
-        yield finding("fp8-not-known")
 
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:

@@ -2,8 +2,8 @@
 
 A step begins when the CPU has begun it *and* the GPU has finished the previous one. So steps neither overlap nor leave gaps,
 whether the CPU runs ahead or the GPU waits for it. Without step marks of the profiler, a step ends where the optimizer ends. GPU
-work that was launched before the recording belongs to no step. Inference has no optimizer: there a step is what the engine
-annotates, or else the whole recording.
+work that was launched before the recording belongs to no step. What is no training has no
+optimizer: there the whole recording is one step.
 """
 
 import re
@@ -26,7 +26,6 @@ SIMILAR = 1.25  # a first step longer than this many times the median of the oth
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
 SLOWEST = 1.1  # and longer than this many times the slowest of the others
 APART = 4.0  # the same with only two steps, which may differ more
-ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")  # one forward of vLLM, SGLang
 WHOLE_RECORDING = "the whole recording"
 
 
@@ -73,7 +72,7 @@ def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
         "optimizer annotations": _optimizer_marks,
     }
     if trace.phase.without_optimizer:
-        finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: lambda _: _between([begin, end])}
+        finders[WHOLE_RECORDING] = lambda _: _between([begin, end])
     else:
         finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():
@@ -104,15 +103,6 @@ def _launched_before(trace: RecordedTrace, begin: float) -> frozenset[int]:
     """Work that started before the first step, and whose launch was not recorded although that of others was."""
     early = range(bisect_left(trace.work, begin, key=lambda work: work.start))
     return frozenset(number for number in early if trace.launches and trace.work[number].call is None)
-
-
-def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
-    """The outermost annotations of an inference engine, one for each forward."""
-    windows: list[RecordedStep] = []
-    for mark in trace.marks:
-        if ENGINE_STEPS.match(mark.name) and (not windows or mark.start >= windows[-1].end):
-            windows.append(RecordedStep(mark.name, mark.start, mark.end))
-    return _host_windows(trace, windows) if windows else []
 
 
 def _recorded_work(trace: RecordedTrace) -> Sequence[GpuWork]:

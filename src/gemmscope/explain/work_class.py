@@ -31,7 +31,6 @@ ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *CLASSES)
 BESIDE = 12  # most kernels between a softmax and its products, or within an eager norm
 AFTER_ROOT = 3  # kernels of a norm after the reciprocal root: two products and a conversion
 NORM_OPERATORS = ("pow", "mean", "add", "rsqrt", "mul", "copy_")
-CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
 OF_TORCH_TYPES = [known for known in MULTIPLIED if known.torch_type]
@@ -73,22 +72,9 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
         elif result.is_gemm:
             latest[work.stream] = result
         work_classes.append(result)
-    _convolutions_by_name(trace, scopes, work_classes)
     _unfused_attention(trace, scopes, work_classes)
     _eager_norms(trace, work_classes)
-    if not any(scope.operators for scope in scopes):
-        _cast_chains(trace, work_classes)
     return work_classes
-
-
-def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
-    """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
-    every = list(zip(trace.work, scopes, work_classes, strict=True))
-    gemms = ((work, one) for work, scope, one in every if scope.launched is not None and one.facts.kernel_class == "gemm")
-    launched = grouped((work.name, one.name == "convolution") for work, one in gemms)
-    for number, (work, scope, one) in enumerate(every):
-        if one.is_gemm and scope.launched is None and all(launched.get(work.name, [False])):
-            work_classes[number] = WorkClass("convolution", one.facts)
 
 
 def _unfused_attention(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
@@ -128,19 +114,6 @@ def _eager_norms(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
         for at in range(first, end):
             if work_classes[at].name == "elementwise" and launchers[at] in NORM_OPERATORS:
                 work_classes[at] = WorkClass("norms", work_classes[at].facts)
-
-
-def _cast_chains(trace: RecordedTrace, work_classes: list[WorkClass]) -> None:
-    """Without operators: the small PyTorch kernels that precede a copy into FP8 belong to that cast."""
-    for number, work in enumerate(trace.work):
-        if "float8_copy" not in work.name:
-            continue
-        for before in range(number - 1, max(number - CHAIN, -1), -1):
-            small, name = trace.work[before], work_classes[before].name
-            if name not in ("elementwise", "quantization", "copies") or not (small.copy or "at::native" in small.name):
-                break
-            if name == "elementwise":
-                work_classes[before] = WorkClass("quantization", work_classes[before].facts, eager=True)
 
 
 def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator | None) -> WorkClass:

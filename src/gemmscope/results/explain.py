@@ -249,23 +249,6 @@ class TopKernel(Part):
     mean_us: float
 
 
-class LaunchStatistics(Part):
-    """How the CPU feeds the GPU. Counts are per step."""
-
-    launches: float
-    short_kernels: float
-    """Kernels that run for less than 10 µs."""
-    short_ms: float
-    delay_median_us: float | None = None
-    """From the launch on the CPU to the begin on the GPU."""
-    delay_p90_us: float | None = None
-    queue_mean: float | None = None
-    """Kernels and copies that are launched and have not begun, at each launch."""
-    queue_most: int | None = None
-    queue_empty_share: float | None = None
-    """Share of launches at which nothing else was queued or running."""
-
-
 FrameKind = Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
 
 
@@ -285,7 +268,6 @@ class ExplainTables(Part):
     attention: tuple[AttentionTotal, ...] = ()
     collectives: tuple[CollectiveTotal, ...] = ()
     kernels: tuple[TopKernel, ...] = ()
-    launches: LaunchStatistics | None = None
     idle_frames: tuple[IdleFrame, ...] = ()
 
 
