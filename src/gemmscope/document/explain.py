@@ -8,7 +8,6 @@ from gemmscope.document.charts import Bar, BarChart, Fall, WaterfallChart
 from gemmscope.document.common import command_facts, facts, phrase, sections
 from gemmscope.document.explain_tables import (
     attention_table,
-    cause_kernels_table,
     causes_table,
     classes_table,
     collectives_table,
@@ -44,7 +43,8 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     straggler = [finding for finding in result.findings if finding.code in ("ranks-straggler", "straggler-explained")]
     answer, *more = [*(finding.text for finding in straggler), _verdict(result)]
-    purpose, command = _next(result)
+    compared_with = "BF16" if result.low_share > 0 and result.judged else "OTHER"
+    again = f"gemmscope explain {shlex.quote(file) if Path(file).suffix else 'TRACE'} --baseline {compared_with}-TRACE"
     return Document(
         kind="explain",
         title=f"Profiler trace {file}",
@@ -81,7 +81,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
                     *(steps_table(result.each_step), numbers_table(result), unknown_table(account.unknown)),
                 ],
                 "GEMMs": [gemms_table(account.gemms), gemm_shape_table(result)],
-                "Why the step is not faster": [causes_table(result), cause_kernels_table(result.causes)],
+                "Why the step is not faster": [causes_table(result)],
                 "Comparisons": [*_waterfalls(result), *map(comparison_table, result.comparisons)],
                 "Attention": [attention_table(tables.attention)],
                 "Communication": [collectives_table(tables.collectives)],
@@ -98,26 +98,15 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             "Method": facts(
                 ("trace", result.trace),
                 ("steps", steps),
-                ("phase", f"{result.phase} ({result.phase_evidence})" if result.phase else ""),
+                ("phase", result.phase),
                 ("framework", result.framework),
                 *command_facts(result),
             )
         },
-        next_purpose=purpose,
-        next_command=command,
+        next_purpose=phrase("explain-next-step" if result.comparisons else f"explain-next-{compared_with.lower()}"),
+        next_command="gemmscope step --preset NAME …" if result.comparisons else again,
         name=name,
     )
-
-
-def _next(result: ExplainResult) -> tuple[str, str]:
-    """The next useful command, and its purpose."""
-    if result.comparisons:
-        return phrase("explain-next-step"), "gemmscope step --preset NAME …"
-    file = Path(result.trace)
-    low = result.low_share > 0 and result.judged
-    trace = shlex.quote(file.name) if file.suffix else "TRACE"
-    other = f"gemmscope explain {trace} --baseline {'BF16' if low else 'OTHER'}-TRACE"
-    return phrase("explain-next-baseline" if low else "explain-next-other"), other
 
 
 def _verdict(result: ExplainResult) -> str:
@@ -141,7 +130,9 @@ def _texts(findings: tuple[Finding, ...]) -> str:
 def _cause_message(place: int, cause: Cause) -> Message:
     """One cause with its evidence, and what to do about it."""
     named = f"{place}. {cause.title}{f' ({cause.where})' if cause.where else ''}"
-    text = phrase("explain-cause", cause=named, evidence=_texts(cause.evidence), advice="; ".join(cause.advice))
+    kernels = phrase("explain-cause-kernels", kernels=", ".join(cause.kernels)) if cause.kernels else ""
+    evidence = " ".join(filter(None, [_texts(cause.evidence), kernels]))
+    text = phrase("explain-cause", cause=named, evidence=evidence, advice="; ".join(cause.advice))
     return Message(f"cause-{cause.code}", "warning", text)
 
 

@@ -9,7 +9,6 @@ from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
 from gemmscope.results.explain import (
     AttentionTotal,
-    Cause,
     CollectiveTotal,
     ExplainResult,
     GemmShapeTotal,
@@ -110,7 +109,6 @@ def numbers_table(result: ExplainResult) -> Table:
         "kernels and copies": (account.kernels, ".0f"),
         "launches": (account.launches, ".0f"),
         "micro-batches": (account.micro_batches, "g"),
-        "kernels per GEMM, casts included": (account.kernels_per_gemm, ".1f"),
         "quantization kernels": (casts, ".0f"),
         "quantization kernels per low-precision GEMM": (casts / account.low_gemms if account.low_gemms else None, ".1f"),
         "quantization kernels per micro-batch": (casts / account.micro_batches, ".0f"),
@@ -235,16 +233,6 @@ def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
         Column("Share" if short else "Share of step", lambda row: row[1].cost_ms / step_ms, "%", drop=1),
         Column("Speedup if fixed", lambda row: Cell(f"{row[1].speedup_without:.2f}x", row[1].speedup_without), "x"),
         sparse=short,
-    )
-
-
-def cause_kernels_table(causes: Sequence[Cause]) -> Table:
-    """The kernels of each cause."""
-    return table(
-        "Kernels of the causes",
-        [(cause.title, kernel) for cause in causes for kernel in cause.kernels],
-        Column("Cause", lambda row: row[0]),
-        Column("Kernel", lambda row: row[1]),
     )
 
 

@@ -27,8 +27,7 @@ from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause, StepAccount, TracedStep
 
 OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
-GROUPS_APART = 1.5  # ratio of the shortest step of the slow group to the longest of the fast one
-SMALLEST_GROUP = 0.2  # of all steps
+GROUPS_APART, SMALLEST_GROUP = 1.5, 0.2  # ratio of the shortest slow step to the longest fast one; share of all steps
 MAIN_REASON = 0.1  # of a step's extra time: what takes less is not named
 
 
@@ -63,15 +62,17 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     each_step = timed_steps(view)
     findings = (
         *(evidence.recording.findings() if trace.phase.judged else ()),
-        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
+        *(*_unknown_kernels(evidence), *_trace_findings(evidence)),
         *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
     )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
 
 
-def _trace_findings(view: TraceView) -> Iterator[Finding]:
+def _trace_findings(step: StepEvidence) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
-    trace, steps, gemms = view.trace, view.steps, view.gemms.values()
+    view, trace, steps, gemms = step.view, step.view.trace, step.view.steps, step.view.gemms.values()
+    own = [item.gemm for item in step.items if item.work_class.is_gemm and not item.gemm.reduces]
+    sized = sum(gemm.flops > 0 for gemm in own)
     if trace.phase.name:
         yield finding("phase", phase=trace.phase.name, evidence=trace.phase.evidence, found_by=steps.found_by)
     if trace.phase.frameworks:
@@ -94,6 +95,7 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         (trace.skew_us, finding("clock-offset", offset_ms=trace.skew_us / 1000)),
         (not trace.launches, finding("launches-not-recorded")),
         (not trace.has_operators, finding("operators-not-recorded")),
+        (0 < sized < len(own), finding("gemm-sizes-partial", known=sized / view.count, gemms=step.per_step(own))),
         (unknown, finding("gemm-precision-unknown", unknown=unknown, gemms=len(gemms))),
         (replayed, finding("graph-launches", share=len(replayed) / len(trace.work), launches=len(graphs) / len(steps.every))),
         (trace.operators and gemms and not any(gemm.flops for gemm in gemms), finding(shapes)),
@@ -122,14 +124,6 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
     if maybe := [kernel for kernel in unknown if may_be_gemm(kernel.name)]:
         share = sum(kernel.time_ms for kernel in maybe) / step.account.busy_ms
         yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
-
-
-def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
-    """Which GEMMs the rates are of."""
-    gemms = [item.gemm for item in step.items if item.work_class.is_gemm and not item.gemm.reduces]
-    sized = sum(gemm.flops > 0 for gemm in gemms)
-    if 0 < sized < len(gemms):
-        yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))
 
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:

@@ -22,8 +22,7 @@ IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in th
 LOADED_BYTES = 16  # that tensor cores load at once
 TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
 SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
-POOR = 0.8  # of the rate of its neighbours
-ALIKE = 4.0  # most ratio of the FLOPs of two shapes that are compared
+POOR, ALIKE = 0.8, 4.0  # of the rate of shapes whose FLOPs differ by less than this factor
 MOST_SHAPES = 200
 
 Key = tuple[Size, int, str]  # size, GEMMs in one kernel, precision

@@ -16,9 +16,8 @@ GAIN_LOST = 0.5  # of the GEMMs' gain
 EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
 COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
 SMALL_SHARE = 0.5
-FULL = 0.05  # of the busy time: less work in FP32 is not worth a change
-# Of tensor cores over FP32, where sizes are not known. NVIDIA's guide to mixed precision reports up to 3x for whole networks
-ASSUMED_GAIN = 2.0
+# Least share of busy time; gain of tensor cores over FP32 where sizes are not known (NVIDIA's guide to mixed precision: up to 3x)
+FULL, ASSUMED_GAIN = 0.05, 2.0
 
 
 def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:

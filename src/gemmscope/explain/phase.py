@@ -10,9 +10,7 @@ from gemmscope.toml import load_data
 RULES: dict[str, list[dict[str, Any]]] = load_data("gemmscope.explain", "recognize.toml")
 GRADED = 3  # sequence numbers of the autograd graph: an operator without gradient gets none of its own
 LONGEST_EVIDENCE = 80
-TRAINING = "training"
-FORWARD = "forward pass of a module in training"
-NO_GRADIENT = "forward pass without gradients"
+TRAINING, FORWARD, NO_GRADIENT = "training", "forward pass of a module in training", "forward pass without gradients"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from gemmscope.results.explain import RankTime
 UNEVEN = 0.05  # more computation than the mean
 LATE = 0.03  # of the step: what the others wait for the straggler
 TELLING = 0.25  # of its delay: a cause that makes up less is not named
-MORE_KERNELS = 1.05
-SLOWER = 1.02
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,11 @@ def _why_late(own: RankTime, others: Sequence[RankTime], by_rank: Mapping[int, T
     more_idle, computing, least = own.idle_ms - idle, own.computing_ms - busy, TELLING * (own.delay_ms or 0.0)
     kernels, theirs = by_rank[own.rank].account.kernels, median(diagnosis.account.kernels for diagnosis in usual)
     before = (own.delay_ms or 0.0) - max(more_idle, 0.0) - max(computing, 0.0)
-    facts = {"rank": own.rank, "time_ms": computing}
-    result = [finding("straggler-late-start", rank=own.rank, time_ms=before)] if before > least else []
-    result += [finding("straggler-idle", rank=own.rank, time_ms=more_idle)] if more_idle > least else []
-    if computing > least and kernels > MORE_KERNELS * theirs:
-        result.append(finding("straggler-more-work", **facts, kernels=kernels, others=theirs))
-    elif computing > least and busy and own.computing_ms > SLOWER * busy:
-        result.append(finding("straggler-slower", **facts, ratio=own.computing_ms / busy))
+    longer = finding("straggler-computes", rank=own.rank, time_ms=computing, kernels=kernels, others=theirs)
+    reasons = (
+        (before, finding("straggler-late-start", rank=own.rank, time_ms=before)),
+        (more_idle, finding("straggler-idle", rank=own.rank, time_ms=more_idle)),
+        (computing, longer),
+    )
+    result = [reason for time, reason in reasons if time > least]
     return result or [finding("straggler-unexplained", rank=own.rank)]

@@ -39,14 +39,12 @@ SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
 LONGEST_NAME = 5000  # characters: the demangled names of templates are long
 MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
-MOST_SHAPES = 2000  # of one operator: the weights of many experts
-MOST_DIMENSIONS = 12
+MOST_SHAPES, MOST_DIMENSIONS = 2000, 12  # of one operator: the weights of many experts
 MOST_FILES = 20_000  # of Python functions
 LARGEST_SIZE = 2**40
 LATEST_US = 1e20  # no valid timestamp is larger
 GRAPH_LAUNCH = "GraphLaunch"  # in the names of calls that launch all kernels of a graph
-LOADING_US = 1000.0  # a launch that takes longer while the GPU is idle loads the code of its kernel
-START_UP_US = 10_000.0  # of the first call to the GPU
+LOADING_US, START_UP_US = 1e3, 1e4  # from which on a launch to an idle GPU loads code, and the first call starts the GPU
 LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 

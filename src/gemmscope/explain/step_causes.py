@@ -22,8 +22,7 @@ FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
 BACKWARD_NAMES = ("bprop", "bwd", "backward", "Backward")
 # Parts that low precision does not speed up: the share of GPU time from which each is a cause, what is usual, and its classes
 FUSED = ("elementwise", "norms", "activations")
-SMALL_MESSAGE = 1 << 20  # bytes: such a collective takes the time of its start
-BUCKET = 25 << 20  # the default of DistributedDataParallel
+SMALL_MESSAGE, BUCKET = 1 << 20, 25 << 20  # bytes: what takes the time of its start, and DistributedDataParallel's default
 SHORT_COLLECTIVE_US = 100.0
 MANY = 20  # per step
 # The cause that the owner of idle time makes
@@ -31,7 +30,6 @@ OWNERS = {
     **{entry["name"]: entry["cause"] for entry in HOST_ACTIVITIES}, **dict.fromkeys(LATE, "host"),
     "no launch for over 1 ms": "elsewhere", "other stream": "streams", "launch not recorded": "idle",
 }  # fmt: skip
-UNEXPLAINED = ("streams", "idle")
 MOST_SYNCS = 2  # per step: more are worth naming
 DILUTIONS = {
     "attention": (0.30, 0.15, ("attention",)),
@@ -61,7 +59,7 @@ def _idle(step: StepEvidence) -> Iterator[Cause]:
 
 def _what_the_cpu_did(step: StepEvidence, owner: str, longest: Gap) -> list[Finding]:
     """Calls and annotations of an activity; else what the CPU did in the longest gap, or why that is not known."""
-    if owner in UNEXPLAINED:
+    if owner in ("streams", "idle"):
         return [finding("cause-other-streams") if owner == "streams" else finding("launches-not-recorded")]
     if owner == "elsewhere":
         frame, kind = next(iter(frames_of(step.view.trace, [longest])))

@@ -25,8 +25,8 @@ from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
 USUAL = 0.7  # of the peak, where nobody has measured what large GEMMs reach on the GPU
-LESS = 0.6  # of its cost: a cause that gains less gets a reason
-HOST_LIMIT = 0.95  # of the step that is left
+# A cause that gains less than so much of its cost gets a reason: the CPU, if that takes so much of the step that is left
+LESS, HOST_LIMIT = 0.6, 0.95
 GAINED = 1.005  # least speedup of a cause that is listed
 NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision

@@ -32,8 +32,8 @@ MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
 RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle
 LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
 OWN_US = 10.0  # such a call takes so long by itself
-AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
-AT_ONCE = 0.1  # or within this share of its wait
+# Work that waited for another stream begins so soon after the end there, or within this share of its wait
+AT_ONCE_US, AT_ONCE = 20.0, 0.1
 USUAL_GAP_US = 5.0  # between two kernels of a stream
 BLOCKED_US = 100.0  # a longer launch waited for room in the queue, if its work was then queued for as long
 LOOK_BACK = 64  # launches before a wait that may have started the work it waits for

@@ -26,7 +26,6 @@ SIMILAR = 1.25  # a first step longer than this many times the median of the oth
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
 SLOWEST = 1.1  # and longer than this many times the slowest of the others
 APART = 4.0  # the same with only two steps, which may differ more
-WHOLE_RECORDING = "the whole recording"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
         "optimizer annotations": _optimizer_marks,
     }
     if trace.phase.without_optimizer:
-        finders[WHOLE_RECORDING] = lambda _: _between([begin, end])
+        finders["the whole recording"] = lambda _: _between([begin, end])
     else:
         finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():

@@ -44,8 +44,7 @@ NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something 
 
 
 LONG_WAIT_US = 500.0  # a shorter wait may be the time that the call itself takes
-MOST_OPEN = 200  # activities of the CPU at one moment
-COVERED = 0.5  # of a gap: what the CPU did for that long explains it
+MOST_OPEN, COVERED = 200, 0.5  # activities of the CPU at one moment; of a gap, that an activity must cover to explain it
 NOT_TELLING = ("ProfilerStep", "<built-in", "nccl:")
 
 

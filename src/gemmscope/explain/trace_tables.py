@@ -12,8 +12,7 @@ from gemmscope.explain.timeline import HOST_IDLE, frames_of
 from gemmscope.explain.trace_view import TITLES, counted, largest_sums
 from gemmscope.results.explain import ExplainTables, IdleFrame, TopKernel
 
-MOST_KERNELS = 20
-MOST_FRAMES = 15
+MOST_KERNELS, MOST_FRAMES = 20, 15
 
 
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:

@@ -173,7 +173,6 @@ def account_of(view: TraceView) -> StepAccount:
         micro_batches=_micro_batches(view),
         quantization_kernels=casts / count,
         low_gemms=sum(gemm.low for gemm in gemms) / count,
-        kernels_per_gemm=(len(gemms) + casts) / len(gemms) if gemms else 0.0,
         named_share=1 - classes.get(TITLES["other"], 0.0) / busy_ms if busy_ms else 0.0,
         unknown=_unknown([item for item in items if item.name == "other"], count),
     )

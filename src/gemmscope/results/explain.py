@@ -60,8 +60,6 @@ class StepAccount(Part):
     quantization_kernels: float
     low_gemms: float
     """GEMMs in low precision."""
-    kernels_per_gemm: float
-    """GEMMs and quantization kernels over GEMMs."""
     named_share: float
     """Share of GPU time in kernels of a known class."""
     unknown: tuple[UnknownKernel, ...] = ()
@@ -287,11 +285,8 @@ class ExplainResult(Result):
     """The trace has neither a backward pass nor an optimizer."""
     phase: str = ""
     """What the trace shows: training, a forward pass, an inference server, …; empty if nothing shows it."""
-    phase_evidence: str = ""
     judged: bool = True
     """Causes and advice are given for training only."""
-    frameworks: dict[str, str] = {}
-    """What shows each framework that is recognized."""
     account: StepAccount
     low_share: float
     """Share of the linears' FLOPs (of their time, where shapes are not known) in low precision, the output head left out."""
