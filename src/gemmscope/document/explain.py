@@ -26,7 +26,6 @@ from gemmscope.document.explain_tables import (
 from gemmscope.document.model import Card, Document, KeyFigure, Message, Subject
 from gemmscope.document.step_parts import part_segments
 from gemmscope.document.table import Table
-from gemmscope.findings import Finding
 from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, StepComparison
 
@@ -68,7 +67,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
                 cost=f"{cause.cost_ms:.2f} ms per step",
                 speedup=f"{cause.speedup_without:.2f}x",
                 remedy=cause.advice,
-                evidence=_texts(cause.evidence),
+                evidence=_evidence(cause),
                 where=cause.where,
             )
             for cause in result.causes
@@ -123,16 +122,16 @@ def _summary(result: ExplainResult) -> Table:
     return causes_table(result, short=True) if result.causes else parts_table(result.account)
 
 
-def _texts(findings: tuple[Finding, ...]) -> str:
-    return " ".join(finding.text for finding in findings)
+def _evidence(cause: Cause) -> str:
+    """What shows the cause, and its main kernels."""
+    kernels = [phrase("explain-cause-kernels", kernels=", ".join(cause.kernels))] if cause.kernels else []
+    return " ".join([*(finding.text for finding in cause.evidence), *kernels])
 
 
 def _cause_message(place: int, cause: Cause) -> Message:
     """One cause with its evidence, and what to do about it."""
     named = f"{place}. {cause.title}{f' ({cause.where})' if cause.where else ''}"
-    kernels = phrase("explain-cause-kernels", kernels=", ".join(cause.kernels)) if cause.kernels else ""
-    evidence = " ".join(filter(None, [_texts(cause.evidence), kernels]))
-    text = phrase("explain-cause", cause=named, evidence=evidence, advice="; ".join(cause.advice))
+    text = phrase("explain-cause", cause=named, evidence=_evidence(cause), advice="; ".join(cause.advice))
     return Message(f"cause-{cause.code}", "warning", text)
 
 
