@@ -19,13 +19,13 @@ from gemmscope.job.load import ModelRun, load_model  # noqa: E402
 from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics.evaluation import requests, worker  # noqa: E402
 from gemmscope.numerics.evaluation.error_findings import dropped_passes, padded_tokens  # noqa: E402
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording  # noqa: E402
+from gemmscope.numerics.recording import RecordingFacts, write_recording  # noqa: E402
 from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
-from gemmscope.numerics.sample import random_for, sample_linear  # noqa: E402
 from gemmscope.results.numerics import DroppedPass, LinearError, NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
 from gemmscope.signals import Interrupted, raised  # noqa: E402
 from support.commands import run_numerics  # noqa: E402
+from support.recorded import measured_linear  # noqa: E402
 from support.refusals import refused, refused_with_hint  # noqa: E402
 from support.workers import forked_workers  # noqa: E402
 
@@ -38,7 +38,7 @@ RECIPES = ["FP8Current", "FP8Delayed", "MXFP8", "NVFP4"]
 def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...] = (), gradient: float = 1.0) -> Path:
     """A recording of linears of 64 input features: name → output features, and a factor of X (NaN makes it invalid). `gradient`:
     a factor of dY."""
-    facts, tensors = [], {}
+    facts = []
     for index, (name, (outputs, factor)) in enumerate(names.items()):
         generator = torch.Generator().manual_seed(index)
         tokens = 8 if name in heads else 64  # the head of a classifier reads one token of each sequence
@@ -46,11 +46,8 @@ def write(path: Path, names: dict[str, tuple[int, float]], heads: tuple[str, ...
         x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         x[0, 0] *= factor
         dy *= gradient
-        step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=20_000, random=random_for(0))
-        layer = None if name in heads else index
-        facts.append(LinearFacts(name=name, linear=name[-1], layer=layer, inputs=64, outputs=outputs, steps=(step,)))
-        tensors |= {tensor_key(name, 0, key): values for key, values in kept.items()}
-    write_recording(path, RecordingFacts(source="recording", model="Small", steps=(0,), linears=tuple(facts)), tensors)
+        facts.append(measured_linear(name, x, w, dy, linear=name[-1], layer=None if name in heads else index))
+    write_recording(path, RecordingFacts(source="recording", model="Small", steps=(0,), linears=tuple(facts)))
     return path
 
 
@@ -89,7 +86,6 @@ def test_what_can_be_computed_is_and_the_rest_says_why(recording: Path, tmp_path
         "No errors of fprop, wgrad of l.2.c: X has NaN or Inf values in step 0. "
         "In the errors of recipes, these passes count as the mean of the other linears."
     )
-    assert result.has("numerics-no-probes")
     assert result.has("numerics-no-history")
     assert (result.source, result.model_name, result.steps, result.tokens) == ("recording", "Small", (0,), 64)
     assert {one.recipe for one in result.recipes} == set(RECIPES)
@@ -134,7 +130,6 @@ def test_synthetic_tensors_of_a_model() -> None:
     job = ModelRun(load_model(**sizes), RunSpec(micro_batch_size=1, sequence_length=128))
     result = run_numerics(synthetic="outliers", job=job, recipes=["MXFP8", "NVFP4"])
     assert result.source == "synthetic"
-    assert not result.has("numerics-no-probes")
     errors = {one.recipe: one.error for one in result.recipes}
     assert errors["MXFP8"] < errors["NVFP4"]
 

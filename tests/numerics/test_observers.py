@@ -17,13 +17,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import gemmscope  # noqa: E402
-from gemmscope.numerics import probes  # noqa: E402
+from gemmscope.numerics import measure  # noqa: E402
 from gemmscope.numerics.in_training import capture, experts, hooks  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from support import training_loops  # noqa: E402
+from support.recorded import measure_few  # noqa: E402
 from support.training_loops import Block, Experts, Loop, Network, check  # noqa: E402
 
-PROBES = probes.compute_probes
+VARIANTS = measure.variants
 LOOPS = [*training_loops.loops(), *training_loops.compiled_loops()]
 TRACED = (  # with a profiler, a run takes a second; benchmarks/observer_matrix.py runs all
     "plain", "numpy_random in experts", "non-reentrant checkpoints of experts", "average by deepcopy", "torch.save and pickle",
@@ -34,7 +35,7 @@ TRACED = (  # with a profiler, a run takes a second; benchmarks/observer_matrix.
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
+    measure_few(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -137,7 +138,7 @@ def test_names_with_halves_of_characters(tmp_path: Path) -> None:
         recording.step()
     names = [linear.name for linear in read_recording(tmp_path / "t\udc80").linears]
     assert names[0] == "up\\udc80"
-    assert len(names) == 5
+    assert len(names) == 7
 
 
 @pytest.mark.parametrize("how", ["loop", "batched", "grouped"])
@@ -151,21 +152,19 @@ def test_what_is_recorded_of_experts(how: str, cast: bool, tmp_path: Path) -> No
             loss = model(torch.randn(24, 16, requires_grad=True)).float().square().sum()
         loss.backward()
         recording.step()
-    linears = [linear for linear in read_recording(tmp_path / "t").linears if linear.facts.kind == "Experts"]
-    assert len(linears) == 4
+    linears = [linear for linear in read_recording(tmp_path / "t").linears if linear.kind == "Experts"]
+    assert len(linears) == 6
     for linear in linears:
-        (step,) = linear.sampled_steps
+        (step,) = linear.measured
         name, number = linear.name.split(".")[-2:]
         gradient = getattr(model.layers[0], name).grad[int(number)]
-        assert step.passes == ("fprop", "dgrad", "wgrad")
-        assert step.facts.passes["wgrad"].norm == pytest.approx(
-            float(gradient.norm()), rel=0.02 if cast or how == "grouped" else 1e-4
-        )
+        assert tuple(step.outputs) == ("fprop", "dgrad", "wgrad")
+        assert step.outputs["wgrad"] == pytest.approx(float(gradient.norm()), rel=0.02 if cast or how == "grouped" else 1e-4)
 
 
 def test_the_default_type_changes_nothing_in_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With probes: they make tensors, too."""
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", PROBES)
+    """In all recipes."""
+    monkeypatch.setattr(measure, "variants", VARIANTS)
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
         model, x = nn.Linear(16, 32), torch.randn(24, 16)

@@ -14,19 +14,21 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import gemmscope  # noqa: E402
-from gemmscope.numerics.probes import sample_with_probes  # noqa: E402
-from gemmscope.numerics.recording import TensorRecording, read_recording  # noqa: E402
-from support.recorded import LINEARS, Network, prepared, te_class, trained  # noqa: E402
+from gemmscope.numerics.in_training.model_recorder import measured_in_a_step  # noqa: E402
+from gemmscope.numerics.measure import LinearMeasurement  # noqa: E402
+from gemmscope.numerics.quantizers import operands  # noqa: E402
+from gemmscope.numerics.recording import RecordingFacts, read_recording  # noqa: E402
+from support.recorded import LINEARS, Network, measure_few, prepared, te_class, trained  # noqa: E402
 
 KINDS = ["eager", "reentrant", "non-reentrant", "layers", "wrapped layers", "ddp", "fsdp"]
 
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what other tests compiled. Skip probes, which take time and have their own tests, except in one test."""
+    """Forget what other tests compiled. Measure few recipes, except in one test."""
     torch._dynamo.reset()
     if "autocast" not in request.node.name:
-        monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
+        measure_few(monkeypatch)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def recorded(path: Path) -> TensorRecording:
+def recorded(path: Path) -> RecordingFacts:
     return read_recording(path / "t.safetensors")
 
 
@@ -51,23 +53,22 @@ def test_the_training_is_the_same_bit_for_bit(kind: str, tmp_path: Path, request
     recording = recorded(tmp_path)
     compiled = "layers" in kind
     assert [linear.name for linear in recording.linears] == [name for name in LINEARS if not compiled or "layers" not in name]
-    assert [note[:36] for note in recording.facts.notes] == ["4 linears inside compiled modules: n"] * compiled
+    assert [note[:36] for note in recording.notes] == ["4 linears inside compiled modules: n"] * compiled
     for linear in recording.linears:
-        assert [step.facts.step for step in linear.steps] == [5, 6, 7, 8]
-        assert [step.facts.step for step in linear.sampled_steps] == [8]
-        assert linear.sampled_steps[0].passes == ("fprop", "dgrad", "wgrad")
-        assert linear.sampled_steps[0].facts.tokens == 64, "of one micro-batch"
+        assert [step.step for step in linear.steps] == [5, 6, 7, 8]
+        assert [step.step for step in linear.measured] == [5, 6, 7, 8], "so few linears are measured in every step"
+        assert tuple(linear.measured[0].outputs) == ("fprop", "dgrad", "wgrad")
+        assert linear.measured[0].tokens == 64, "of one micro-batch"
 
 
 def test_autocast_decides_the_type(tmp_path: Path) -> None:
-    without = trained(prepared("eager"), None, bf16=True, loop=8)  # with probes: they draw random numbers, too
+    without = trained(prepared("eager"), None, bf16=True, loop=8)  # in all recipes
     within = trained(prepared("eager"), tmp_path / "t.safetensors", bf16=True, loop=8, after=2)
     assert all(torch.equal(one, other) for one, other in zip(without, within, strict=True))
     linear = recorded(tmp_path).linears[0]
-    first = linear.sampled_steps[0].sample("fprop", "W")
-    assert linear.facts.dtype == "bfloat16"
-    assert linear.sampled_steps[0].facts.probes
-    assert first.rows.dtype == torch.bfloat16
+    assert linear.dtype == "bfloat16"
+    assert "NVFP4/torchao" in linear.measured[0].gemms
+    assert "BF16" not in linear.measured[0].gemms, "which changes nothing"
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch itself
@@ -93,14 +94,17 @@ def test_what_is_recorded_is_what_the_linear_saw(kind: str, tmp_path: Path) -> N
         functional.dropout = functional_dropout
     for linear in recorded(tmp_path).linears:
         x, w, dy = (tensor.reshape(-1, tensor.shape[-1]) for tensor in seen[linear.name])
-        (step,) = linear.sampled_steps
+        (step,) = linear.measured
         for name, tensor in {"X": x, "W": w, "dY": dy}.items():
-            assert step.facts.tensors[name].amax == pytest.approx(float(tensor.abs().max()), rel=1e-4)
-            assert step.facts.tensors[name].norm == pytest.approx(float(tensor.norm()), rel=1e-4)
+            assert step.tensors[name].amax == pytest.approx(float(tensor.abs().max()), rel=1e-4)
+            assert step.tensors[name].norm == pytest.approx(float(tensor.norm()), rel=1e-4)
         for pass_name, output in {"fprop": x @ w.T, "dgrad": dy @ w, "wgrad": dy.T @ x}.items():
-            assert step.facts.passes[pass_name].norm == pytest.approx(float(output.norm()), rel=1e-4)
-        columns = step.sample("wgrad", "X").rows  # all: they fit in the file
-        torch.testing.assert_close(columns, x.T, rtol=1e-4, atol=1e-5)
+            assert step.outputs[pass_name] == pytest.approx(float(output.norm()), rel=1e-4)
+        low = operands("NVFP4", "fprop")
+        error = low[1].quantizer(x).values @ low[0].quantizer(w).values.T - x @ w.T
+        own = step.gemms["NVFP4/transformer_engine"]["fprop"]
+        assert own.squared == pytest.approx(float((error.norm() / (x @ w.T).norm()) ** 2), rel=1e-3)
+        assert own.damage == pytest.approx(float((error * dy).sum(1).square().sum() / 2), rel=1e-3)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "forward"])
@@ -135,62 +139,63 @@ def test_parts_of_a_pipeline_stage(tmp_path: Path) -> None:
         parts[1](parts[0](torch.randn(4, 32))).sum().backward()
         recording.step()
     linears = recorded(tmp_path).linears
-    assert [linear.facts.layer for linear in linears if linear.facts.linear == "up_proj"] == [2, 3, 6, 7]
+    assert [linear.layer for linear in linears if linear.linear == "up_proj"] == [2, 3, 6, 7]
     assert len({linear.name for linear in linears}) == 12
-    assert {linear.facts.op for linear in linears if linear.facts.linear == "up_proj"} == {"MLP Up"}
+    assert {linear.op for linear in linears if linear.linear == "up_proj"} == {"MLP Up"}
 
 
-def test_maxima_of_every_step_and_samples_of_the_last_ones(tmp_path: Path) -> None:
+def test_maxima_of_every_step_and_errors_of_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmscope.numerics.in_training.model_recorder.FEWEST", 1)
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=8, after=1, samples=2)
-    for linear in recorded(tmp_path).linears:
-        assert [step.facts.step for step in linear.steps] == [1, 2, 3, 4]
-        assert [step.facts.step for step in linear.sampled_steps] == [3, 4]
-        assert all(set(step.facts.tensors) == {"X", "W", "dY"} for step in linear.steps)
+    linears = recorded(tmp_path).linears
+    for linear in linears:
+        assert [step.step for step in linear.steps] == [1, 2, 3, 4]
+        assert len(linear.measured) == 2
+        assert all(set(step.tensors) == {"X", "W", "dY"} for step in linear.steps)
+    assert [sum(len(step.outputs) > 0 for step in steps) for steps in zip(*(one.steps for one in linears), strict=True)] == [
+        3
+    ] * 4
 
 
-def test_probes_know_the_maxima_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_linear_is_measured_as_often_as_asked() -> None:
+    for linears, steps, samples in ((196, 8, 1), (7, 8, 1), (100, 3, 2), (9, 1, 1)):
+        count = measured_in_a_step(linears, steps, samples)
+        times = [0] * linears
+        for place in range(steps * count):
+            times[place % linears] += 1
+        assert min(times) >= samples
+        assert count <= max(-(-linears * samples // steps), 8)
+
+
+def test_delayed_scaling_knows_the_maxima_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, history, **__: given.append(history) or {})
+    real = LinearMeasurement.numbers
+    monkeypatch.setattr(LinearMeasurement, "numbers", lambda self: given.append(self.delayed) or real(self))
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=4, steps=3, after=0)
     head = recorded(tmp_path).linears[-1]
     assert given[0] == {}
-    known = [step.facts.tensors for step in head.steps]
-    assert given[len(LINEARS)] == {name: max(one[name].amax for one in known) for name in ("X", "W", "dY")}, "the head is first"
+    known = [step.tensors for step in head.steps[:2]]
+    largest = {name: max(one[name].amax for one in known) for name in ("X", "W", "dY")}
+    assert given[2 * len(LINEARS)] == largest, "the head is first"
 
 
 def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 600), nn.Linear(600, 32))
-        trained(model, tmp_path / name, loop=2, steps=1, after=0, seed=seed, megabytes=1)
+        trained(model, tmp_path / name, loop=2, steps=1, after=0, seed=seed)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
 
 
-@pytest.mark.parametrize("megabytes", [1, 3])
-def test_the_file_is_smaller_than_asked(megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probes = {f"fprop/W/e4m3-{number}": (0.0006972316768951714,) * 4 for number in range(25)}
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: probes)
+def test_files_are_small_whatever_their_size_may_be(tmp_path: Path) -> None:
+    """Scripts for earlier versions give a size, which was needed for samples of tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(8)))
-    with gemmscope.record_tensors(
-        model, tmp_path / "t.safetensors", steps=3, samples=2, after=0, megabytes=megabytes
-    ) as recording:
-        for _ in range(3):
+    with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=2, after=0, megabytes=64) as recording:
+        for _ in range(2):
             model(torch.randn(128, 256)).sum().backward()
             recording.step()
-    assert 0.6e6 * megabytes < (tmp_path / "t.safetensors").stat().st_size <= 1e6 * megabytes
+    assert (tmp_path / "t.safetensors").stat().st_size < 100_000
     assert len(recorded(tmp_path).linears) == 8
-
-
-def test_too_many_linears_for_the_file_are_thinned_out_by_layer(tmp_path: Path) -> None:
-    forward = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(100)))
-    with gemmscope.record_tensors(forward, tmp_path / "t.safetensors", steps=1, after=0, megabytes=1) as recording:
-        forward(torch.randn(4, 8)).sum().backward()
-        recording.step()
-    thinned = recorded(tmp_path)
-    layers = sorted({linear.facts.layer for linear in thinned.linears})
-    assert len(thinned.linears) == 2 * len(layers) < 60
-    assert (layers[0], layers[-1]) == (0, 99)
-    assert "of 200 linears are recorded" in thinned.facts.notes[0]
 
 
 def test_an_interrupted_training_writes_what_there_is(tmp_path: Path) -> None:
@@ -209,8 +214,7 @@ def test_an_interrupted_training_writes_what_there_is(tmp_path: Path) -> None:
         train()
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     for linear in recorded(tmp_path).linears:
-        assert [step.facts.step for step in linear.sampled_steps] == [0]
-        assert [step.facts.step for step in linear.steps][:2] == [0, 1]
+        assert [step.step for step in linear.measured][:2] == [0, 1]
 
 
 def test_hooks_exist_only_in_recorded_steps(tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_failures_are_said_and_the_training_goes_on(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory\nsomewhere")
 
-    monkeypatch.setattr("gemmscope.numerics.in_training.capture.sample_with_probes", fails)
+    monkeypatch.setattr("gemmscope.numerics.in_training.capture.LinearMeasurement", fails)
     trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
     assert capsys.readouterr().err == "gemmscope: no tensors are recorded, the training goes on: RuntimeError: out of memory\n"
     assert all(not module._forward_hooks for module in model.modules())
@@ -241,28 +245,15 @@ def test_failures_are_said_and_the_training_goes_on(
 
 
 def test_what_fails_with_one_linear_is_said_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sample_with_probes
-
-    def fails(x: Any, w: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+    def fails(x: Any, w: torch.Tensor, *rest: Any) -> Any:
         if w.shape == (64, 32):
-            raise RuntimeError("no memory")
-        return real(x, w, *rest, **settings)
+            raise torch.OutOfMemoryError("no memory")
+        return LinearMeasurement(x, w, *rest)
 
-    monkeypatch.setattr("gemmscope.numerics.in_training.capture.sample_with_probes", fails)
+    monkeypatch.setattr("gemmscope.numerics.in_training.capture.LinearMeasurement", fails)
     trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
-    failures = {linear.name: linear.facts.failure for linear in recorded(tmp_path).linears}
-    assert failures == {name: "RuntimeError: no memory" if "up_proj" in name else "" for name in LINEARS}
-
-
-def test_without_memory_for_probes_the_sample_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", fails)
-    trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
-    for linear in recorded(tmp_path).linears:
-        assert linear.facts.failure == ""
-        assert linear.sampled_steps[0].facts.probes == {}
+    failures = {linear.name: linear.failure for linear in recorded(tmp_path).linears}
+    assert failures == {name: "OutOfMemoryError: no memory" if "up_proj" in name else "" for name in LINEARS}
 
 
 def test_a_failure_outside_of_a_linear_ends_the_recording(
@@ -315,10 +306,8 @@ def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys
     [
         {"steps": 0},
         {"after": -1},
-        {"megabytes": 0.5},
         {"samples": 9},
         {"seed": -1},
-        *({"megabytes": float(x)} for x in ("nan", "inf")),
     ],
 )
 def test_wrong_arguments_are_said_at_once(wrong: dict[str, Any], tmp_path: Path) -> None:
@@ -375,11 +364,11 @@ def test_experts_with_one_weight_for_all(transposed: bool, tmp_path: Path) -> No
         assert model[0].experts.calls == 4, "it runs once"
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     linears = recorded(tmp_path).linears
-    assert [linear.facts.op for linear in linears] == ["Expert Gate+Up"] * 2 + ["Expert Down"] * 2
-    assert all(linear.facts.experts == 3 and linear.facts.expert in range(3) for linear in linears)
-    assert {(linear.facts.inputs, linear.facts.outputs) for linear in linears} == {(32, 96), (48, 32)}
-    assert all(linear.sampled_steps[0].passes == ("fprop", "dgrad", "wgrad") for linear in linears)
-    assert {linear.sampled_steps[0].facts.tokens for linear in linears} <= {21, 22}
+    assert [linear.op for linear in linears] == ["Expert Gate+Up"] * 3 + ["Expert Down"] * 3
+    assert all(linear.experts == 3 and linear.expert in range(3) for linear in linears)
+    assert {(linear.inputs, linear.outputs) for linear in linears} == {(32, 96), (48, 32)}
+    assert all(tuple(linear.measured[0].outputs) == ("fprop", "dgrad", "wgrad") for linear in linears)
+    assert {linear.measured[0].tokens for linear in linears} <= {20, 21, 22}
 
 
 def test_transformer_engine_modules(tmp_path: Path) -> None:
@@ -430,8 +419,8 @@ def test_transformer_engine_modules(tmp_path: Path) -> None:
         first = [parameter.detach().clone() for parameter in model.parameters()]
         gradients.append(trained(model, path, loop=2, steps=1, after=0))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    linears = {linear.name: linear.sampled_steps[0] for linear in recorded(tmp_path).linears}
-    assert [step.facts.tokens for step in linears.values()] == [64, 20, 44, 64, 64]
+    linears = {linear.name: linear.measured[0] for linear in recorded(tmp_path).linears}
+    assert [step.tokens for step in linears.values()] == [64, 20, 44, 64, 64]
     assert list(linears) == ["0.qkv", "0.experts.0", "0.experts.1", "0.mlp.fc1", "0.mlp.fc2"]
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), first, strict=True):
@@ -443,5 +432,5 @@ def test_transformer_engine_modules(tmp_path: Path) -> None:
         outputs = {"0.qkv": qkv, "0.experts.1": experts[20:], "0.mlp.fc2": layer.mlp(experts)}
         outputs["0.mlp.fc1"] = functional.linear(norm(layer.mlp, experts), layer.mlp.fc1_weight)
     for name, output in outputs.items():
-        assert linears[name].facts.passes["fprop"].norm == pytest.approx(float(output.norm()), rel=1e-4)
-        assert linears[name].passes == ("fprop", "dgrad", "wgrad")
+        assert linears[name].outputs["fprop"] == pytest.approx(float(output.norm()), rel=1e-4)
+        assert tuple(linears[name].outputs) == ("fprop", "dgrad", "wgrad")

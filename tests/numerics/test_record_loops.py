@@ -14,14 +14,15 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import gemmscope  # noqa: E402
-from gemmscope.numerics.recording import RecordedLinear, read_recording  # noqa: E402
+from gemmscope.numerics.recording import LinearFacts, read_recording  # noqa: E402
+from support.recorded import measure_few  # noqa: E402
 
 ALL = ("fprop", "dgrad", "wgrad")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {})
+    measure_few(monkeypatch)
 
 
 class Pair(nn.Module):
@@ -62,7 +63,7 @@ def called_twice_with_recomputation(model: nn.Module, x: Tensor) -> None:
 
 def recorded(
     path: Path, step: Callable[[nn.Module, Tensor], None], model: nn.Module | None = None, **settings: Any
-) -> dict[str, RecordedLinear]:
+) -> dict[str, LinearFacts]:
     """The recording of a network, after checking that its gradients are those without recording, bit for bit."""
     torch.manual_seed(0)
     model = model if model is not None else Pair()
@@ -78,14 +79,14 @@ def recorded(
     return {linear.name: linear for linear in read_recording(path).linears}
 
 
-def wgrad_norm(linear: RecordedLinear) -> float:
-    return linear.sampled_steps[0].facts.passes["wgrad"].norm or 0.0
+def wgrad_norm(linear: LinearFacts) -> float:
+    return linear.measured[0].outputs["wgrad"]
 
 
 @pytest.mark.parametrize("step", [two_losses, first_call_unused, called_twice, called_twice_with_recomputation])
 def test_every_pass_is_recorded(step: Callable[[nn.Module, Tensor], None], tmp_path: Path) -> None:
     linears = recorded(tmp_path / "t.safetensors", step)
-    assert {name: linear.sampled_steps[0].passes for name, linear in linears.items()} == {"up_proj": ALL, "down_proj": ALL}
+    assert {name: tuple(linear.measured[0].outputs) for name, linear in linears.items()} == {"up_proj": ALL, "down_proj": ALL}
 
 
 @pytest.mark.parametrize("step", [plain, first_call_unused])
@@ -114,8 +115,8 @@ def test_only_gemms_that_run_are_recorded(tmp_path: Path) -> None:
     model = Pair()
     model.down_proj.weight.requires_grad_(False)
     linears = recorded(tmp_path / "t.safetensors", lambda model, x: plain(model, x.detach()), model)
-    assert linears["up_proj"].sampled_steps[0].passes == ("fprop", "wgrad")
-    assert linears["down_proj"].sampled_steps[0].passes == ("fprop", "dgrad")
+    assert tuple(linears["up_proj"].measured[0].outputs) == ("fprop", "wgrad")
+    assert tuple(linears["down_proj"].measured[0].outputs) == ("fprop", "dgrad")
 
 
 def test_a_frozen_linear_without_gradients_has_its_fprop(tmp_path: Path) -> None:
@@ -130,11 +131,11 @@ def test_a_frozen_linear_without_gradients_has_its_fprop(tmp_path: Path) -> None
     model.up_proj.requires_grad_(False)
     linears = recorded(tmp_path / "t.safetensors", step, model)
     frozen = linears["up_proj"]
-    assert not frozen.facts.failure
-    assert frozen.sampled_steps[0].passes == ("fprop",)
-    assert frozen.sampled_steps[0].facts.tensors["X"].amax < 50
-    assert set(frozen.facts.steps[0].tensors) == {"X", "W"}
-    assert linears["down_proj"].sampled_steps[0].passes == ("fprop", "wgrad")
+    assert not frozen.failure
+    assert tuple(frozen.measured[0].outputs) == ("fprop",)
+    assert frozen.measured[0].tensors["X"].amax < 50
+    assert set(frozen.steps[0].tensors) == {"X", "W"}
+    assert tuple(linears["down_proj"].measured[0].outputs) == ("fprop", "wgrad")
 
 
 def test_two_recordings_of_a_model(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_two_recordings_of_a_model(tmp_path: Path) -> None:
             plain(model, torch.randn(4, 32))
             first.step()
             second.step()
-    assert [step.facts.step for step in read_recording(tmp_path / "b").linears[0].steps] == [0, 1]
+    assert [step.step for step in read_recording(tmp_path / "b").linears[0].steps] == [0, 1]
 
 
 def test_a_recording_that_was_not_begun_or_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +183,7 @@ class Patches(nn.Module):
 def test_only_linears_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     assert list(recorded(path, plain, Patches())) == ["up_proj"]
-    assert "nn.MultiheadAttention is not recorded (1 module)" in read_recording(path).facts.notes[0]
+    assert "nn.MultiheadAttention is not recorded (1 module)" in read_recording(path).notes[0]
 
 
 def test_a_path_that_cannot_be_written_does_not_end_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemmscope.numerics.evaluation.synthetic import MAKERS, synthetic_recording  # noqa: E402
+from support.recorded import measure_few  # noqa: E402
 
 
 def sizes(hidden: int = 128) -> dict[str, tuple[int, int]]:
@@ -20,37 +21,33 @@ def sizes(hidden: int = 128) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.numerics.probes.compute_probes", lambda *_, **__: {"fprop/W/e4m3": (1.0,)})
+    measure_few(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_all_linears_are_there_and_marked(kind: str) -> None:
-    recording = synthetic_recording(kind, sizes(), tokens=64)
-    assert [(linear.name, linear.facts.inputs, linear.facts.outputs) for linear in recording.linears] == [
+    recording, linears = synthetic_recording(kind, sizes(), tokens=64)
+    assert [(linear.name, linear.inputs, linear.outputs) for linear in recording.linears] == [
         ("QKV Proj", 128, 384), ("Attn Out", 128, 128), ("MLP Up", 128, 256), ("MLP Down", 256, 128)
     ]  # fmt: skip
-    assert recording.facts.source == "synthetic"
+    assert recording.source == "synthetic"
     assert recording.origin.startswith("SYNTHETIC")
-    assert recording.facts.notes[0].startswith("SYNTHETIC")
-    for linear in recording.linears:
-        (step,) = linear.sampled_steps
-        assert step.passes == ("fprop", "dgrad", "wgrad")
-        assert step.facts.tokens == 64
-        assert step.facts.probes
+    assert recording.notes[0].startswith("SYNTHETIC")
+    for linear in linears:
+        (step,) = linear.measured
+        assert tuple(step.outputs) == ("fprop", "dgrad", "wgrad")
+        assert step.tokens == 64
+        assert step.gemms
 
 
 def test_the_seed_decides() -> None:
-    rows = []
-    for seed in (0, 0, 1):
-        sample = synthetic_recording("normal", sizes(), tokens=64, seed=seed).linears[0].steps[0].sample("fprop", "X")
-        rows.append(sample.rows)
-    assert torch.equal(rows[0], rows[1])
-    assert not torch.equal(rows[0], rows[2])
+    first = [next(synthetic_recording("normal", sizes(), tokens=64, seed=seed)[1]) for seed in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
 
 
 def test_kinds_differ_as_they_say() -> None:
     def amax_over_rms(kind: str) -> float:
-        facts = synthetic_recording(kind, sizes(), tokens=256).linears[0].steps[0].facts.tensors["X"]
+        facts = next(synthetic_recording(kind, sizes(), tokens=256)[1]).steps[0].tensors["X"]
         assert facts.norm is not None
         return facts.amax / facts.norm * (256 * 128) ** 0.5
 
@@ -60,6 +57,6 @@ def test_kinds_differ_as_they_say() -> None:
 
 
 def test_large_sizes_are_scaled_down_and_that_is_said() -> None:
-    recording = synthetic_recording("normal", sizes(4096), tokens=32)
-    assert max(linear.facts.outputs for linear in recording.linears) == 2048
-    assert "scaled down" in recording.facts.notes[1]
+    recording, _ = synthetic_recording("normal", sizes(4096), tokens=32)
+    assert max(linear.outputs for linear in recording.linears) == 2048
+    assert "scaled down" in recording.notes[1]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemmscope
+from gemmscope.numerics import measure
+from gemmscope.numerics.measured import step_facts
+from gemmscope.numerics.recording import LinearFacts
 
 
 class Block(nn.Module):
@@ -46,6 +50,21 @@ class Network(nn.Module):
         return self.head(x)
 
 
+def measure_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure two recipes instead of all, which takes time: one with stochastic rounding, one with a history."""
+    every = measure.variants()
+    few = {name: every[f"{name}/transformer_engine"] for name in ("NVFP4", "FP8Delayed")}
+    monkeypatch.setattr(measure, "variants", lambda: {f"{name}/transformer_engine": one for name, one in few.items()})
+
+
+def measured_linear(name: str, x: Tensor, w: Tensor, dy: Tensor, **facts: Any) -> LinearFacts:
+    """A linear as it is in a recording, measured in one step."""
+    sums = measure.LinearMeasurement(x, w, dy, x.dtype, 0).numbers()
+    step = step_facts(0, len(x), {key: values.tolist() for key, values in sums.items()})
+    outputs, inputs = w.shape
+    return LinearFacts(**{"name": name, "linear": name, "inputs": inputs, "outputs": outputs, "steps": (step,)} | facts)
+
+
 LINEARS = ["embed", "layers.0.up_proj", "layers.0.down_proj", "layers.1.up_proj", "layers.1.down_proj", "head"]
 
 
@@ -79,7 +98,7 @@ def trained(
     batches = torch.Generator().manual_seed(1)
     recording = None
     if path is not None:
-        recording = gemmscope.record_tensors(model, path, **({"steps": 4, "after": 5, "megabytes": 2} | settings))
+        recording = gemmscope.record_tensors(model, path, **({"steps": 4, "after": 5} | settings))
         recording.__enter__()
     losses = []
     for _ in range(loop):

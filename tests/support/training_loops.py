@@ -725,9 +725,7 @@ def run(loop: Loop, observers: str, folder: Path, device: str = "cpu") -> Outcom
         with contextlib.ExitStack() as stack:
             if observers in ("record", "both"):
                 path = folder / "recording.safetensors"
-                recording = stack.enter_context(
-                    gemmscope.record_tensors(training.model, path, after=begin, steps=end - begin, megabytes=1)
-                )
+                recording = stack.enter_context(gemmscope.record_tensors(training.model, path, after=begin, steps=end - begin))
             if observers in ("trace", "both"):
                 trace = stack.enter_context(gemmscope.trace_me(folder / "trace.json.gz", after=begin, steps=end - begin))
             for number in range(STEPS):
@@ -745,7 +743,7 @@ def run(loop: Loop, observers: str, folder: Path, device: str = "cpu") -> Outcom
     left |= dict(_left("state", states))
     recorded = recording is not None and recording.recorded
     linears = read_recording(folder / "recording.safetensors").linears if recorded else []
-    missing = tuple(f"{one.name}: {one.facts.failure}" for one in linears if one.facts.failure)
+    missing = tuple(f"{one.name}: {one.failure}" for one in linears if one.failure)
     return Outcome(left, recording is None or recorded, missing, trace is None or trace.recorded)
 
 

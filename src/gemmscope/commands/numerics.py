@@ -17,6 +17,7 @@ from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
+from gemmscope.numerics.evaluation.gradients import completed
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
     ComputedErrors,
@@ -68,7 +69,7 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
             update={
                 "command": context.command,
                 "findings": tuple(error_findings(computed, backend)),
-                "linears": tuple(computed.linears),
+                "linears": tuple(completed(computed.linears)),
                 "stale": tuple(computed.stale),
                 "depth": computed.depth.depth,
                 "interrupted": not computed.complete,

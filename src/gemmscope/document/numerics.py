@@ -11,6 +11,7 @@ from gemmscope.document.charts import Dot, ScatterChart
 from gemmscope.document.common import command_facts, facts, phrase, sections, versions_text
 from gemmscope.document.model import Advice, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.numerics_tables import (
+    damage_shares,
     depth_charts,
     heat_maps,
     kept_in_baseline,
@@ -24,6 +25,7 @@ from gemmscope.document.numerics_tables import (
     recipe_table,
     stale_table,
     summary,
+    weighted,
     worst_table,
 )
 from gemmscope.document.table import Facts, error_text, grouped
@@ -81,7 +83,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
     sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
     yield f"{source}{tokens}{sample}"
     layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
-    yield phrase("numerics-error", linears=len(linears), layers=layers)
+    yield phrase("numerics-weighted" if weighted(result) else "numerics-error", linears=len(linears), layers=layers)
     if result.speed_of is not None:
         how = phrase(f"numerics-speeds-{result.speed_origin}")
         file = f"; {result.speed_file}" if result.speed_file else ""
@@ -232,8 +234,12 @@ def _plain_speed(speedup: Interval | None) -> str:
 
 
 def _worst(result: NumericsResult) -> str:
-    """The linears with the largest errors, in the recipe that the answer is about."""
+    """The linears with the most damage, or the largest errors, in the recipe that the answer is about."""
     recipe = _main_recipe(result)
+    if weighted(result):
+        shares = damage_shares(result, recipe)
+        most = sorted(shares, key=lambda name: -shares[name])[:3]
+        return phrase("numerics-most-damage", recipe=recipe, named=[f"{name} {units.percent(shares[name])}" for name in most])
     errors = sorted(
         ((linear.error or 0.0, linear.name) for linear in result.counted if linear.recipe == recipe and linear.error is not None),
         reverse=True,
@@ -340,6 +346,7 @@ def _method(result: NumericsResult) -> Facts:
         ("tensors", f"{KINDS[result.source]}: {result.origin}"),
         ("error of a linear", phrase("numerics-error-of-linear")),
         ("error of a recipe", phrase("numerics-error-of-recipe")),
+        ("weights", phrase("numerics-weights") if weighted(result) else ""),
         ("time of a mix", phrase("numerics-time-of-mix") if result.speed_of else ""),
         ("computed on", ", ".join(filter(None, [result.device, versions_text(result.versions)]))),
         ("duration", f"{result.seconds:.0f} s" if result.seconds else ""),

@@ -73,15 +73,35 @@ def kept_in_baseline(result: NumericsResult) -> dict[str, list[str]]:
     return kept
 
 
+def weighted(result: NumericsResult) -> bool:
+    """Whether errors are weighted by damage."""
+    return any(row.damage is not None for row in result.recipes)
+
+
+def damage_shares(result: NumericsResult, recipe: str) -> dict[str, float]:
+    """The share of every linear in the damage of a recipe; the recorded experts of a layer stand for all of them."""
+    own = [linear for linear in result.counted if linear.recipe == recipe and linear.damage is not None]
+    recorded = {key: len(names) for key, names in grouped(((one.layer, one.linear), one.name) for one in own).items()}
+    damage = {one.name: (one.damage or 0.0) * one.experts / recorded[one.layer, one.linear] for one in own}
+    whole = sum(damage.values())
+    return {name: value / whole for name, value in damage.items()} if whole else {}
+
+
 def _speed(row: RecipeError | Mix) -> Value:
     return BASELINE_CELL if row.recipe == BASELINE else row.speedup
 
 
 def _error_columns(result: NumericsResult, drop: int = 0) -> list[Column[RecipeError | Mix]]:
-    """The error, the signal to quantization noise, and the speedup if any is known."""
+    """The error, the signal to quantization noise, the damage, and the speedup if any is known."""
+
+    def relative(row: RecipeError | Mix) -> float:
+        return row.error if row.relative is None else row.relative
+
     return [
         Column("Error", lambda row: row.error, "error"),
-        Column("SQNR dB", lambda row: decibels(row.error), ".1f", drop),
+        Column("Relative", relative, "error", when=weighted(result)),
+        Column("SQNR dB", lambda row: decibels(relative(row)), ".1f", drop),
+        Column("Damage", lambda row: row.damage, ".2g", when=weighted(result)),
         Column("Speedup", _speed, "x", when=result.speed_of is not None),
     ]
 
@@ -97,15 +117,18 @@ def summary(result: NumericsResult) -> Table:
 
     rows: list[RecipeError | Mix] = [*result.recipes, *([chosen] if chosen is not None and chosen.is_mixed else [])]
     title = f"{'SYNTHETIC: r' if result.source == 'synthetic' else 'R'}ecipes, smallest error first"
-    starred = partly.keys() & {row.recipe for row in result.recipes}
+    star = phrase("numerics-star", baseline=BASELINE) if partly.keys() & {row.recipe for row in result.recipes} else ""
     return table(
         title,
         rows,
         Column("Recipe", name),
         *_error_columns(result, drop=2),
-        Column("Worst", lambda row: row.worst_error if isinstance(row, RecipeError) and row.error else None, "error"),
+        Column(
+            "Gradients", lambda row: row.gradient if isinstance(row, RecipeError) else None, "%", drop=2, when=weighted(result)
+        ),
+        Column("Worst", lambda row: row.worst_error if isinstance(row, RecipeError) and row.error else None, "error", drop=1),
         Column("Worst linear", lambda row: row.worst if isinstance(row, RecipeError) and row.error else None, drop=1),
-        note=phrase("numerics-star", baseline=BASELINE) if starred else "",
+        note=" ".join(filter(None, [notes({"numerics-damage": weighted(result)}), star])),
     )
 
 
@@ -240,19 +263,25 @@ def _rms(values: Iterable[float]) -> float:
 def worst_table(result: NumericsResult, marked: str) -> Table:
     """The linears with the largest errors of each recipe, with the pass and the operand that contribute the most."""
     rows = []
-    for recipe in (row.recipe for row in result.recipes if row.recipe != BASELINE):
+    shares = {row.recipe: damage_shares(result, row.recipe) for row in result.recipes if row.recipe != BASELINE}
+    for recipe, known in shares.items():
         own = [linear for linear in result.counted if linear.recipe == recipe and linear.error is not None]
-        rows += sorted(own, key=lambda linear: -(linear.error or 0.0))[:MOST_WORST]
+        rows += sorted(own, key=lambda linear: (-known.get(linear.name, 0.0), -(linear.error or 0.0)))[:MOST_WORST]
+
+    def of_gradient(row: LinearError) -> float | None:
+        return row.gradient.share if row.gradient is not None else None
 
     def of_worst(value: Callable[[PassError], Value]) -> Callable[[LinearError], Value]:
         return lambda row: value(max(row.passes, key=lambda one: one.relative.value)) if row.passes else None
 
     return table(
-        f"{marked}The linears with the largest errors",
+        f"{marked}The linears with the {'most damage' if weighted(result) else 'largest errors'}",
         rows,
         Column("Recipe", lambda linear: linear.recipe),
         Column("Linear", lambda linear: linear.name),
+        Column("Damage", lambda linear: shares[linear.recipe].get(linear.name), "%", when=weighted(result)),
         Column("Error", lambda linear: linear.error, "error"),
+        Column("Gradient", of_gradient, "%", when=weighted(result)),
         Column("Worst pass", of_worst(lambda one: one.pass_name)),
         Column("Its error", of_worst(lambda one: one.relative), "error"),
         Column("Mostly from", of_worst(lambda one: one.operands[0 if one.first_share >= 0.5 else 1].tensor)),
@@ -326,16 +355,13 @@ def operand_table(result: NumericsResult, marked: str) -> Table:
 
 
 def stale_table(result: NumericsResult, marked: str) -> Table:
-    """The errors of delayed scaling, which uses scales of earlier steps, and those with the scale of the step itself."""
+    """How far tensors grew above the maxima of earlier steps, which delayed scaling takes its scales from."""
     return table(
         f"{marked}Delayed scaling on recorded steps",
-        sorted(result.stale, key=lambda stale: stale.fresh_relative - stale.relative),
+        sorted(result.stale, key=lambda stale: -stale.growth),
         Column("Linear", lambda stale: stale.name),
         Column("Tensor", lambda stale: stale.tensor),
         Column("Maximum over history", lambda stale: Cell(f"{stale.growth:.2f}x", stale.growth), "x"),
-        Column("Saturated", lambda stale: stale.saturated, "%"),
-        Column("Error", lambda stale: stale.relative, "error"),
-        Column("With its own scale", lambda stale: stale.fresh_relative, "error"),
         note=phrase("numerics-delayed"),
     )
 

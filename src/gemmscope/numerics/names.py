@@ -6,14 +6,17 @@ The names of frameworks are facts in `names.toml`. A path that is not known keep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from zlib import crc32
 
+from gemmscope.grouping import grouped
 from gemmscope.roles import Role, name_of, pieces, role
 from gemmscope.toml import load_data
 
+EXPERTS = 4  # of each layer, that stand for all
 FEED_FORWARD = ("MLP", "experts", "shared expert")  # blocks
 CHUNK = "pipeline_part_"  # before the number of a part, where a rank has several parts of a pipeline
 
@@ -156,3 +159,41 @@ def _latent_queries(names: Mapping[str, LinearName]) -> dict[str, LinearName]:
         else name
         for path, name in names.items()
     }
+
+
+def number_of(seed: int, *parts: str | int) -> int:
+    """A random number of its own for each linear, step and purpose: nothing depends on what else is recorded."""
+    text = "/".join(str(part) for part in (seed, *parts)).encode("utf-8", "surrogatepass")
+    return crc32(text) << 16 | crc32(text[::-1]) >> 16
+
+
+def few_of(numbers: Iterable[int], seed: int, *parts: str | int) -> tuple[int, ...]:
+    """A few experts that stand for all of them: the same ones for all linears of a layer.
+
+    >>> few_of(range(8), 0, 3, "mlp.experts"), few_of([5], 0)
+    ((1, 2, 5, 6), (5,))
+    """
+    drawn = sorted(numbers, key=lambda number: number_of(seed, *parts, number))[:EXPERTS]
+    return tuple(sorted(drawn))
+
+
+def few_experts(names: Mapping[str, LinearName], seed: int) -> dict[str, int]:
+    """The linears to measure: path → the number of experts that it stands for, 1 where it is not an expert.
+
+    >>> paths = [f"layers.0.experts.{number}.up_proj" for number in range(8)] + ["layers.0.o_proj"]
+    >>> names = name_linears(dict.fromkeys(paths, (64, 64)))
+    >>> sorted(few_experts(names, seed=0).values())
+    [1, 8, 8, 8, 8]
+    """
+    numbers = grouped((_group(name), name.expert) for name in names.values() if name.expert is not None)
+    groups = {group: set(own) for group, own in numbers.items()}
+    chosen = {group: few_of(own, seed, group[0] or 0, group[1]) for group, own in groups.items()}
+    return {
+        path: 1 if name.expert is None else len(groups[_group(name)])
+        for path, name in names.items()
+        if name.expert is None or name.expert in chosen[_group(name)]
+    }
+
+
+def _group(name: LinearName) -> tuple[int | None, str]:
+    return name.layer, name.linear.rpartition(".")[0]

@@ -201,13 +201,18 @@ def quantizer_named(name: str, number_format: str) -> Quantizer:
     return Quantizer(number_format, **facts, signs=signs)
 
 
+def libraries_of(recipe: Recipe) -> tuple[str, ...]:
+    """The libraries that quantize a recipe, in their order."""
+    return tuple(_table()["recipes"][recipe.name]) if recipe.quantizes else recipe.backends
+
+
 def library_of(recipe: Recipe, backend: str = "") -> str:
     """The library whose quantization a backend uses. `torch` and `cpu` only time GEMMs: for them, the recipe's first library.
 
     >>> library_of(recipe_named("MXFP8")), library_of(recipe_named("FP8Rowwise"), "torch")
     ('transformer_engine', 'torchao')
     """
-    libraries = _table()["recipes"][recipe.name] if recipe.quantizes else recipe.backends
+    libraries = libraries_of(recipe)
     if backend and backend not in recipe.backends:
         raise UserError(f"{recipe.name} does not run with the backend {shown(backend)}", f"one of: {', '.join(recipe.backends)}")
     return backend if backend in libraries else next(iter(libraries))

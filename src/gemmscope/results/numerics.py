@@ -60,6 +60,29 @@ class DroppedPass(Part):
     reason: str
 
 
+class GradientError(Part):
+    """What low precision does to the gradient of a weight in one micro-batch, in squared norms, beside the gradient's own
+    noise."""
+
+    bias: float
+    """What the errors of different micro-batches have in common."""
+    noise: float
+    """The variance of the rest."""
+    own_noise: float
+    """The variance of the gradient itself from micro-batch to micro-batch."""
+    squared: float
+    """The squared norm of the gradient."""
+    energy: float = 0.0
+    """What the squared norm would be if the tokens' parts of the gradient were uncorrelated."""
+    arriving: float = 0.0
+    """Squared norm of dY."""
+
+    @property
+    def share(self) -> float | None:
+        """Bias and noise over the gradient's own noise."""
+        return (self.bias + self.noise) / self.own_noise if self.own_noise > 0 else None
+
+
 class LinearError(Part):
     """One linear of one layer in one recipe."""
 
@@ -84,6 +107,11 @@ class LinearError(Part):
     """Passes that ran but could not be computed, such as those that read a dY with NaN. The others count."""
     weight: OperandError | None = None
     """Where only the weight is known."""
+    damage: float | None = None
+    """Predicted divergence (KL) of the model's predictions, in nats per token: half of the sum over tokens of the squared inner
+    product of dY and the output's error, for a loss that is the mean over tokens. Null where dY is not known."""
+    gradient: GradientError | None = None
+    """Errors of dgrad that arrive from later layers are included."""
     failure: str = ""
     """Why there are no numbers."""
 
@@ -110,9 +138,16 @@ class RecipeError(Part):
 
     recipe: str
     error: float
-    """Root mean square of the linears' errors: every linear of every layer counts once, experts of a layer together."""
+    """Root mean square of the linears' errors, each weighted by its damage where that is known; otherwise every linear of every
+    layer counts once, experts of a layer together."""
+    relative: float | None = None
+    """The same without weights, where `error` has them."""
+    damage: float | None = None
+    """Predicted divergence (KL) of the model's predictions, in nats per token."""
+    gradient: float | None = None
+    """Squared errors of all weight gradients over their own noise from micro-batch to micro-batch."""
     worst: str
-    """The linear with the largest error."""
+    """The linear with the most damage, or with the largest error where damage is not known."""
     worst_error: float
     speedup: Interval | None = None
     """Of the step, or of all linears, over BF16."""
@@ -121,17 +156,16 @@ class RecipeError(Part):
 
 
 class StaleScale(Part):
-    """Delayed scaling on recorded steps: the error with scales of earlier steps, and with the step's own scale."""
+    """Delayed scaling on recorded steps: how far a tensor grew above the scale of earlier steps."""
 
     name: str
     tensor: TensorName
     growth: float
     """The tensor's maximum over that of the history: above 1, values saturate."""
-    saturated: float
-    relative: float
-    """Error with the scale of earlier steps."""
-    fresh_relative: float
-    """Error with the step's own scale."""
+    saturated: float | None = None
+    """In files of earlier versions, as what follows."""
+    relative: float | None = None
+    fresh_relative: float | None = None
 
 
 class DepthError(Part):
@@ -157,7 +191,11 @@ class Mix(Part):
     linears: tuple[str, ...] = ()
     """Kept higher in every layer: names without the layer."""
     error: float
-    """Root mean square of the linears' errors."""
+    """Root mean square of the linears' errors, weighted as that of a recipe."""
+    relative: float | None = None
+    """The same without weights, where `error` has them."""
+    damage: float | None = None
+    """Predicted divergence (KL) of the model's predictions, in nats per token."""
     kept_share: float = 0.0
     """Share of the linears' FLOPs that are kept higher."""
     speedup: Interval | None = None

@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.evaluation.requests import ModelLinears
-from gemmscope.numerics.names import LinearName, name_linears
-from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
+from gemmscope.numerics.measure import tensor_numbers, weight_numbers
+from gemmscope.numerics.measured import operand_numbers, tensor_facts
+from gemmscope.numerics.names import LinearName, few_experts, name_linears
+from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, nonfinite_values
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
-from gemmscope.numerics.sample import few_experts, random_for, sample_linear
 from gemmscope.reading import LIMITS, called, parse_json, read_text
 from gemmscope.units import counted
 
@@ -87,9 +89,9 @@ class StoredWeight:
 
 
 def read_checkpoint(
-    path: str | Path, *, seed: int = 0, megabytes: float = 64, model: ModelLinears | None = None
-) -> TensorRecording:
-    """Sample the weights of all linears. With `model`, a `UserError` if the checkpoint is that of another model."""
+    path: str | Path, *, seed: int = 0, model: ModelLinears | None = None, device: str = "cpu"
+) -> tuple[RecordingFacts, Iterator[LinearFacts]]:
+    """The weights of all linears, measured one by one. With `model`, a `UserError` if the checkpoint is that of another model."""
     files = checkpoint_files(path)
     weights, names = find_weights(files)
     if not weights and METADATA in files[0].metadata:
@@ -104,28 +106,37 @@ def read_checkpoint(
             f"{called(path)} has {len(chosen):,} linears, more than the {MOST_SAMPLED:,} that can be compared",
             "give one of its files",
         )
-    share = int(megabytes * 1e6 / len(chosen)) - 4000
-    linears, kept, notes = [], dict[str, Tensor](), set[str]()
-    for key in chosen:
-        weight, name = weights[key], names[key]
-        values = weight.load()
-        if weight.stored.dtype.startswith("F8"):
-            notes.add("FP8 weights are dequantized: their errors are those of quantizing them once more")
-        dtype = values.dtype if values.dtype in (torch.float16, torch.bfloat16) else torch.float32
-        facts, tensors = sample_linear(None, values, None, dtype=dtype, budget=max(share, 1), random=random_for(seed, key))
-        kept |= {tensor_key(name.path, 0, tensor): value for tensor, value in tensors.items()}
-        inputs, outputs = weight.sizes
-        linears.append(
-            LinearFacts(
-                name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind="Linear", inputs=inputs, outputs=outputs,
-                dtype=str(dtype).removeprefix("torch."), expert=name.expert, experts=chosen[key], steps=(facts,),
-            )
-        )  # fmt: skip
-    facts_of_all = RecordingFacts(
-        source="checkpoint", origin=called(path), steps=(0,), seed=seed, packages={"torch": torch.__version__},
-        notes=tuple(sorted(notes)), linears=tuple(linears),
+    low = any(weights[key].stored.dtype.startswith("F8") for key in chosen)
+    notes = ("FP8 weights are dequantized: their errors are those of quantizing them once more",) if low else ()
+    linears = {key: _described(weights[key], names[key], experts) for key, experts in chosen.items()}
+    facts = RecordingFacts(
+        source="checkpoint", origin=called(path), steps=(0,), seed=seed, packages={"torch": torch.__version__}, notes=notes,
+        linears=tuple(linears.values()),
     )  # fmt: skip
-    return in_memory(facts_of_all, called(path), kept)
+    return facts, (_measured(weights[key], linear, device) for key, linear in linears.items())
+
+
+def _described(weight: StoredWeight, name: LinearName, experts: int) -> LinearFacts:
+    inputs, outputs = weight.sizes
+    return LinearFacts(
+        name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind="Linear", inputs=inputs, outputs=outputs,
+        expert=name.expert, experts=experts,
+    )  # fmt: skip
+
+
+def _measured(weight: StoredWeight, linear: LinearFacts, device: str) -> LinearFacts:
+    """The linear with the errors of its weight."""
+    values = weight.load().to(device)
+    dtype = values.dtype if values.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    known: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    whole = tensor_facts(tensor_numbers(values, dtype).tolist())
+    if whole.nonfinite:
+        known["failure"] = nonfinite_values("W")
+    elif not whole.amax:
+        known["failure"] = "W is zero, so there is no relative error"
+    else:
+        known["weights"] = {key: operand_numbers(one.tolist()) for key, one in weight_numbers(values, dtype).items()}
+    return linear.model_copy(update=known)
 
 
 def checkpoint_files(path: str | Path) -> list[TensorFile]:

@@ -4,7 +4,12 @@ A cell is what counts once in the error of a recipe. Experts of one layer that s
 layers (the head) stay in BF16 and do not count, unless the model has no layers at all. A cell without numbers in some recipe
 stays in BF16 there; one that has none in any recipe is left out. A pass that ran but could not be computed, because of NaN in
 dY, counts as the mean of that pass over the other linears: without it, the error of the linear would seem smaller.
-"""
+
+Where the damage of linears is known, a cell counts in proportion to it, and not by its relative error: the same error does 10,000
+times as much in one linear as in another. Forward damage does not see dgrad and wgrad, so that every cell has a second term: an
+error of its weight's gradient as large as the gradient's own noise counts as much as the forward damage of an average cell.
+Both are scaled so that the recipe with the most damage keeps its relative error: "an error of 5%" is as bad as 5% in every
+linear."""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +31,9 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """`squares[recipe]`: the squared relative error of every layer (rows) and linear (columns), as its share of the mean over all
-    cells: they add up to the square of the recipe's error. Zero where a layer does not have a linear."""
+    """`squares[recipe]`: the squared error of every layer (rows) and linear (columns), weighted by its damage where that is
+    known, as its share of the mean over all cells: they add up to the square of the recipe's error. Zero where a layer does not
+    have a linear. `relative`: the same of relative errors, all cells alike."""
 
     layers: tuple[int, ...]
     linears: tuple[str, ...]
@@ -35,6 +42,9 @@ class ErrorTable:
     """Each cell's share of the FLOPs; they add up to 1."""
     ops: tuple[str, ...]
     """Of every linear, as `shapes` calls it; empty where that is not known."""
+    relative: Mapping[str, Values] = field(default_factory=dict)
+    damage: Mapping[str, Values] = field(default_factory=dict)
+    """Recipe → the predicted damage of every cell, in nats per token; empty where it is not known."""
     skipped: Mapping[str, Values] = field(default_factory=dict)
     """Recipe → 1 for the cells that stay in BF16, because it has no numbers for them, else 0; recipes with none are not here."""
 
@@ -56,6 +66,15 @@ class ErrorTable:
     def error(self, recipe: str) -> float:
         """Root mean square of the cells' errors, with this recipe in all of them."""
         return sqrt(self.squares[recipe].sum())
+
+    def figures(self, parts: Mapping[str, Values]) -> dict[str, Any]:
+        """Error, relative error and damage of a mix. `parts`: recipe → 1 for the cells that run in it, else 0."""
+
+        def total(values: Mapping[str, Values]) -> float:
+            return float(sum((values[name] * cells).sum() for name, cells in parts.items()))
+
+        weighted = {"relative": sqrt(total(self.relative)), "damage": total(self.damage)} if self.damage else {}
+        return {"error": sqrt(total(self.squares)), **weighted}
 
 
 def error_table(linears: Sequence[LinearError]) -> ErrorTable | None:
@@ -84,7 +103,48 @@ def error_table(linears: Sequence[LinearError]) -> ErrorTable | None:
     flops = np.zeros((len(layers), len(names)))
     for cell, place in places.items():
         flops[place] = sizes[cell] if all(sizes.values()) else 1.0  # a size is not known: all alike
-    return ErrorTable(tuple(layers), tuple(names), all_squares, flops / flops.sum(), tuple(ops.values()), skipped)
+    damage = {name: _damage(counted, name, places, squares) for name, squares in all_squares.items()}
+    gradients = {name: _gradient_shares(counted, name, places, squares) for name, squares in all_squares.items()}
+    weighted = _weighted(all_squares, damage, gradients) if any(one.any() for one in damage.values()) else {}
+    return ErrorTable(
+        tuple(layers), tuple(names), weighted or all_squares, flops / flops.sum(), tuple(ops.values()),
+        all_squares, damage if weighted else {}, skipped,
+    )  # fmt: skip
+
+
+Places = Mapping[tuple[int, str], tuple[int, int]]
+
+
+def _damage(linears: Sequence[LinearError], recipe: str, places: Places, squares: Values) -> Values:
+    """The damage of every cell. One that could not be measured counts as an average linear with its relative error."""
+    cells = grouped(
+        (places[one.layer or 0, one.linear], one) for one in linears if one.recipe == recipe and one.damage is not None
+    )
+    damage = np.zeros(squares.shape)
+    for place, own in cells.items():
+        damage[place] = sum(one.damage or 0.0 for one in own) / len(own) * max(one.experts for one in own)
+    known = np.array([[(row, column) in cells for column in range(squares.shape[1])] for row in range(squares.shape[0])])
+    below = squares[known].sum()
+    return damage if not below else np.where(known, damage, squares * damage.sum() / below)
+
+
+def _gradient_shares(linears: Sequence[LinearError], recipe: str, places: Places, squares: Values) -> Values:
+    """Of every cell: the error of its weight's gradient over the gradient's own noise, both squared."""
+    known = ((places[one.layer or 0, one.linear], one.gradient) for one in linears if one.recipe == recipe)
+    shares = np.zeros(squares.shape)
+    for place, own in grouped((place, one) for place, one in known if one is not None).items():
+        noise = sum(one.own_noise for one in own)
+        shares[place] = sum(one.bias + one.noise for one in own) / noise if noise else 0.0
+    return shares
+
+
+def _weighted(squares: Mapping[str, Values], damage: Mapping[str, Values], gradients: Mapping[str, Values]) -> dict[str, Values]:
+    """Squared errors in proportion to the damage, in units that leave the error of the recipe with the most damage as it is."""
+    worst = max(damage, key=lambda name: float(damage[name].sum()))
+    average = damage[worst].sum() / np.count_nonzero(squares[worst])
+    both = {name: own + average * gradients[name] for name, own in damage.items()}
+    unit = squares[worst].sum() / both[worst].sum()
+    return {name: own * unit for name, own in both.items()}
 
 
 def _sizes(linears: Sequence[LinearError]) -> dict[tuple[int, str], float]:
@@ -128,7 +188,16 @@ def recipe_errors(linears: Sequence[LinearError], table: ErrorTable) -> list[Rec
     rows = []
     for name in table.recipes:
         own = [linear for linear in counted_linears(linears) if linear.recipe == name and linear.error is not None]
-        worst = max(own, key=lambda linear: linear.error or 0.0, default=None)
+        worst = max(own, key=lambda linear: (linear.damage or 0.0, linear.error or 0.0), default=None)
         if worst is not None:
-            rows.append(RecipeError(recipe=name, error=table.error(name), worst=worst.name, worst_error=worst.error or 0.0))
+            figures = table.figures({name: np.ones(table.flops.shape)})
+            share = gradient_share(own)
+            rows.append(RecipeError(recipe=name, worst=worst.name, worst_error=worst.error or 0.0, gradient=share, **figures))
     return rows
+
+
+def gradient_share(linears: Sequence[LinearError]) -> float | None:
+    """The errors of all weight gradients over their own noise, both squared; None if none is known."""
+    known = [linear.gradient for linear in linears if linear.gradient is not None]
+    noise = sum(one.own_noise for one in known)
+    return sum(one.bias + one.noise for one in known) / noise if noise else None

@@ -1,114 +1,142 @@
-"""The errors of one recorded linear in any recipe: `LinearErrors(linear).of("MXFP8")`."""
+"""The errors of one linear in any recipe, from the numbers that were measured with its tensors: `linear_error(facts,
+"MXFP8")`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from math import sqrt
+from collections.abc import Iterator, Sequence
+from math import exp, sqrt
 from statistics import fmean
 
 from gemmscope import units
-from gemmscope.errors import UserError, shown
+from gemmscope.engine.stats import student
 from gemmscope.grouping import grouped
-from gemmscope.numerics.evaluation.gemm_errors import (
-    GemmNoise,
-    SampledGemm,
-    operand_error,
-    relative_error,
-    sampled_error,
-)
-from gemmscope.numerics.quantizers import GemmOperand, operands
+from gemmscope.interval import Interval
+from gemmscope.numerics.quantizers import library_of, operands
 from gemmscope.numerics.recording import (
     ZERO_OUTPUT,
+    GemmNumbers,
     LinearFacts,
-    LinearStep,
-    RecordedLinear,
+    OperandNumbers,
+    StepFacts,
     earlier_maxima,
-    nonfinite_values,
-    scale_maxima,
+    variant_name,
 )
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
-from gemmscope.results.numerics import DroppedPass, LinearError, OperandError, PassError, StaleScale
-from gemmscope.units import counted
+from gemmscope.results.numerics import DroppedPass, GradientError, LinearError, OperandError, PassError, StaleScale
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
-LENGTHS = (2, 5)  # values of a probe: of the correlation of two operands, and of one operand
+FREEDOM = 30.0  # degrees of freedom of the intervals: tokens weigh unequally
+NO_ERROR = OperandNumbers(relative=0.0, underflow=0.0, saturated=0.0)
+EXACT = GemmNumbers(squared=0.0, variance=0.0, first_share=0.5, parallel=0.0, operands=(NO_ERROR, NO_ERROR))
 
 
-class LinearErrors:
-    """One linear, its samples loaded once for all recipes."""
-
-    def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
-        self.facts, self._seed = linear.facts, seed
-        probes = ((key, len(values)) for step in linear.sampled_steps for key, values in step.facts.probes.items())
-        if cut := next(((key, count) for key, count in probes if count < LENGTHS[key.count("/") > 1]), None):
-            raise UserError(f"its probe {shown(cut[0])} is truncated: it has {counted(cut[1], 'value')}")
-        self._steps = [_on_device(step, device) for step in linear.sampled_steps]
-        self._gemms = {  # of the steps in which a pass has an error
-            name: [SampledGemm(step, name, seed) for step in self._steps if name in step.passes and not step.problem(name)]
-            for name in OPERANDS
+def linear_error(facts: LinearFacts, recipe: str, backend: str = "") -> LinearError:
+    """The errors of the linear in a recipe, or why there are none."""
+    known = recipe_named(recipe)
+    about = without_errors(facts, known.name, _failure(facts, known, backend))
+    if about.failure:
+        return about
+    variant = variant_name(known.name, library_of(known, backend) if known.quantizes else "")
+    if weight := facts.weights.get(variant):
+        return about.model_copy(update={"weight": _operand("W", known.operands["fprop"][0], [weight], [])})
+    usable = {name: [step for step in facts.measured if name in step.outputs and not step.problem(name)] for name in OPERANDS}
+    passes = tuple(_pass(name, steps, variant, known.name, backend) for name, steps in usable.items() if steps)
+    dropped = tuple(_dropped(facts))
+    if not passes:
+        reason = f"{ZERO_OUTPUT} in all of its GEMMs, so there is no relative error"
+        why = f"{dropped[0].reason} in {units.steps(dropped[0].steps)}" if dropped else reason
+        return about.model_copy(update={"failure": why})
+    with_gradient = [step for step in usable["fprop"] if "dY" in step.tensors and not step.tensors["dY"].nonfinite]
+    damages = [_gemm(step, "fprop", variant).damage for step in with_gradient]
+    return about.model_copy(
+        update={
+            "passes": passes,
+            "dropped": dropped,
+            "damage": fmean(damages) if damages else None,
+            "gradient": _gradient(usable["wgrad"], variant),
         }
+    )
 
-    def of(self, recipe: str, backend: str = "") -> LinearError:
-        """The errors of the linear in a recipe, or why there are none."""
-        known = recipe_named(recipe)
-        about = without_errors(self.facts, known.name, self._failure(known, backend))
-        if about.failure:
-            return about
-        if not self._has_gemms():
-            weight = self._steps[0].sample("fprop", "W")
-            quantizer = operands(known.name, "fprop", backend)[0].quantizer
-            return about.model_copy(update={"weight": sampled_error(weight, quantizer, self._seed, weight.amax)})
-        passes = tuple(self._pass(name, operands(known.name, name, backend)) for name in OPERANDS if self._gemms[name])
-        dropped = tuple(self._dropped())
-        if not passes:
-            reason = f"{ZERO_OUTPUT} in all of its GEMMs, so there is no relative error"
-            why = f"{dropped[0].reason} in {units.steps(dropped[0].steps)}" if dropped else reason
-            return about.model_copy(update={"failure": why})
-        return about.model_copy(update={"passes": passes, "dropped": dropped})
 
-    def _failure(self, recipe: Recipe, backend: str) -> str:
-        if self.facts.failure or not self._steps:
-            return self.facts.failure or "no step of it was sampled"
-        multiple = recipe.multiple_in(backend)  # tokens can be padded: zeros have no error
-        for name, size in (("input features", self.facts.inputs), ("output features", self.facts.outputs)):
-            if size % multiple:
-                return f"{name} = {size} is not a multiple of {multiple}: pad it to {size + -size % multiple}"
-        weight = self._steps[0].facts.tensors.get("W")
-        if self._has_gemms() or weight is None:
-            return ""
-        return nonfinite_values("W") if weight.nonfinite else "" if weight.amax else "W is zero, so there is no relative error"
+def _failure(facts: LinearFacts, recipe: Recipe, backend: str) -> str:
+    if facts.failure or not (facts.measured or facts.weights):
+        return facts.failure or "it was not measured in any step"
+    multiple = recipe.multiple_in(backend)  # tokens can be padded: zeros have no error
+    for name, size in (("input features", facts.inputs), ("output features", facts.outputs)):
+        if size % multiple:
+            return f"{name} = {size} is not a multiple of {multiple}: pad it to {size + -size % multiple}"
+    return ""
 
-    def _has_gemms(self) -> bool:
-        """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
-        return any(len(step.facts.tensors) > 1 for step in self._steps)
 
-    def _dropped(self) -> Iterator[DroppedPass]:
-        """Passes that ran but cannot be computed, in all sampled steps or in some. An output of zeros has no error to compute."""
-        ran = [(name, step) for name in OPERANDS for step in self._steps if name in step.passes]
-        problems = grouped(((name, step.problem(name)), step.facts.step) for name, step in ran)
-        for (name, reason), steps in problems.items():
-            if reason not in ("", ZERO_OUTPUT):
-                yield DroppedPass.model_validate({"pass": name, "steps": tuple(steps), "reason": reason})
+def _gemm(step: StepFacts, pass_name: Pass, variant: str) -> GemmNumbers:
+    """The numbers of a variant; without any, it changes no value."""
+    return step.gemms.get(variant, {}).get(pass_name, EXACT)
 
-    def _pass(self, name: Pass, pair: tuple[GemmOperand, GemmOperand]) -> PassError:
-        noises: list[GemmNoise] = []
-        errors: tuple[list[OperandError], list[OperandError]] = ([], [])
-        for gemm in self._gemms[name]:
-            noise, quantized = gemm.noise(pair, scale_maxima(self.facts.steps, gemm.step.facts))
-            noises.append(noise)
-            for own, sample, operand, values in zip(errors, gemm.sides, pair, quantized, strict=True):
-                own.append(operand_error(sample, operand.quantizer, values))
-        return PassError.model_validate(
-            {
-                "pass": name,
-                "relative": relative_error(noises),
-                "first_share": fmean(one.first_share for one in noises),
-                "cosine": fmean(one.cosine for one in noises),
-                "operands": tuple(map(averaged, errors)),
-            }
-        )
+
+def _dropped(facts: LinearFacts) -> Iterator[DroppedPass]:
+    """Passes that ran but cannot be computed, in all measured steps or in some. An output of zeros has no error to compute."""
+    ran = [(name, step) for name in OPERANDS for step in facts.measured if name in step.outputs]
+    problems = grouped(((name, step.problem(name)), step.step) for name, step in ran)
+    for (name, reason), steps in problems.items():
+        if reason not in ("", ZERO_OUTPUT):
+            yield DroppedPass.model_validate({"pass": name, "steps": tuple(steps), "reason": reason})
+
+
+def _pass(name: Pass, steps: Sequence[StepFacts], variant: str, recipe: str, backend: str) -> PassError:
+    gemms = [_gemm(step, name, variant) for step in steps]
+    pair = operands(recipe, name, backend)
+    parallel = fmean(one.parallel for one in gemms)
+    squared = fmean(one.squared for one in gemms)
+    whole = sqrt(max(1 + 2 * parallel + squared, 0.0))
+    return PassError.model_validate(
+        {
+            "pass": name,
+            "relative": _relative(gemms),
+            "first_share": fmean(one.first_share for one in gemms),
+            "cosine": (1 + parallel) / whole if whole else 0.0,
+            "operands": tuple(
+                _operand(one.tensor, one.quantizer.format, [gemm.operands[place] for gemm in gemms], steps)
+                for place, one in enumerate(pair)
+            ),
+        }
+    )
+
+
+def _relative(gemms: Sequence[GemmNumbers]) -> Interval:
+    """The relative error with its 95% interval; of several steps, the root mean square."""
+    squared = fmean(one.squared for one in gemms)
+    if squared <= 0:
+        return Interval(0.0, 0.0, 0.0)
+    deviation = sqrt(sum(one.variance for one in gemms)) / len(gemms) / squared / 2
+    value, reach = sqrt(squared), exp(min(student(FREEDOM) * deviation, 50.0))
+    return Interval(value, value / reach, value * reach)
+
+
+def _operand(tensor: TensorName, form: str, numbers: Sequence[OperandNumbers], steps: Sequence[StepFacts]) -> OperandError:
+    """One operand in several steps."""
+    spans = [one for step in steps if (one := step.tensors[tensor].octaves) is not None]
+    return OperandError(
+        tensor=tensor,
+        format=form,
+        relative=sqrt(fmean(one.relative**2 for one in numbers)),
+        underflow=fmean(one.underflow for one in numbers),
+        saturated=fmean(one.saturated for one in numbers),
+        octaves=max(spans, default=None),
+    )
+
+
+def _gradient(steps: Sequence[StepFacts], variant: str) -> GradientError | None:
+    """Bias and noise of the weight's gradient, relative to its own noise from micro-batch to micro-batch."""
+    known = [(step.gradient, _gemm(step, "wgrad", variant)) for step in steps if step.gradient is not None]
+    if not known:
+        return None
+    own = fmean(gradient.noise for gradient, _ in known)
+    squared = fmean(gradient.squared for gradient, _ in known)
+    bias, noise = (fmean(getattr(gemm, name) * gradient.squared for gradient, gemm in known) for name in ("bias", "noise"))
+    return GradientError(bias=max(bias, 0.0), noise=max(noise, 0.0), own_noise=max(own, 0.0), squared=squared,
+                         energy=fmean(gradient.energy for gradient, _ in known),
+                         arriving=fmean((step.tensors["dY"].norm or 0.0) ** 2 for step in steps))  # fmt: skip
 
 
 def without_errors(facts: LinearFacts, recipe: str, failure: str = "") -> LinearError:
@@ -120,45 +148,12 @@ def without_errors(facts: LinearFacts, recipe: str, failure: str = "") -> Linear
     )  # fmt: skip
 
 
-def averaged(errors: Sequence[OperandError]) -> OperandError:
-    """One operand in several steps."""
-    count = len(errors)
-    spans = [one.octaves for one in errors if one.octaves is not None]
-    return errors[0].model_copy(
-        update={
-            "relative": sqrt(sum(one.relative**2 for one in errors) / count),
-            "underflow": sum(one.underflow for one in errors) / count,
-            "saturated": sum(one.saturated for one in errors) / count,
-            "octaves": max(spans) if spans else None,
-        }
-    )
-
-
-def _on_device(step: LinearStep, device: str) -> LinearStep:
-    return step if device == "cpu" else replace(step, load=lambda name: step.load(name).to(device))
-
-
-DELAYED: Mapping[TensorName, Pass] = {"X": "fprop", "W": "fprop", "dY": "dgrad"}
-"""A pass that reads each tensor."""
-
-
-def stale_scales(linear: RecordedLinear, recipe: str, seed: int = 0) -> Iterator[StaleScale]:
-    """Every tensor of the last sampled step that has earlier steps: its error with their scale and with its own, in a recipe with
-    delayed scaling."""
-    if linear.facts.failure or not linear.sampled_steps:
+def growth_of_maxima(facts: LinearFacts) -> Iterator[StaleScale]:
+    """Every tensor of the last measured step that has earlier steps: how far it exceeds the scale of delayed scaling."""
+    if facts.failure or not facts.measured:
         return
-    step = linear.sampled_steps[-1]
-    history = earlier_maxima(linear.facts.steps, step.facts.step)
-    for tensor, pass_name in DELAYED.items():
-        facts = step.facts.tensors.get(tensor)
-        if facts is None or facts.nonfinite or not facts.amax or tensor not in history or pass_name not in step.passes:
-            continue
-        sample, quantizer = (
-            step.sample(pass_name, tensor),
-            operands(recipe, pass_name)[OPERANDS[pass_name].index(tensor)].quantizer,
-        )
-        stale, fresh = (sampled_error(sample, quantizer, seed, amax) for amax in (history[tensor], facts.amax))
-        yield StaleScale(
-            name=linear.name, tensor=tensor, growth=facts.amax / history[tensor], saturated=stale.saturated,
-            relative=stale.relative, fresh_relative=fresh.relative,
-        )  # fmt: skip
+    step = facts.measured[-1]
+    history = earlier_maxima(facts.steps, step.step)
+    for tensor, own in step.tensors.items():
+        if not own.nonfinite and own.amax and tensor in history:
+            yield StaleScale(name=facts.name, tensor=tensor, growth=own.amax / history[tensor])

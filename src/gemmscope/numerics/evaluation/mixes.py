@@ -4,10 +4,10 @@ A mix is a recipe for most cells (a cell is one linear of one layer) and a secon
 linears of the first and the last layers, and some linears in every layer. Frameworks can be configured this way, but not cell by
 cell.
 
-The error of a mix is the root mean square over its cells; its time is a sum over them (`speeds.py`). Its cost is its time, and
-half a percent of the time in BF16 for every part that must be configured: a linear, the first layers, the last layers, a second
-recipe. Without that cost, the best mix would keep a dozen parts in higher precision for a thousandth of the time, less than any
-speedup can resolve.
+The error of a mix is the root mean square over its cells, weighted by their damage (`error_table.py`); its time is a sum over
+them (`speeds.py`). Its cost is its time, and half a percent of the time in BF16 for every part that must be configured: a
+linear, the first layers, the last layers, a second recipe. Without that cost, the best mix would keep a dozen parts in higher
+precision for a thousandth of the time, less than any speedup can resolve.
 
 All of this follows from sums over rows and columns of a table, so that all mixes are tried: every pair of recipes, `MOST_ENDS`
 first and as many last layers, every set of linears. With more than `MOST_LISTED` linears the sets are not listed. They are built
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -120,14 +119,13 @@ def _shown(frontier: list[MixPlan], chosen: MixPlan | None) -> list[MixPlan]:
 def _mix(plan: MixPlan, table: ErrorTable, speeds: Speeds) -> Mix:
     """The plan with its error and speedup, summed cell by cell."""
     kept = plan.mask(table)
-    squares = table.squares[plan.recipe] * (1 - kept) + table.squares[plan.higher] * kept
     return Mix(
         recipe=plan.recipe,
         higher=plan.higher,
         first_layers=plan.first,
         last_layers=plan.last,
         linears=tuple(name for name, one in zip(table.linears, plan.kept, strict=False) if one),
-        error=sqrt(squares.sum()),
+        **table.figures(_parts(plan, kept)),
         kept_share=float((table.flops * kept).sum()),
         speedup=speeds.speedup(_parts(plan, kept)) if plan.recipe != BASELINE else None,
     )

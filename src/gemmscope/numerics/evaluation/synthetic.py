@@ -7,18 +7,20 @@ distribution, not what they do to a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gemmscope.numerics.probes import sample_with_probes
-from gemmscope.numerics.recording import BLOCK, LinearFacts, RecordingFacts, TensorRecording, in_memory, tensor_key
-from gemmscope.numerics.sample import random_for
+from gemmscope.numerics.measure import LinearMeasurement
+from gemmscope.numerics.measured import step_facts
+from gemmscope.numerics.names import number_of
+from gemmscope.numerics.recording import LinearFacts, RecordingFacts
 from gemmscope.roles import key_of
 
 TOKENS = 1024
+BLOCK = 128  # sizes stay multiples of it
 LARGEST = 2048  # features: all sizes are scaled down by one factor until the largest fits
 FREEDOM = 4  # degrees of freedom of Student's t
 OUTLIER_SHARE, OUTLIER_RANGE = 0.005, (20.0, 100.0)  # of channels, and how much larger they are: as in trained language models
@@ -68,38 +70,34 @@ TITLES = {
 
 
 def synthetic_recording(
-    kind: str,
-    sizes: Mapping[str, tuple[int, int]],
-    *,
-    tokens: int = TOKENS,
-    seed: int = 0,
-    megabytes: float = 64,
-    model: str = "",
-) -> TensorRecording:
-    """Tensors of one kind for linears of these sizes (op → inputs and outputs), sampled as in a recording, in bfloat16."""
+    kind: str, sizes: Mapping[str, tuple[int, int]], *, tokens: int = TOKENS, seed: int = 0, model: str = "", device: str = "cpu"
+) -> tuple[RecordingFacts, Iterator[LinearFacts]]:
+    """Tensors of one kind for linears of these sizes (op → inputs and outputs), in bfloat16: each is measured when it is asked
+    for."""
     smaller, title = scaled(sizes), f"{MARK}: {TITLES[kind]}"
-    budget = int(megabytes * 1e6 / len(sizes)) - 10_000
-    kept: dict[str, Tensor] = {}
-    linears = []
-    for name, (inputs, outputs) in smaller.items():
-        op, _, layer = name.partition(",")
+
+    def measured(linear: LinearFacts) -> LinearFacts:
+        op, _, layer = linear.name.partition(",")
         drawn = f"{key_of(op)},{layer}"  # a change of the name that people see changes no number
-        generator = torch.Generator().manual_seed(int(random_for(seed, drawn, kind).integers(2**62)))
-        x, w, dy = (tensor.to(torch.bfloat16) for tensor in MAKERS[kind](tokens, inputs, outputs, generator))
-        facts, tensors = sample_with_probes(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(seed, drawn))
-        kept |= {tensor_key(name, 0, key): tensor for key, tensor in tensors.items()}
-        linears.append(
-            LinearFacts(
-                name=name, linear=name, op=op, kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16",
-                steps=(facts,),
-            )
-        )  # fmt: skip
+        generator = torch.Generator().manual_seed(number_of(seed, drawn, kind))
+        whole = MAKERS[kind](tokens, linear.inputs, linear.outputs, generator)
+        x, w, dy = (tensor.to(device, torch.bfloat16) for tensor in whole)
+        numbers = LinearMeasurement(x, w, dy, torch.bfloat16, number_of(seed, drawn)).numbers()
+        step = step_facts(0, tokens, {key: values.tolist() for key, values in numbers.items()})
+        return linear.model_copy(update={"steps": (step,)})
+
     notes = (title, *([f"sizes are scaled down, so that none exceeds {LARGEST}"] if smaller != sizes else []))
-    described = RecordingFacts(
-        source="synthetic", origin=kind, model=model, steps=(0,), seed=seed, packages={"torch": torch.__version__}, notes=notes,
-        linears=tuple(linears),
+    linears = tuple(
+        LinearFacts(
+            name=name, linear=name, op=name.partition(",")[0], kind=MARK, inputs=inputs, outputs=outputs, dtype="bfloat16"
+        )
+        for name, (inputs, outputs) in smaller.items()
+    )
+    facts = RecordingFacts(
+        source="synthetic", origin=title, model=model, steps=(0,), seed=seed, packages={"torch": torch.__version__}, notes=notes,
+        linears=linears,
     )  # fmt: skip
-    return in_memory(described, title, kept)
+    return facts, map(measured, linears)
 
 
 def scaled(sizes: Mapping[str, tuple[int, int]]) -> Mapping[str, tuple[int, int]]:

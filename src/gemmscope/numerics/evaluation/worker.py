@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.findings import finding
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
-from gemmscope.numerics.evaluation.linear_errors import LinearErrors, stale_scales, without_errors
+from gemmscope.numerics.evaluation.linear_errors import growth_of_maxima, linear_error, without_errors
 from gemmscope.numerics.evaluation.requests import (
     MESSAGE,
     REQUEST,
@@ -23,10 +23,11 @@ from gemmscope.numerics.evaluation.requests import (
     from_line,
     to_line,
 )
-from gemmscope.numerics.evaluation.synthetic import synthetic_recording
+from gemmscope.numerics.evaluation.synthetic import TOKENS, synthetic_recording
 from gemmscope.numerics.quantizers import operands
-from gemmscope.numerics.recording import RecordedLinear, TensorRecording, read_recording
+from gemmscope.numerics.recording import LinearFacts, RecordingFacts, read_recording
 from gemmscope.process import messages_to_parent
+from gemmscope.reading import called
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.numerics import NumericsResult
 from gemmscope.workload.ops import OPERANDS
@@ -47,15 +48,15 @@ def main() -> None:
 
 def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
     """The facts of the recording, then the errors of every linear in every recipe."""
-    torch.set_num_threads(1 if request.source.kind == "recording" else THREADS)  # the tensors of a recording are small
+    torch.set_num_threads(THREADS)
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {request.device} is not available: PyTorch sees no GPU", "use the CPU, which is fast enough")
     for name in request.recipes:  # a fact that is missing is one error, not one for every linear
         for pass_name in OPERANDS:
             operands(name, pass_name, request.backend)
-    recording = opened(request)
-    yield about(recording, request.device)
-    for linear in recording.linears:
+    facts, linears = opened(request)
+    yield TensorsOpened(about(facts, request), len(facts.linears))
+    for linear in linears:
         yield errors_of(linear, request)
     if request.depth is None:
         yield AllComputed()
@@ -66,52 +67,45 @@ def compute(request: ErrorsRequest) -> Iterator[ErrorsMessage]:
         yield AllComputed(depth_report(request, request.depth))
 
 
-def opened(request: ErrorsRequest) -> TensorRecording:
-    """The tensors that the request names."""
+def opened(request: ErrorsRequest) -> tuple[RecordingFacts, Iterable[LinearFacts]]:
+    """What the request names: its facts, and its linears, which may be measured one by one."""
     source = request.source
     if source.kind == "recording":
-        return read_recording(source.origin)
+        facts = read_recording(source.origin)
+        return facts.model_copy(update={"origin": called(source.origin)}), facts.linears
     if source.kind == "checkpoint":
-        return read_checkpoint(source.origin, seed=request.seed, model=source.expected)
-    return synthetic_recording(source.origin, source.sizes, seed=request.seed, model=source.model)
+        return read_checkpoint(source.origin, seed=request.seed, model=source.expected, device=request.device)
+    return synthetic_recording(source.origin, source.sizes, seed=request.seed, model=source.model, device=request.device)
 
 
-def about(recording: TensorRecording, device: str) -> TensorsOpened:
+def about(facts: RecordingFacts, request: ErrorsRequest) -> NumericsResult:
     """The facts that the result repeats."""
-    plain = [linear for linear in recording.linears if linear.facts.expert is None]
-    inside = [linear for linear in plain if linear.facts.layer is not None]  # a head may read one token of each sequence
-    tokens = {step.facts.tokens for linear in inside or plain for step in linear.sampled_steps}
-    sampled = [step for linear in recording.linears for step in linear.sampled_steps]
-    probed = all(step.facts.probes for step in sampled if not all(map(step.problem, step.passes)))
-    findings = [finding("numerics-recording-note", text=note) for note in recording.facts.notes]
-    if recording.facts.source != "checkpoint" and not probed:
-        findings.append(finding("numerics-no-probes"))
-    result = NumericsResult(
+    plain = [linear for linear in facts.linears if linear.expert is None]
+    inside = [linear for linear in plain if linear.layer is not None]  # a head may read one token of each sequence
+    tokens = {step.tokens for linear in inside or plain for step in linear.measured}
+    return NumericsResult(
         command="",
-        findings=tuple(findings),
-        source=recording.facts.source,
-        origin=recording.origin,
-        model_name=recording.facts.model,
-        steps=recording.facts.steps,
-        tokens=tokens.pop() if len(tokens) == 1 else None,
-        sampled_bytes=recording.sampled_bytes,
-        layers=len({linear.facts.layer for linear in recording.linears if linear.facts.layer is not None}),
-        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        versions={**recording.facts.packages, "torch": torch.__version__},
+        findings=tuple(finding("numerics-recording-note", text=note) for note in facts.notes),
+        source=facts.source,
+        origin=facts.origin,
+        model_name=facts.model,
+        steps=facts.steps,
+        tokens=tokens.pop() if len(tokens) == 1 else TOKENS if facts.source == "synthetic" else None,
+        layers=len({linear.layer for linear in facts.linears if linear.layer is not None}),
+        device=torch.cuda.get_device_name(request.device) if request.device.startswith("cuda") else request.device,
+        versions={**facts.packages, "torch": torch.__version__},
     )
-    return TensorsOpened(result, len(recording.linears))
 
 
-def errors_of(linear: RecordedLinear, request: ErrorsRequest) -> LinearComputed:
-    """One linear in every recipe, and its stale scales. An error in it does not affect other linears."""
+def errors_of(facts: LinearFacts, request: ErrorsRequest) -> LinearComputed:
+    """One linear in every recipe, and how its maxima grew. An error in it does not affect other linears."""
     try:
-        errors = LinearErrors(linear, request.device, request.seed)
-        stale = [one for name in request.recipes if recipe(name).delayed for one in stale_scales(linear, name, request.seed)]
-        return LinearComputed(tuple(errors.of(name, request.backend) for name in request.recipes), tuple(stale))
-    except Exception as error:  # of values that are no sample of tensors
+        stale = growth_of_maxima(facts) if any(recipe(name).delayed for name in request.recipes) else ()
+        return LinearComputed(tuple(linear_error(facts, name, request.backend) for name in request.recipes), tuple(stale))
+    except Exception as error:  # of values that no measurement gives
         reason = error.message if isinstance(error, UserError) else in_a_line(error)[:200]
         failure = f"its errors cannot be computed: {reason}"
-        return LinearComputed(tuple(without_errors(linear.facts, name, failure) for name in request.recipes))
+        return LinearComputed(tuple(without_errors(facts, name, failure) for name in request.recipes))
 
 
 if __name__ == "__main__":

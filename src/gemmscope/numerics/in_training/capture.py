@@ -1,4 +1,4 @@
-"""Takes X, W and dY of a linear while the user's training runs, without changing it.
+"""Takes X, W and dY of a linear while the user's training runs, without changing it, and measures it on their device.
 
 X is what the module is called with, dY the gradient of its output, taken by a hook on the node that made it. Hooks exist only in
 recorded steps. Nothing is copied until both are there: X is held by reference, as autograd itself holds it. Where activations are
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from gemmscope.errors import in_a_line
 from gemmscope.numerics.in_training.hooks import Hook, unchanged
-from gemmscope.numerics.probes import sample_with_probes
+from gemmscope.numerics.measure import LinearMeasurement, amax_of
+from gemmscope.numerics.measured import step_facts
+from gemmscope.numerics.names import number_of
 from gemmscope.numerics.recording import StepFacts, TensorFacts
-from gemmscope.numerics.sample import amax_of, random_for
 from gemmscope.training import Guard
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
@@ -64,19 +65,17 @@ class Taken:
     """X comes when the layer is recomputed."""
     amax: dict[TensorName, Tensor] = field(default_factory=dict)
     tokens: int | None = None
-    facts: StepFacts | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """On the tensors' device, once it is measured."""
 
 
 class StepCapture:
     """One recorded step: every linear once, from the first forward pass that gets a gradient."""
 
-    def __init__(
-        self, step: int, budget: int | None, seed: int, guard: Guard, histories: Mapping[str, Sequence[StepFacts]]
-    ) -> None:
-        """`budget`: bytes for the samples of each linear; None where only maxima are recorded. `histories`: the steps before, of
-        every linear."""
-        self.step, self.budget, self.seed, self.histories = step, budget, seed, histories
+    def __init__(self, step: int, measured: Mapping[str, Mapping[TensorName, float]], seed: int, guard: Guard) -> None:
+        """`measured`: the keys of the linears to measure in this step, each with the maxima of its earlier steps; of others, only
+        maxima are recorded."""
+        self.step, self.measured, self.seed = step, measured, seed
         self.linears: dict[str, Taken] = {}
         self.problems: dict[str, str] = {}
         self.ended = False
@@ -125,7 +124,7 @@ class StepCapture:
             return
         taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
         self.linears[place.key] = taken
-        if self.budget is None:
+        if place.key not in self.measured:
             with self._one_linear(place):
                 taken.amax = {"X": amax_of(x, taken.dtype), "W": amax_of(_usable(weight(), place), taken.dtype)}
         elif will_recompute() and not frozen:
@@ -135,7 +134,7 @@ class StepCapture:
         else:
             self._hold(taken, x)
         if frozen:
-            if self.budget is not None:
+            if place.key in self.measured:
                 self._complete(taken)
             return
         self._on_gradient(output, lambda dy: self.got_gradient(taken, dy[rows] if rows is not None else dy))
@@ -157,7 +156,7 @@ class StepCapture:
             for place, (own, weight, gradient, passes) in zip(places, linears(dy), strict=True):
                 taken = Taken(place, dtype, partial(weight.view_as, weight), passes, tokens=len(own))
                 self.linears[place.key] = taken
-                if self.budget is None:
+                if place.key not in self.measured:
                     taken.amax = {"X": amax_of(own, dtype), "W": amax_of(weight, dtype)}
                 self._hold(taken, own)
                 self.got_gradient(taken, gradient)
@@ -178,13 +177,13 @@ class StepCapture:
     def is_done(self, place: LinearPlace) -> bool:
         """Whether a gradient of this linear has arrived."""
         taken = self.linears.get(place.key)
-        return taken is not None and (taken.facts is not None or taken.dy is not None or "dY" in taken.amax)
+        return taken is not None and (bool(taken.numbers) or taken.dy is not None or "dY" in taken.amax)
 
     def got_gradient(self, taken: Taken, dy: Tensor) -> None:
         """dY [M, N] of one linear: the first one, if there are several losses or calls."""
         if self.linears[taken.place.key] is not taken or self.is_done(taken.place):
             return
-        if self.budget is None:
+        if taken.place.key not in self.measured:
             taken.amax["dY"] = amax_of(dy, taken.dtype)
         else:
             taken.dy = dy
@@ -195,20 +194,20 @@ class StepCapture:
         taken.x, taken.version = x.detach(), x._version
 
     def _complete(self, taken: Taken) -> None:
-        """Draw the sample, and release the tensors."""
+        """Measure, and release the tensors."""
         x, dy, key = taken.x, taken.dy, taken.place.key
         taken.x = taken.dy = None
-        if x is not None and x._version != taken.version:
+        if x is None or x._version != taken.version:
             self.problems[key] = CHANGED
-            x = None
+            return
         # outside of the training's autocast, whose cache `torch.autocast` would clear, and of its autograd
         with torch.no_grad(), torch._C._DisableAutocast(), self._one_linear(taken.place):
             weight = _usable(taken.weight(), taken.place)
             x, dy = _same_tokens(x, dy, *taken.place.tp)
-            taken.facts, taken.kept = sample_with_probes(
-                x, weight, dy, dtype=taken.dtype, budget=self.budget or 0, random=random_for(self.seed, self.step, key),
-                step=self.step, history=self.histories.get(key, ()), passes=taken.passes,
-            )  # fmt: skip
+            taken.tokens = len(x)
+            taken.numbers = LinearMeasurement(
+                x, weight, dy, taken.dtype, number_of(self.seed, self.step, key), taken.passes, self.measured[key]
+            ).numbers()
 
     @contextmanager
     def _one_linear(self, place: LinearPlace) -> Iterator[None]:
@@ -218,20 +217,24 @@ class StepCapture:
         except Exception as error:
             self.problems[place.key] = in_a_line(error)
 
-    def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
-        """The recorded facts and tensors of every linear; without a gradient, those that need none."""
-        maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
-        on_one_device = torch.stack([one.to(maxima[0].device) for one in maxima]) if maxima else torch.empty(0)
-        values = iter(on_one_device.tolist())  # with one synchronization
-        recorded = {}
-        for key, taken in self.linears.items():
-            if self.budget is None:
-                tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
-                taken.facts = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
-            elif taken.facts is None and taken.x is not None:
+    def finish(self) -> dict[str, StepFacts]:
+        """What was recorded of every linear; without a gradient, of those that need none."""
+        for taken in self.linears.values():
+            if not taken.numbers and taken.x is not None:
                 self._complete(taken)
-            if taken.facts is not None:
-                recorded[key] = (taken.facts, taken.kept)
+        known = {
+            key: taken.numbers or {name: one[None] for name, one in taken.amax.items()} for key, taken in self.linears.items()
+        }
+        every = [one for numbers in known.values() for one in numbers.values()]
+        values = iter(torch.cat([one.to(every[0].device) for one in every]).tolist() if every else [])  # one synchronization
+        recorded = {}
+        for key, numbers in known.items():
+            taken, read = self.linears[key], {name: [next(values) for _ in one] for name, one in numbers.items()}
+            if taken.numbers:
+                recorded[key] = step_facts(self.step, taken.tokens or 0, read)
+            elif taken.amax:
+                tensors = {name: TensorFacts(amax=read[name][0]) for name in taken.amax}
+                recorded[key] = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
         return recorded
 
 
@@ -268,9 +271,9 @@ def _usable(weight: Tensor, place: LinearPlace) -> Tensor:
     return weight
 
 
-def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+def _same_tokens(x: Tensor, dy: Tensor | None, rank: int, size: int) -> tuple[Tensor, Tensor | None]:
     """The tokens that both have: with sequence parallelism, one of them has only those of this rank."""
-    if x is None or dy is None or len(x) == len(dy):
+    if dy is None or len(x) == len(dy):
         return x, dy
     tokens = min(len(x), len(dy))
     own = slice(rank * tokens, (rank + 1) * tokens)

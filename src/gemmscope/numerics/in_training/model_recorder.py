@@ -1,4 +1,4 @@
-"""Records the linears of a model, step by step: which ones, how many bytes each may have, what is written in the end."""
+"""Records the linears of a model, step by step: which ones, which of them are measured in a step, what is written in the end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gemmscope.errors import UserError
 from gemmscope.grouping import grouped
@@ -17,18 +16,15 @@ from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
 from gemmscope.numerics.in_training.experts import ExpertHooks
 from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, LinearHooks, kind_of, module_weights
 from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
-from gemmscope.numerics.names import CHUNK, LinearName, name_linears, unwrapped
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
-from gemmscope.numerics.sample import EXPERTS, few_experts, random_for
+from gemmscope.numerics.names import CHUNK, LinearName, few_experts, few_of, name_linears, unwrapped
+from gemmscope.numerics.recording import LinearFacts, RecordingFacts, earlier_maxima, write_recording
 from gemmscope.say import say
 from gemmscope.training import Guard
 from gemmscope.units import counted
 
-TENSORS, ENTRY_BYTES = 31, 100  # of a sampled step of a linear, in the file's header; an entry has its name, too
-FACTS_BYTES = 5_500
-MAXIMA_BYTES = 260  # of a step without samples
+NOT_RUN = "it did not run in a recorded step, or got no gradient"
 COMPILED = "compiled modules do not show their linears: run the recorded steps with TORCH_COMPILE_DISABLE=1"
-SMALLEST_SHARE = 16_000  # bytes for the samples of a linear; with fewer, they are not useful
+FEWEST = 8  # linears that are measured in a step, if the model has as many
 
 
 Plan = tuple[list[tuple[nn.Module, list[LinearPlace]]], dict[str, LinearFacts], tuple[str, ...]]
@@ -47,18 +43,17 @@ class ModelRecorder:
         if not self._linears:
             raise UserError("; ".join(self._notes) or "the model has no known linears")
         """With the steps that were recorded."""
-        self._share = share_of([facts.name for facts in self._linears.values()], settings)
         self._capture: StepCapture | None = None
         self._hooks: list[LinearHooks | ExpertHooks] = []
-        self._kept: dict[int, dict[str, Tensor]] = {}
         self._problems: dict[str, str] = {}
 
     def begin_step(self, step: int, number: int) -> None:
-        """Hook the linears. Samples are drawn in the first recorded step, in case there are no others, and in the last ones."""
-        sampled = number == 0 or number >= self._settings["steps"] - self._settings["samples"]
-        histories = {key: linear.steps for key, linear in self._linears.items()}
-        capture = StepCapture(step, self._share if sampled else None, self._settings["seed"], self._guard, histories)
-        self._capture = capture
+        """Hook the linears. A part of them is measured, another one in each of the recorded steps."""
+        keys, settings = list(self._linears), self._settings
+        count = measured_in_a_step(len(keys), settings["steps"], settings["samples"])
+        chosen = [keys[(number * count + place) % len(keys)] for place in range(count)]
+        measured = {key: earlier_maxima(self._linears[key].steps, step) for key in chosen}
+        self._capture = capture = StepCapture(step, measured, settings["seed"], self._guard)
         for module, places in self._places:  # one by one, so that an error leaves none behind
             self._hooks.append((ExpertHooks if places[0].parameter else LinearHooks)(module, places, capture))
 
@@ -68,17 +63,11 @@ class ModelRecorder:
         if (capture := self._capture) is None:
             return
         self._capture = None
-        kept: dict[str, Tensor] = {}
-        for key, (facts, tensors) in capture.finish().items():
+        for key, facts in capture.finish().items():
             place, dtype, linear = capture.linears[key].place, capture.linears[key].dtype, self._linears[key]
             seen = {"inputs": place.inputs, "outputs": place.outputs, "dtype": str(dtype).removeprefix("torch.")}
             self._linears[key] = linear.model_copy(update={**seen, "steps": (*linear.steps, facts)})
-            kept |= {tensor_key(linear.name, facts.step, name): tensor for name, tensor in tensors.items()}
         self._problems |= capture.problems
-        if kept:
-            self._kept[capture.step] = kept
-            for step in sorted(self._kept)[: -self._settings["samples"]]:
-                del self._kept[step]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -99,25 +88,22 @@ class ModelRecorder:
             steps=tuple(sorted({step.step for linear in linears for step in linear.steps})), notes=self._notes, linears=linears,
             packages={"torch": torch.__version__, **self._settings["packages"]},
         )  # fmt: skip
-        write_recording(path, facts, {key: tensor for kept in self._kept.values() for key, tensor in kept.items()})
+        write_recording(path, facts)
         return ""
 
     def _described(self, key: str, linear: LinearFacts) -> LinearFacts:
-        """The facts for the file, which has only the maxima of steps without samples."""
-        steps = tuple(step if step.step in self._kept else step.model_copy(update={"passes": {}}) for step in linear.steps)
-        failure = self._problems.get(key, "" if steps else "it did not run in a recorded step, or got no gradient")
-        return linear.model_copy(update={"steps": steps, "failure": failure})
+        """The facts for the file."""
+        missing = "the training ended before it was measured" if linear.steps else NOT_RUN
+        return linear.model_copy(update={"failure": self._problems.get(key, "" if linear.measured else missing)})
 
 
-def share_of(names: Sequence[str], settings: Mapping[str, Any]) -> int:
-    """Bytes for the samples of one linear in one step: all have the same. What the file's header needs is taken off first.
+def measured_in_a_step(linears: int, steps: int, samples: int) -> int:
+    """How many linears are measured in one step, so that each is measured in at least `samples` of the steps.
 
-    >>> share_of([f"model.layers.{number}.mlp.down_proj" for number in range(224)], {"megabytes": 64, "steps": 8, "samples": 1})
-    274119
+    >>> measured_in_a_step(196, 8, 1), measured_in_a_step(28, 8, 1), measured_in_a_step(6, 8, 8)
+    (25, 8, 6)
     """
-    header = sum(TENSORS * (ENTRY_BYTES + len(name)) + FACTS_BYTES for name in names) * settings["samples"]
-    maxima = len(names) * settings["steps"] * MAXIMA_BYTES
-    return int((settings["megabytes"] * 1e6 - header - maxima) / max(len(names), 1) / settings["samples"])
+    return min(max(-(-linears * samples // steps), FEWEST), linears)
 
 
 def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
@@ -128,8 +114,8 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     places = {place.key: place for *_, own in modules for place in own}
     named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
     counts = few_experts(named, settings["seed"])
-    names, notes = _fitting(_unique({key: named[key] for key in counts}), settings)
-    notes += tuple(
+    names = _unique({key: named[key] for key in counts})
+    notes = tuple(
         f"{unwrapped(path)}: {type(module).__name__} is not recorded"
         for path, module, own in modules
         if kind_of(module) and not own
@@ -247,8 +233,7 @@ def _parameter_places(path: str, module: nn.Module, seed: int) -> list[LinearPla
 
 def _chosen(count: int, seed: int, path: str) -> tuple[int, ...]:
     """The experts to record: the same ones for all linears of a layer."""
-    random = random_for(seed, unwrapped(path).rpartition(".")[0])
-    return tuple(sorted(int(number) for number in random.choice(count, min(EXPERTS, count), replace=False)))
+    return few_of(range(count), seed, unwrapped(path).rpartition(".")[0])
 
 
 def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
@@ -259,22 +244,6 @@ def _unique(names: dict[str, LinearName]) -> dict[str, LinearName]:
         unique[key] = replace(name, path=key) if name.path in seen else name
         seen.add(unique[key].path)
     return unique
-
-
-def _fitting(names: dict[str, LinearName], settings: Mapping[str, Any]) -> tuple[dict[str, LinearName], tuple[str, ...]]:
-    """All linears, or those of layers at equal distances, so that each has a large enough share of the file."""
-    layers = sorted({name.layer for name in names.values() if name.layer is not None})
-    few, count = names, len(layers)
-    while few and share_of([name.path for name in few.values()], settings) < SMALLEST_SHARE:
-        count -= 1
-        if count > 0:
-            chosen = {layers[int(index)] for index in np.linspace(0, len(layers) - 1, count).round()}
-            few = {key: name for key, name in names.items() if name.layer is None or name.layer in chosen}
-        else:  # too many outside of layers
-            few = dict(list(few.items())[:-1])
-    if len(few) == len(names):
-        return names, ()
-    return few, (f"{len(few)} of {len(names)} linears are recorded: the file is too small for more",)
 
 
 def _size(weight: Any) -> tuple[int, int]:
