@@ -1,26 +1,24 @@
 """Checks predicted damage against what quantization does to small language models that are trained here.
 
-    python benchmarks/damage.py OUT [--models llama4 llama8 neox moe] [--seeds 0 1 2 3 4 5] [--steps 300]
+    python benchmarks/damage.py OUT [--models llama4 llama8 neox moe] [--seeds 0 1 2 3 4 5] [--steps 200]
     python benchmarks/damage.py OUT --summary docs/measured/damage.json
 
-Each model is trained on the sources of Python's standard library, as bytes, and recorded with `gemmscope.record_tensors`. Then one
-linear at a time, and one layer at a time, runs in NVFP4, and the KL divergence of its predictions is measured on batches that
-neither the training nor the recording has seen. Mixes that cost the same FLOPs are compared with the best one by measured KL. For
-weight gradients, the backward pass of the quantized model is compared with its own backward pass in float32, over several batches:
-the mean of the difference is the bias, the rest is noise.
+Each model is trained on the sources of Python's standard library, as bytes, and eight more batches of the training are recorded
+with `gemmscope.record_tensors`. Then one linear at a time, and one layer at a time, runs in NVFP4, and the KL divergence of the
+predictions is measured on batches that neither the training nor the recording has seen. Mixes that the tool chooses are compared
+with the best ones of the same FLOPs by measured KL. For weight gradients, the backward pass of the quantized model is compared
+with its own backward pass in float32, over several batches: the mean of the difference is the bias, the rest is noise.
 
-Quantization here is code of its own: only the quantizers are those of the package.
+Quantization here is code of its own: only the quantizers are those of the package. Trained models are kept in OUT; one takes two
+to five minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +29,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import gemmscope
+from gemmscope.numerics.evaluation.error_table import error_table
+from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.quantizers import operands
+from gemmscope.results.numerics import LinearError, NumericsResult
 
 BATCH, LENGTH, WIDTH = 16, 128, 128
 RECIPE = "NVFP4"
 MODELS = ("llama4", "llama8", "neox", "moe")
+HELD_OUT, GRADIENTS = 4, 12  # batches
+BOUNDS = (0.8, 0.6, 0.4)  # of the error of the recipe in all linears
+COLUMNS = ("linears", "layers", "relative_error", "noise", "bias")
+Cell = tuple[int, str]
+"""A layer, and the name of a linear in it."""
 Unit = tuple[str, int | None]
 """A parameter, and the expert of a parameter with all experts."""
 
@@ -52,7 +58,12 @@ def build(name: str, seed: int) -> Any:
         config = transformers.GPTNeoXConfig(**common, num_hidden_layers=6, intermediate_size=4 * WIDTH)
     elif name == "moe":
         config = transformers.MixtralConfig(
-            **common, num_hidden_layers=4, intermediate_size=WIDTH, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+            **common,
+            num_hidden_layers=4,
+            intermediate_size=WIDTH,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
         )
     else:
         layers = int(name.removeprefix("llama"))
@@ -81,22 +92,31 @@ class Batches:
         return torch.stack([self._data[start : start + LENGTH] for start in starts])
 
 
-def train(model: nn.Module, batches: Batches, steps: int, recording: Path) -> float:
-    """Train, record the last steps, and return the loss."""
+def train(model: Any, batches: Batches, steps: int) -> float:
+    """Train, and return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps + 1, pct_start=0.1)
     loss = torch.zeros(())
-    with gemmscope.record_tensors(model, recording, steps=8, after=steps - 8) as recorder:
+    for _ in range(steps):
+        batch = batches.next()
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return float(loss.detach())
+
+
+def record(model: Any, batches: Batches, path: Path, steps: int = 8) -> NumericsResult:
+    """Record more batches of the training, without updates, and compute their errors."""
+    with gemmscope.record_tensors(model, path, steps=steps, after=0) as recorder:
         for _ in range(steps):
             batch = batches.next()
-            optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
+            model.zero_grad()
+            model(input_ids=batch, labels=batch).loss.backward()
             recorder.step()
-    return float(loss)
+    return gemmscope.quantization_errors(path, recipes=["BF16", RECIPE])
 
 
 class Quantized(torch.autograd.Function):
@@ -196,8 +216,8 @@ def divergences(model: Any, sets: Mapping[str, Sequence[Unit]], batches: Sequenc
 
 
 def gradient_errors(model: Any, units: Mapping[str, Sequence[Unit]], batches: Sequence[Tensor]) -> dict[str, dict[str, float]]:
-    """Of every weight gradient, in the model with all linears quantized: squared bias and noise of the backward pass against its own
-    backward pass in float32, and the noise of the gradient from batch to batch."""
+    """Of every weight gradient, in the model with all linears quantized: squared bias and noise of the backward pass against
+    its own backward pass in float32, and the noise of the gradient from batch to batch."""
     every = {unit for own in units.values() for unit in own}
     parameters = dict(model.named_parameters())
     names = list(dict.fromkeys(name for name, _ in every))
@@ -222,3 +242,190 @@ def gradient_errors(model: Any, units: Mapping[str, Sequence[Unit]], batches: Se
         errors[path] = {"bias": float(bias), "noise": float(noise), "own_noise": float(own_noise),
                         "gradient": float((exact / count).square().sum() - own_noise / count)}  # fmt: skip
     return errors
+
+
+def cells_of(path: str) -> Cell:
+    """Layer and linear of a path."""
+    layer, _, linear = path.partition(".layers.")[2].partition(".")
+    return int(layer), linear
+
+
+def predicted(result: NumericsResult) -> dict[Cell, dict[str, float]]:
+    """Damage, relative error, and the errors of weight gradients, of every cell; recorded experts stand for all of their
+    layer."""
+    own: dict[Cell, list[LinearError]] = {}
+    for linear in result.linears:
+        if linear.recipe == RECIPE and linear.layer is not None:
+            own.setdefault((linear.layer, linear.linear), []).append(linear)
+    return {
+        cell: {
+            "damage": sum(one.damage or 0.0 for one in ones) * ones[0].experts / len(ones),
+            "error": sum((one.error or 0.0) ** 2 for one in ones) / len(ones),
+            **{
+                name: sum(getattr(one.gradient, name) for one in ones if one.gradient) * ones[0].experts / len(ones)
+                for name in ("bias", "noise", "own_noise")
+            },
+        }
+        for cell, ones in own.items()
+    }
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's, for values without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def best_kept(measured: Mapping[Cell, float], flops: Mapping[Cell, float], share: float) -> set[Cell]:
+    """The first layers, last layers and linears to keep, of at most this share of the FLOPs, whose measured divergences add up to
+    the most."""
+    layers, linears = sorted({layer for layer, _ in measured}), sorted({linear for _, linear in measured})
+    best: tuple[float, set[Cell]] = (-1.0, set())
+    for first, last in [(one, other) for one in range(len(layers)) for other in range(len(layers) - one)]:
+        ends = {*layers[:first], *layers[len(layers) - last :]}
+        for number in range(2 ** len(linears)):
+            names = {name for place, name in enumerate(linears) if number >> place & 1}
+            kept = {cell for cell in measured if cell[0] in ends or cell[1] in names}
+            if sum(flops[cell] for cell in kept) <= share * (1 + 1e-9):
+                best = max(best, (sum(measured[cell] for cell in kept), kept), key=lambda pair: pair[0])
+    return best[1]
+
+
+def mixes(
+    model: Any, result: NumericsResult, truth: Mapping[str, Any], units: Mapping[str, list[Unit]], batches: Sequence[Tensor]
+) -> list[dict[str, float]]:
+    """For several bounds: the divergence of the mix that the tool chooses, and that of the best one of the same FLOPs."""
+    table = error_table(result.linears)
+    assert table is not None
+    flops = {
+        (layer, linear): float(table.flops[row, column])
+        for row, layer in enumerate(table.layers)
+        for column, linear in enumerate(table.linears)
+    }
+    whole = next(row.error for row in result.recipes if row.recipe == RECIPE)
+    measured = {cells_of(path): value for path, value in truth["kl"].items()}
+    compared = []
+    for share in BOUNDS:
+        mixed = with_mix(result, bound=share * whole).mixed
+        chosen = mixed.chosen if mixed is not None else None
+        if chosen is None or chosen.recipe != RECIPE or not chosen.is_mixed:
+            continue
+        end = len(table.layers) - chosen.last_layers
+        kept = {cell for cell in flops if cell[1] in chosen.linears or not chosen.first_layers <= cell[0] < end}
+        best = best_kept(measured, flops, sum(flops[cell] for cell in kept))
+        sets = {
+            name: [unit for path, own in units.items() if cells_of(path) not in cells for unit in own]
+            for name, cells in (("chosen", kept), ("best", best))
+        }
+        kl = divergences(model, sets, batches)
+        compared.append({"bound": share, "kept": sum(flops[cell] for cell in kept), "chosen": kl["chosen"], "best": kl["best"]})
+    return compared
+
+
+def trained(name: str, seed: int, steps: int, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A trained model, and what quantization does to it; both are kept in the folder."""
+    model, path = build(name, seed), folder / f"{name}-{seed}.pt"
+    if not path.exists():
+        loss = train(model, Batches(seed), steps)
+        held, units = Batches(seed, held_out=True), units_of(model)
+        batches = [held.next() for _ in range(HELD_OUT)]
+        layers = {
+            str(one): [unit for path, own in units.items() if layer_of(path) == one for unit in own] for one in layers_of(units)
+        }
+        truth = {
+            "state": model.state_dict(),
+            "loss": loss,
+            "kl": divergences(model, units, batches),
+            "kll": divergences(model, layers, batches),
+            "g": gradient_errors(model, units, [held.next() for _ in range(GRADIENTS)]),
+        }
+        torch.save(truth, path)
+    truth = torch.load(path)
+    model.load_state_dict(truth["state"])
+    return model, truth
+
+
+def layers_of(units: Mapping[str, list[Unit]]) -> list[int]:
+    """The numbers of the layers."""
+    return sorted({layer_of(path) for path in units})
+
+
+def check(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+    """One model: rank correlations of predicted and measured values, and the mixes."""
+    model, truth = trained(name, seed, steps, folder)
+    units = units_of(model)
+    result = record(model, Batches(seed + 500), folder / f"{name}-{seed}.safetensors")
+    known = predicted(result)
+    paths = list(truth["kl"])
+    kl = [truth["kl"][path] for path in paths]
+    damage = [known[cells_of(path)]["damage"] for path in paths]
+    by_layer = [sum(one["damage"] for cell, one in known.items() if cell[0] == layer) for layer in layers_of(units)]
+    held = Batches(seed, held_out=True)
+    batches = [held.next() for _ in range(HELD_OUT)]
+    return {
+        "model": name,
+        "seed": seed,
+        "steps": steps,
+        "loss": truth["loss"],
+        "linears": rank_correlation(damage, kl),
+        "layers": rank_correlation(by_layer, [truth["kll"][str(layer)] for layer in layers_of(units)]),
+        "relative_error": rank_correlation([known[cells_of(path)]["error"] for path in paths], kl),
+        "ratio": float(np.exp(np.median(np.log(np.array(damage) / np.array(kl))))),
+        "spread": max(kl) / min(kl),
+        **{
+            name: rank_correlation([known[cells_of(path)][name] for path in paths], [truth["g"][path][name] for path in paths])
+            for name in ("bias", "noise", "own_noise")
+        },
+        "mixes": mixes(model, result, truth, units, batches),
+    }
+
+
+def summary(checked: Sequence[Mapping[str, Any]]) -> str:
+    """The results as a table: median and least of the seeds."""
+    lines = [
+        "| model | seeds | linears | layers | relative error | noise | bias | mixes: KL over best |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name in dict.fromkeys(one["model"] for one in checked):
+        own = [one for one in checked if one["model"] == name]
+        cells = [f"{np.median([one[key] for one in own]):.2f} ({min(one[key] for one in own):.2f})" for key in COLUMNS]
+        ratios = [mix["chosen"] / mix["best"] for one in own for mix in one["mixes"]]
+        mixed = f"{np.median(ratios):.2f} ({max(ratios):.2f})" if ratios else ""
+        lines.append(f"| {name} | {len(own)} | {' | '.join(cells)} | {mixed} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train, record, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(6))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--summary", type=Path, help="write the results of all finished models to this file")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for seed in given.seeds if given.summary is None else ():
+        for name in given.models:
+            path = given.out / f"{name}-{seed}.json"
+            if not path.exists():
+                path.write_text(json.dumps(check(name, seed, given.steps, given.out), indent=1))
+                print(path.read_text(), flush=True)
+    checked = [json.loads(path.read_text()) for path in sorted(given.out.glob("*-*.json"))]
+    if given.summary is not None:
+        given.summary.write_text(json.dumps(rounded(checked), indent=1) + "\n")
+    print(summary(checked))
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

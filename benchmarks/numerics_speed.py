@@ -1,10 +1,9 @@
-"""How long `gemmscope numerics` takes on a recording of 64 MB: 32 layers x 4 linears of Llama 3.1 8B, in six recipes.
+"""How long `gemmscope numerics` takes on a recording: 32 layers x 4 linears of Llama 3.1 8B, in six recipes.
 
     python benchmarks/numerics_speed.py [--layers 32] [--recording FILE]
 
-The recording is made here: the linears of one layer are sampled and probed from synthetic tensors, and stored once per layer
-under other names, so that all 64 MB are read and computed. Making it takes longer than reading it. The target is two minutes on
-two cores.
+The recording is made here: the linears of one layer are measured with synthetic tensors, and stored once per layer under other
+names. The target is two minutes on two cores.
 """
 
 import argparse
@@ -15,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from gemmscope.numerics.probes import compute_probes
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts, tensor_key, write_recording
-from gemmscope.numerics.sample import random_for, sample_linear
+from gemmscope.numerics.recording import RecordingFacts, write_recording
 from support.commands import run_numerics
+from support.recorded import measured_linear
 
 LINEARS = {
     "self_attn.qkv_proj": (4096, 6144),
@@ -27,27 +25,20 @@ LINEARS = {
     "mlp.down_proj": (14336, 4096),
 }
 RECIPES = ["BF16", "FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4"]
-TOKENS, MEGABYTES, TARGET_S = 256, 64, 120.0
+TOKENS, TARGET_S = 256, 120.0
 
 
 def make_recording(path: Path, layers: int) -> None:
-    """Sample and probe one layer, store it for every layer."""
-    budget = MEGABYTES * 2**20 // (layers * len(LINEARS))
-    facts: list[LinearFacts] = []
-    tensors: dict[str, torch.Tensor] = {}
+    """Measure one layer, store it for every layer."""
+    facts = []
     for linear, (inputs, outputs) in LINEARS.items():
         generator = torch.Generator().manual_seed(inputs + outputs)
-        x, w, dy = (
-            torch.randn(shape, generator=generator).bfloat16()
-            for shape in ((TOKENS, inputs), (outputs, inputs), (TOKENS, outputs))
-        )
-        step, kept = sample_linear(x, w, dy, dtype=torch.bfloat16, budget=budget, random=random_for(0, linear))
-        step = step.model_copy(update={"probes": compute_probes(x, w, dy, random=random_for(1, linear))})
-        for layer in range(layers):
-            name = f"model.layers.{layer}.{linear}"
-            facts.append(LinearFacts(name=name, linear=linear, layer=layer, inputs=inputs, outputs=outputs, steps=(step,)))
-            tensors |= {tensor_key(name, step.step, key): values.clone() for key, values in kept.items()}
-    write_recording(path, RecordingFacts(source="synthetic", model="Llama 3.1 8B", steps=(0,), linears=tuple(facts)), tensors)
+        shapes = ((TOKENS, inputs), (outputs, inputs), (TOKENS, outputs))
+        x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+        one = measured_linear(linear, x, w, dy)
+        names = [(f"model.layers.{layer}.{linear}", layer) for layer in range(layers)]
+        facts += [one.model_copy(update={"name": name, "layer": layer}) for name, layer in names]
+    write_recording(path, RecordingFacts(source="recording", model="Llama 3.1 8B", steps=(0,), linears=tuple(facts)))
 
 
 def main() -> None:

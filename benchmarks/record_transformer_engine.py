@@ -60,7 +60,7 @@ def train(path: Path | None, *, fused: bool, fp8: bool) -> list[float]:
                 parameter.copy_(values * (0.3 if "expert" in name else 1.0) / parameter.shape[1] ** 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batches = torch.Generator().manual_seed(1)
-    recording = gemmscope.record_tensors(model, path, steps=4, after=4, megabytes=16) if path is not None else None
+    recording = gemmscope.record_tensors(model, path, steps=4, after=4) if path is not None else None
     if recording is not None:
         recording.__enter__()
     losses = []
@@ -85,16 +85,15 @@ def main() -> None:
         same = train(None, fused=True, fp8=True) == train(path, fused=True, fp8=True)
         print("FP8Delayed, losses of 12 steps with and without recording:", "the same, bit for bit" if same else "DIFFERENT")
         for linear in read_recording(path).linears:
-            passes = [step.passes for step in linear.sampled_steps]
-            facts = linear.facts
-            print(f"  {linear.name:20} {facts.kind:16} {facts.op:14} {len(linear.steps)} steps {passes} {facts.failure}")
+            passes = [tuple(step.outputs) for step in linear.measured]
+            print(f"  {linear.name:20} {linear.kind:16} {linear.op:14} {len(linear.steps)} steps {passes} {linear.failure}")
         train(path, fused=True, fp8=False)
         train(other, fused=False, fp8=False)
         for name, twin in (("mlp.fc1", "fc1"), ("mlp.fc2", "fc2")):
             norms = []
             for file, linear in ((path, name), (other, twin)):
                 recorded = next(one for one in read_recording(file).linears if one.name == f"1.{linear}")
-                norms.append({name: facts.norm for name, facts in recorded.sampled_steps[0].facts.passes.items()})
+                norms.append(recorded.measured[0].outputs)
             print(f"  norms of {name}, stand-in and plain:", norms)
 
 

@@ -54,7 +54,6 @@ RECIPES = (BASELINE, BIT, BITS, ORDER, *REAL, *(EMULATED + name for name in ("FP
 PLAIN_NVFP4 = "NVFP4Plain"  # without stochastic rounding and Hadamard transform: a coarser recipe to compare with
 LAST = 0.1  # the share of the steps whose loss is reported
 CURVE = 40  # points of the loss curve that are kept
-RECORDED_MB = 12
 CHECK_EVERY = 100  # steps between two looks at the loss: looking waits for the GPU
 GRACE = 20.0  # seconds that a running process may exceed the time limit
 
@@ -214,7 +213,7 @@ def _recording(model: nn.Module, path: Path | None, steps: int) -> AbstractConte
     import gemmscope
 
     recorded = min(8, steps)
-    return gemmscope.record_tensors(model, path, steps=recorded, after=max(steps - recorded - 1, 0), megabytes=RECORDED_MB)
+    return gemmscope.record_tensors(model, path, steps=recorded, after=max(steps - recorded - 1, 0))
 
 
 def _wait(device: str) -> None:

@@ -306,7 +306,7 @@ def quantization_errors(
         speed: Run file of step, bench or forecast, with the speed of each recipe.
         gpu: Forecast the speedups on this GPU, for the given model. With speed: the GPU to take from a forecast of several.
         bound: Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the
-            root mean square over all linears.
+            root mean square over all linears, weighted by their damage where a recording tells it.
         depth: Also run the given model with each recipe in all linears, to get the error that accumulates up to each layer.
             Needs transformers. A module always runs this way, without this flag.
         recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of

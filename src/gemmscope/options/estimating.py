@@ -320,7 +320,7 @@ class NumericsOptions(Options):
         float | None,
         Option(
             "Find the fastest mix of precisions (without speeds: of fewest bits) whose error is at most this. The error is the "
-            "root mean square over all linears.",
+            "root mean square over all linears, weighted by their damage where a recording tells it.",
             metavar="PERCENT",
             parse=percentage,
         ),

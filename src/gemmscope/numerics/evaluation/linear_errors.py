@@ -27,6 +27,7 @@ from gemmscope.results.numerics import DroppedPass, GradientError, LinearError, 
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 FREEDOM = 30.0  # degrees of freedom of the intervals: tokens weigh unequally
+CHANCE = 0.1  # of the noise: a bias that cannot be told from chance, with the few parts of the tokens
 NO_ERROR = OperandNumbers(relative=0.0, underflow=0.0, saturated=0.0)
 EXACT = GemmNumbers(squared=0.0, variance=0.0, first_share=0.5, parallel=0.0, operands=(NO_ERROR, NO_ERROR))
 
@@ -134,7 +135,7 @@ def _gradient(steps: Sequence[StepFacts], variant: str) -> GradientError | None:
     own = fmean(gradient.noise for gradient, _ in known)
     squared = fmean(gradient.squared for gradient, _ in known)
     bias, noise = (fmean(getattr(gemm, name) * gradient.squared for gradient, gemm in known) for name in ("bias", "noise"))
-    return GradientError(bias=max(bias, 0.0), noise=max(noise, 0.0), own_noise=max(own, 0.0), squared=squared,
+    return GradientError(bias=max(bias - CHANCE * noise, 0.0), noise=max(noise, 0.0), own_noise=max(own, 0.0), squared=squared,
                          energy=fmean(gradient.energy for gradient, _ in known),
                          arriving=fmean((step.tensors["dY"].norm or 0.0) ** 2 for step in steps))  # fmt: skip
 
