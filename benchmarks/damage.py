@@ -327,8 +327,8 @@ def trained(name: str, seed: int, steps: int, folder: Path) -> tuple[Any, dict[s
     model, path = build(name, seed), folder / f"{name}-{seed}.pt"
     if not path.exists():
         loss = train(model, Batches(seed), steps)
-        held, units = Batches(seed, held_out=True), units_of(model)
-        batches = [held.next() for _ in range(HELD_OUT)]
+        unseen, units = Batches(seed, held_out=True), units_of(model)
+        batches = [unseen.next() for _ in range(HELD_OUT)]
         layers = {
             str(one): [unit for path, own in units.items() if layer_of(path) == one for unit in own] for one in layers_of(units)
         }
@@ -337,7 +337,7 @@ def trained(name: str, seed: int, steps: int, folder: Path) -> tuple[Any, dict[s
             "loss": loss,
             "kl": divergences(model, units, batches),
             "kll": divergences(model, layers, batches),
-            "g": gradient_errors(model, units, [held.next() for _ in range(GRADIENTS)]),
+            "g": gradient_errors(model, units, [unseen.next() for _ in range(GRADIENTS)]),
         }
         torch.save(truth, path)
     truth = torch.load(path)
@@ -360,8 +360,8 @@ def check(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     kl = [truth["kl"][path] for path in paths]
     damage = [known[cells_of(path)]["damage"] for path in paths]
     by_layer = [sum(one["damage"] for cell, one in known.items() if cell[0] == layer) for layer in layers_of(units)]
-    held = Batches(seed, held_out=True)
-    batches = [held.next() for _ in range(HELD_OUT)]
+    unseen = Batches(seed, held_out=True)
+    batches = [unseen.next() for _ in range(HELD_OUT)]
     return {
         "model": name,
         "seed": seed,

@@ -128,7 +128,7 @@ def summary(result: NumericsResult) -> Table:
         ),
         Column("Worst", lambda row: row.worst_error if isinstance(row, RecipeError) and row.error else None, "error", drop=1),
         Column("Worst linear", lambda row: row.worst if isinstance(row, RecipeError) and row.error else None, drop=1),
-        note=" ".join(filter(None, [notes({"numerics-damage": weighted(result)}), star])),
+        note=star,
     )
 
 
@@ -151,7 +151,7 @@ def recipe_table(result: NumericsResult, marked: str) -> Table:
         Column("Recipe", lambda row: row.recipe),
         *_error_columns(result),
         *across(PASSES, lambda row, one: _pass_error(counted.get(row.recipe, ()), one), "error"),
-        note=phrase("numerics-mean-of-linears"),
+        note=notes({"numerics-mean-of-linears": not weighted(result), "numerics-damage": weighted(result)}),
         sparse=True,
     )
 
