@@ -23,6 +23,8 @@ PAGES = {
     "trace-me": "explain.md#recording-a-good-trace",
     "compare": "compare.md",
     "report": "report.md",
+    "models": "models.md",
+    "gpus": "forecast.md",
     "doctor": "bench.md#what-can-be-measured-here",
 }
 

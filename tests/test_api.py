@@ -107,7 +107,6 @@ def test_shapes_bench_and_step_on_the_cpu() -> None:
         (lambda: gs.load("llama-3.1-8b", hidden_size=3), "named twice"),
         (lambda: gs.load("no-such-file.json"), "no-such-file.json"),
         (lambda: gs.load(**SIZES).on(1, 32, tpp=2), "no option tpp"),
-        (lambda: gs.load(**SIZES).on(1), "sequence_length is not given"),
         (lambda: gs.load(**SIZES).on(1, 32).forecast("b3000"), "unknown GPU"),
         (lambda: gs.load(**SIZES).on(1, 32).bench(longes=3), "no option longes"),
         (lambda: gs.load(**SIZES).on(1, 32).bench(precision=3), "precision"),

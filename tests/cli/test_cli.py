@@ -89,8 +89,6 @@ def test_sharded(run: Run) -> None:
     ("line", "message"),
     [
         ("shapes", "no model is named"),
-        ("shapes --preset llama-3.1-8b", "--micro-batch-size and --sequence-length are not given"),
-        ("shapes --preset llama-3.1-8b --sequence-length 64", "--micro-batch-size is not given"),
         (f"shapes --preset lama-3.1-8b {BATCH}", "did you mean llama-3.1-8b"),
         (f"shapes --preset gpt2 --config x.json {BATCH}", "the model is named in 2 ways at once: --config and --preset"),
         (f"shapes --preset gpt2 --hidden-size 64 {BATCH}", "--preset and --hidden-size"),

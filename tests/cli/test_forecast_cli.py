@@ -237,8 +237,8 @@ def test_block_scales_on_rtx_are_its_own(run: Run) -> None:
     assert [finding.facts["recipe"] for finding in b200.findings if finding.code == "recipe-emulated"] == ["FP8Block"]
 
 
-def test_presets_are_named_by_shapes(run: Run) -> None:
-    assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # independent of line breaks
+def test_presets_are_named(run: Run) -> None:
+    assert "gemmscopemodels" in "".join(run("forecast --help").out.split())  # independent of line breaks
 
 
 # --- single GEMMs -----------------------------------------------------------------------------------------------------

@@ -315,10 +315,6 @@ def mended(asked: dict[str, int], text: str) -> dict[str, int]:
             ModelSource("config.json", None, config={"model_type": "clip", "text_config": {}, "image_size": 1}),
             ("micro_batch_size",),
         ),
-        (
-            ModelSource("config.json", None, config={"model_type": "t5", "vocab_size": 10}),
-            ("micro_batch_size", "sequence_length"),
-        ),
     ],
 )
 def test_a_module_brings_its_inputs_and_an_image_has_no_sequence(source: ModelSource, missing: tuple[str, ...]) -> None:
@@ -329,6 +325,23 @@ def test_a_module_brings_its_inputs_and_an_image_has_no_sequence(source: ModelSo
     choice = model_run(source, **dict.fromkeys(missing, 4))
     assert choice.settled == set(missing)
     assert choice.run.inputs is None
+
+
+@pytest.mark.parametrize(
+    ("config", "typed", "batch"),
+    [
+        ({}, {}, (1, 8192)),
+        ({"max_position_embeddings": 131072}, {}, (1, 8192)),
+        ({"n_positions": 1000}, {}, (8, 1000)),
+        ({"n_positions": 1000}, {"micro_batch_size": 2}, (2, 1000)),
+        ({"n_positions": 1000}, {"sequence_length": 20_000}, (1, 20_000)),
+    ],
+)
+def test_the_batch_that_is_assumed(config: dict[str, int], typed: dict[str, int], batch: tuple[int, int]) -> None:
+    job = model_run(ModelSource("config.json", None, config={"model_type": "t5", "vocab_size": 10, **config}), **typed)
+    assert (job.run.micro_batch_size, job.run.sequence_length) == batch
+    [entry] = [entry for entry in job.findings if entry.code == "batch-assumed"]
+    assert not [name for name in typed if name in entry.text]
 
 
 def test_sequence_parallelism_of_a_model_without_a_file() -> None:

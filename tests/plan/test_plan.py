@@ -153,8 +153,7 @@ def test_a_slower_network_and_a_smaller_domain_cost_time() -> None:
     ("options", "message", "hint"),
     [
         ({"gpus": None}, "is not given: the number of GPUs", "64"),
-        ({"global_batch": None}, "is not given: the sequences of one optimizer step", "256"),
-        ({"sequence_length": None}, "is not given: the sequence length", "8192"),
+        ({"global_batch": 0}, "must be at least 1", ""),
         ({"restrict": {"tp": [3]}}, "tp=3: no layout of llama-3.2-1b on 8 GPUs has it", "possible values: 1, 2, 4, 8"),
         ({"restrict": {"pp": 5, "tp": 2}}, "pp=5: no layout", "possible values: 1, 2, 4"),
         ({"restrict": {"ep": 2}}, "ep=2: no layout", "possible values: 1"),

@@ -56,7 +56,7 @@ def load(
     '3 dense'
 
     Options:
-        preset: A well-known model, such as llama-3.1-8b. gemmscope shapes list_presets lists them all.
+        preset: A well-known model, such as llama-3.1-8b. gemmscope models lists them all.
         config: A model file: Hugging Face config.json (file, folder or hub ID), Megatron-LM arguments, torchtitan TOML or
             command, Megatron-Bridge YAML or recipe.
         module: Your own nn.Module: a function that returns module, (module, inputs) or (module, inputs, loss). Tracing it needs

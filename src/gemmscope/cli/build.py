@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Annotated, Any, get_type_hints
@@ -16,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from gemmscope import commands as functions
 from gemmscope.cli import commands
 from gemmscope.cli.help import COMMANDS, DATA, HELP, SETTINGS, CommandHelp, OptionGroup, OptionHelp, command_help, terminal_width
 from gemmscope.options.declare import GROUPS, OWN, Declared, Options, options_of
@@ -25,7 +27,7 @@ OUTPUT = GROUPS[-1]
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help is in groups, and whose `--shapes` may be bare: typer has no option whose value may be left out."""
+    """A command whose help is in groups, and whose arguments people may spell in several ways."""
 
     def described(self) -> CommandHelp:
         """The help of the command, as data."""
@@ -36,13 +38,56 @@ class HelpfulCommand(TyperCommand):
         formatter.write(command_help(self.described(), terminal_width()))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Fill in the value of `--shapes` where nothing, or another option, follows: the default ladder."""
-        filled = []
-        for argument, following in zip(args, [*args[1:], "--end"], strict=False):
-            filled.append(argument)
-            if argument == "--shapes" and re.match(r"--?[A-Za-z]", following):
-                filled.append("default")
-        return super().parse_args(ctx, filled)
+        """Read the arguments as `spelled_out` writes them. The result keeps them as its command."""
+        if not ctx.resilient_parsing:  # completion
+            args = spelled_out(str(self.name), args)
+            sys.argv[1:] = [str(self.name), *args]
+        return super().parse_args(ctx, list(args))
+
+
+def spelled_out(name: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command as options by their own names: other spellings (`options/spellings.toml`), the default value of
+    `--shapes`, and words without an option that name the model or the GPUs. What is not known stays, for typer to report.
+
+    >>> spelled_out("forecast", ["h200", "--mbs", "2", "llama-3.1-8b", "--seq_len=4k"])
+    ['--preset', 'llama-3.1-8b', '--gpu', 'h200', '--micro-batch-size', '2', '--sequence-length=4k']
+    """
+    options = shell_options(function_of(name))
+    arguments_of = [declared for declared in options.values() if declared.option.argument]
+    known = {
+        flag: declared
+        for declared in options.values()
+        if declared not in arguments_of
+        for flag in "/".join(declared.flags).split("/")
+    }
+    spellings = load_data("gemmscope.options", "spellings.toml")
+    takes_model, left = "preset" in options, list(reversed(arguments))
+    written, positional = list[str](), list[str]()
+    while left:
+        argument = left.pop()
+        if not re.match(r"--?[A-Za-z]|--$", argument):
+            positional.append(argument)
+            continue
+        typed, equals, value = argument.partition("=")
+        flag, *fixed = str(spellings.get(typed.replace("_", "-"), typed)).split()
+        if typed == "--model" and takes_model and (equals or left):
+            positional.append(value if equals else left.pop())
+            continue
+        declared = known.get(flag.replace("_", "-"))
+        if declared is None:  # not an option of this command, or the end of options
+            return list(arguments)
+        written.append(f"{flag}{equals}{value}")
+        if fixed or declared.is_flag or equals:
+            written += fixed
+        elif left and (flag != "--shapes" or not re.match(r"--?[A-Za-z]", left[-1])):
+            written.append(left.pop())
+        elif flag == "--shapes":
+            written.append("default")
+    if takes_model and positional:
+        takes = [option for option in ("gpu", "gpus") if option in options]
+        named, positional = functions.known.named(positional, name, takes, written, own=bool(arguments_of))
+        written = [*named, *written]
+    return [*written, *positional]
 
 
 def function_of(name: str) -> Callable[..., int | None]:
@@ -130,7 +175,7 @@ def _described(declared: Declared) -> Any:
         hint = bool
     if option.argument:
         return Annotated[hint if not option.required else list[str], typer.Argument(**facts)]
-    return Annotated[hint, typer.Option(*declared.flags, *option.aliases, hidden=option.hidden, **facts)]
+    return Annotated[hint, typer.Option(*declared.flags, hidden=option.hidden, **facts)]
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -40,7 +40,15 @@ from gemmscope.options.measuring import (
     SweepOptions,
     skip_flags,
 )
-from gemmscope.options.reading import CompareOptions, DoctorOptions, ExplainOptions, Kind, ReportOptions, TraceMeOptions
+from gemmscope.options.reading import (
+    CompareOptions,
+    DoctorOptions,
+    ExplainOptions,
+    Kind,
+    ListOptions,
+    ReportOptions,
+    TraceMeOptions,
+)
 from gemmscope.options.values import GEMM_SIZES, Shape, shape, size
 from gemmscope.say import say
 
@@ -61,7 +69,7 @@ REPORT = "report.html"
 def shapes(model: ModelOptions, run: RunOptions, options: ShapesOptions, outputs: OutputOptions) -> int:
     """List the GEMMs of one training step."""
     if options.list_presets:
-        writers.terminal.show_table(commands.shapes.preset_table())
+        writers.terminal.show_table(commands.known.model_table())
         return 0
     context = outputs.context(model.files())
     result = commands.shapes.shapes(_job(model, run), options, context)
@@ -245,6 +253,18 @@ def report(options: ReportOptions) -> int:
         say(f"wrote {drawn} figures into {folder}" if drawn else f"there is no chart to draw in {', '.join(options.runs)}")
     if not any(map(to_stdout, targets.values())):
         writers.terminal.show_texts(commands.report.answers(documents))
+    return 0
+
+
+def models(options: ListOptions) -> int:
+    """List the models that have a name."""
+    writers.terminal.show_table(commands.known.model_table(options.search))
+    return 0
+
+
+def gpus(options: ListOptions) -> int:
+    """List the GPUs that can be forecast."""
+    writers.terminal.show_table(commands.known.gpu_table(options.search))
     return 0
 
 

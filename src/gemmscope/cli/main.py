@@ -21,7 +21,7 @@ UsageProblem: Any = typer.BadParameter.__mro__[2]  # ClickException: newer versi
 SUMMARY = (
     "Tells you how much FP8, MXFP8 and NVFP4 will speed up your transformer training on your GPU, before you pay for the run."
 )
-START = "gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k --gpu h200"
+START = "gemmscope forecast llama-3.1-8b h200"
 
 
 class _OutputClosed(BaseException):
@@ -36,7 +36,12 @@ class LazyGroup(TyperGroup):
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: to list and to suggest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        return import_module("gemmscope.cli.build").build(cmd_name) if cmd_name in COMMANDS else None
+        if cmd_name in COMMANDS:
+            return import_module("gemmscope.cli.build").build(cmd_name)
+        if import_module("gemmscope.commands").known.is_name(cmd_name):
+            hint = f"to forecast it: gemmscope forecast {' '.join(sys.argv[1:])}"
+            raise UserError(f"{cmd_name} is not a command", hint)
+        return None
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from gemmscope import signals
@@ -19,6 +19,7 @@ from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, 
 from gemmscope.forecast.stacks import software_on
 from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.interval import Interval
+from gemmscope.job.load import NO_FILE, assumption, usual_length
 from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
@@ -62,11 +63,17 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     links = network_of(chip, options.network, options.nvlink_domain)
     if source.model is None:
         raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")
-    count = _count("gpus", options.gpus, "the number of GPUs to train on", 64)
-    batch = options.global_batch if options.global_batch is not None else source.global_batch
-    batch = _count("global_batch", batch, "the sequences of one optimizer step", 256)
-    length = options.sequence_length or source.run_settings.get("sequence_length")
-    length = _count("sequence_length", length, "the sequence length", 8192)
+    if options.gpus is None:
+        raise UserError(f"{option('gpus')} is not given: the number of GPUs to train on", f"for example {option('gpus', 64)}")
+    count = check_size(option("gpus"), options.gpus, "parallel")
+    typed = {"sequence_length": options.sequence_length, "global_batch": options.global_batch}
+    of_model = {"sequence_length": source.run_settings.get("sequence_length"), "global_batch": source.global_batch}
+    given = {name: of_model[name] if value is None else value for name, value in typed.items()}
+    assumed = {"sequence_length": usual_length(source)} if given["sequence_length"] is None else {}
+    length = check_size(option("sequence_length"), {**given, **assumed}["sequence_length"], "sequence_length")
+    if given["global_batch"] is None:  # some sequences for every GPU
+        assumed["global_batch"] = ceil(NO_FILE["tokens_per_step"] / length / count) * count
+    batch = check_size(option("global_batch"), {**given, **assumed}["global_batch"], "sequence_length")
     Budget(options.tokens if options.tokens is not None else 1e9, count, options.price)  # checks them
     names, recipe_findings = choose_recipes([chip], options, source.framework)[chip.name]
     if options.recipes is not None:  # BF16 only if it was named
@@ -108,6 +115,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         run=winner.runs[min(winner.candidates, key=order).run],
         findings=(
             finding("forecast-not-measured"),
+            *([assumption(assumed)] if assumed else []),
             *source.findings,
             *interrupted,
             *_findings(points[0], searches[0], chip, source, names),
@@ -130,12 +138,6 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         ready_to_paste=layout_to_paste(first.layouts[0], batch, length, len(layers), experts=experts) if not sizes else {},
         interrupted=done < wanted,
     )
-
-
-def _count(name: str, value: object, what: str, example: int) -> int:
-    if value is None:
-        raise UserError(f"{option(name)} is not given: {what}", f"for example {option(name, example)}")
-    return check_size(option(name), value, "parallel" if name == "gpus" else "sequence_length")
 
 
 def _restricted(options: LayoutOptions) -> dict[str, tuple[Any, ...]]:

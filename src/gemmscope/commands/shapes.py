@@ -1,17 +1,14 @@
 """`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
 
-from gemmscope.document.table import Cell, Column, Table, table
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
-from gemmscope.model import presets
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.options.estimating import ShapesOptions
 from gemmscope.progress import Reporter
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
 from gemmscope.run_context import PLAIN, RunContext
-from gemmscope.units import parameters
 from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
 from gemmscope.workload.sparse import IndexScores
@@ -101,14 +98,3 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     if any(attention.top_k is not None for attention in model.attentions):
         notes.append(finding("check-of-sparse-attention"))
     return check, tuple(notes)
-
-
-def preset_table() -> Table:
-    """All presets with their size."""
-    return table(
-        "Presets",
-        map(presets.describe, presets.names()),
-        Column("Name", lambda preset: preset.name),
-        Column("Parameters", lambda one: Cell(parameters(one.parameters), one.parameters) if one.parameters else "", "g"),
-        Column("Description", lambda preset: preset.description),
-    )

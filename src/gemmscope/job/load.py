@@ -29,6 +29,7 @@ RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "paralle
 
 PARTS_OF_RECOMPUTE = ("recompute_modules", "recompute_share", "partly_recomputed")
 BATCH = ("micro_batch_size", "sequence_length")
+LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")  # in a config.json
 MOST_SOURCES, LARGEST_SOURCE = 500, 8 << 20
 
 
@@ -99,7 +100,9 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         if name in file and file[name] != value
     ]
     settings = {**file, **{name: value for name, value in typed.items() if name not in RANKS}}
-    _require(settings, source)
+    settings |= (assumed := _assumed_batch(settings, source))
+    if assumed:
+        findings.append(assumption(assumed))
     of_file = {"tp": 1, "cp": 1, "pp": 1, **file}
     changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
     run = RunSpec(**{**dict.fromkeys(BATCH, 1), **settings})
@@ -113,16 +116,30 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
     return _as_frameworks_run(ModelRun(source, _sharing(run, typed), (*findings, *about), frozenset(settings)))
 
 
-def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
-    """A `UserError` where the batch is not known. A module may bring its own inputs; a traced config may have no sequence."""
-    required = () if source.module is not None else BATCH if source.model is not None or _reads_tokens(source) else BATCH[:1]
-    missing = [name for name in required if name not in settings]
-    if missing:
-        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-        raise UserError(
-            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not set {them}",
-            f"add {' '.join(option(name, 'N') for name in missing)}",
-        )
+def assumption(sizes: Mapping[str, int]) -> Finding:
+    """The finding about sizes that nothing set."""
+    return finding("batch-assumed", options=", ".join(option(name, value) for name, value in sizes.items()))
+
+
+def usual_length(source: ModelSource) -> int:
+    """The sequence length where nothing sets it: at most what the model's config allows."""
+    longest = [value for key in LONGEST if isinstance(value := (source.config or {}).get(key), int) and value > 0]
+    return min([NO_FILE["tokens"], *longest])
+
+
+def _assumed_batch(settings: Mapping[str, Any], source: ModelSource) -> dict[str, int]:
+    """The batch where nothing sets it: one sequence as long as the model allows, or as many as have so many tokens. A module may
+    bring its own inputs; the batch of a model that reads no tokens must be given."""
+    if source.module is not None or {*BATCH} <= settings.keys():
+        return {}
+    if source.model is None and not _reads_tokens(source):
+        if BATCH[0] in settings:
+            return {}
+        message = f"{option(BATCH[0])} is not given, and {source.origin} does not set it"
+        raise UserError(message, f"add {option(BATCH[0], 'N')}")
+    length = settings.get(BATCH[1]) or usual_length(source)
+    batch = settings.get(BATCH[0]) or max(NO_FILE["tokens"] // length, 1)
+    return {name: value for name, value in zip(BATCH, (batch, length), strict=True) if name not in settings}
 
 
 def _reads_tokens(source: ModelSource) -> bool:
@@ -255,8 +272,8 @@ def load_model(
     if not ways:
         raise UserError(
             "no model is named",
-            f"give {option('preset', 'NAME')}, {option('config', 'PATH')}, {option('module', 'FILE.py:FUNCTION')}, or the sizes: "
-            + " ".join(option(name, "N") for name in REQUIRED_SIZES),
+            f"give a name that gemmscope models lists, {option('config', 'PATH')}, {option('module', 'FILE.py:FUNCTION')}, "
+            "or the sizes: " + " ".join(option(name, "N") for name in REQUIRED_SIZES),
         )
     if len(ways) > 1:
         raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")

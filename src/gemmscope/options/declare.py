@@ -47,8 +47,6 @@ class Option:
     """Where the names that shell completion offers are: a file of facts, `FILE TABLE`, or a folder with a file for each."""
     flags: tuple[str, ...] = ()
     """Its spellings, where they do not follow from its name."""
-    aliases: tuple[str, ...] = ()
-    """Spellings that are accepted and not shown."""
     group: str = ""
     """Its group in `--help`, where that is not the `GROUP` of the class that declares it first."""
     after: str = ""

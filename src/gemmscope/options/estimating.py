@@ -34,7 +34,7 @@ class ShapesOptions(Options):
             "Compare the shapes with a trace of the real model. Needs torch and transformers. Exits with 1 if they differ.",
         ),
     ] = False
-    list_presets: Annotated[bool, Option("List the presets and exit.", in_python=False)] = False
+    list_presets: Annotated[bool, Option("List the presets, as gemmscope models does.", in_python=False, hidden=True)] = False
 
 
 class ForecastOptions(RecipeOptions, SystemOptions):

@@ -15,7 +15,7 @@ class ModelOptions(Options):
     preset: Annotated[
         str | None,
         Option(
-            "A well-known model, such as llama-3.1-8b. gemmscope shapes --list-presets lists them all.",
+            "A well-known model, such as llama-3.1-8b. gemmscope models lists them all.",
             metavar="NAME",
             names="model/presets/",
         ),

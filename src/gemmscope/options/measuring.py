@@ -38,7 +38,6 @@ FLEET = Option(
 )
 PRECISION_HELP = "Measure until every speedup is known to within this."
 TIME_LIMIT_HELP = "Time limit in seconds, counted from the first sample."
-LONGEST = ("--longest",)
 AXIS = "NAME=A:B:STEP"
 RAY_HELP = "ADDRESS is auto, local, HOST:PORT or ray://HOST:PORT. Needs gemmscope[ray]."
 
@@ -115,7 +114,7 @@ class MeasuringOptions(RecipeOptions):
     GROUP: ClassVar[str] = "Measuring"
 
     precision: Annotated[float | None, Option(PRECISION_HELP, metavar="PERCENT", parse=percentage, default="1%")] = None
-    time_limit: Annotated[float | None, Option(TIME_LIMIT_HELP, metavar="SECONDS", aliases=LONGEST, default="120")] = None
+    time_limit: Annotated[float | None, Option(TIME_LIMIT_HELP, metavar="SECONDS", default="120")] = None
     backend: Annotated[
         str | None,
         Option(
@@ -226,7 +225,7 @@ class BenchOptions(TimingOptions):
     ] = None
     time_limit: Annotated[
         float | None,
-        Option(TIME_LIMIT_HELP, metavar="SECONDS", aliases=LONGEST, default="120; 20 for each point of a --sweep"),
+        Option(TIME_LIMIT_HELP, metavar="SECONDS", default="120; 20 for each point of a --sweep"),
     ] = None
     shapes: Annotated[
         Sequence[Shape] | None,
@@ -303,7 +302,7 @@ class StepOptions(MeasuringOptions):
     ] = None
     time_limit: Annotated[
         float | None,
-        Option(TIME_LIMIT_HELP, metavar="SECONDS", aliases=LONGEST, default="30; 20 for each point of a --sweep"),
+        Option(TIME_LIMIT_HELP, metavar="SECONDS", default="30; 20 for each point of a --sweep"),
     ] = None
     mix: Annotated[RunFile, MIX] = None
     keep_higher: Annotated[str | None, KEEP_HIGHER] = None

@@ -107,6 +107,15 @@ class ReportOptions(Options):
     ] = None
 
 
+class ListOptions(Options):
+    """Which names to list."""
+
+    search: Annotated[
+        tuple[str, ...],
+        Option("Only those with all of these words.", metavar="WORD", argument=True, repeated=True, in_python=False),
+    ] = ()
+
+
 class DoctorOptions(Options):
     """Where the diagnosis goes."""
 

@@ -126,6 +126,8 @@ def recipe(name: str) -> Recipe:
     by_lower = {known.lower(): known for known in recipes()}
     if name.lower() not in by_lower:
         similar = [by_lower[match] for match in closest(name.lower(), by_lower)]
+        if len(family := [known for lower, known in by_lower.items() if name.lower() in lower]) > 1:
+            raise UserError(f"{shown(name)} is a family of recipes", f"name one, or several with commas: {', '.join(family)}")
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise UserError(f"unknown recipe {shown(name)}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]

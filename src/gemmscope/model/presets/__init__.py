@@ -55,5 +55,5 @@ def _load(name: str) -> dict[str, Any]:
     wanted = name.strip().lower()
     if wanted not in names():
         known = did_you_mean(wanted, names())
-        raise UserError(f"unknown preset {shown(name)}", f"{known}gemmscope shapes --list-presets lists all presets")
+        raise UserError(f"unknown preset {shown(name)}", f"{known}gemmscope models lists all presets")
     return load_data(__name__, f"{wanted}.toml")
