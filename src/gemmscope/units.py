@@ -169,6 +169,15 @@ def ratio_decimals(ratio: Interval) -> int:
     return places
 
 
+def ratio(estimate: Interval) -> str:
+    """A ratio alone, above a bar: two decimals at most, fewer where its interval is wide.
+
+    >>> ratio(Interval(1.6543, 1.6421, 1.6668)), ratio(Interval(3.01, 2.6, 3.5)), ratio(Interval(2.0))
+    ('1.65x', '3.0x', '2.00x')
+    """
+    return f"{estimate.value:.{min(ratio_decimals(estimate), 2)}f}x"
+
+
 def speedup(ratio: Interval) -> str:
     """A speedup with its interval, with the digits that the interval allows.
 

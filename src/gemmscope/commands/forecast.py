@@ -267,6 +267,7 @@ def sweep(
         **common,
         origin="sweep",
         model=swept_model(possible[0][1], possible[0][1].source, axes) if possible else None,
+        run=possible[0][2] if possible else None,
         findings=(finding("forecast-not-measured"), *findings),
         interrupted=interrupted,
         sweeps=tuple(sweeps),

@@ -105,6 +105,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     if not fitting:
         raise _nothing_fits(points[0], searches[0], chip, count, sizes)
     first, winner = fitting[0]
+    best = first.best
     layers = source.model.layers
     experts = any(layer.is_moe for layer in layers)
     interrupted = [] if done == wanted else [finding("plan-interrupted", layouts=done, wanted=wanted)]
@@ -135,7 +136,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         recipes=tuple(names),
         points=(*points, *impossible),
         varied=tuple(sizes),
-        ready_to_paste=layout_to_paste(first.layouts[0], batch, length, len(layers), experts=experts) if not sizes else {},
+        ready_to_paste={} if sizes or best is None else layout_to_paste(best, batch, length, len(layers), experts=experts),
         interrupted=done < wanted,
     )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gemmscope.document import document
 from gemmscope.document.combine import check_together, label
+from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
@@ -36,6 +37,6 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def answers(documents: Sequence[Document]) -> list[str]:
     """The answer of each document, with its label if there are several."""
-    return [
-        f"{label(documents, document)}: {document.answer}" if len(documents) > 1 else document.answer for document in documents
-    ]
+    if len(documents) == 1:
+        return [documents[0].answer]
+    return [f"{label(documents, one)}: {one.answer.removeprefix(phrase('forecast'))}" for one in documents]

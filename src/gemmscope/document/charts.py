@@ -62,6 +62,13 @@ class Bar:
         return sum(segment.time_ms for segment in self.segments if (segment.name, segment.shade) == (name, shade)) or None
 
     @property
+    def time(self) -> str:
+        """The time above the bar, with the digits that its interval allows."""
+        if self.total is None or not self.total.known or not self.segments:
+            return time_text(self.total_ms) if self.segments else ""
+        return f"{units.rounded(self.total_ms, self.total.half_width)} ms" if self.total_ms >= 100 else time_text(self.total_ms)
+
+    @property
     def reach_ms(self) -> tuple[float, float]:
         """How far the interval of the time reaches below and above the bar; zero where there is none."""
         if self.total is None or self.total.low is None or self.total.high is None or not self.total.value > 0:
@@ -75,7 +82,7 @@ class Bar:
         """The text above the bar: its alarm, or its speedup."""
         if self.alarm or not self.segments:
             return self.alarm
-        return f"{self.speedup.value:.2f}x" if self.speedup else "1.00x" if self.baseline else ""
+        return units.ratio(self.speedup) if self.speedup else "1.00x" if self.baseline else ""
 
 
 BarRow = tuple[str, str, Callable[[Bar], Value]]
@@ -184,6 +191,8 @@ class CurveChart(Drawing):
     axis: str
     series: Mapping[str, tuple[Point, ...]]
     unit: str = "x"
+    limit: float | None = None
+    """The largest size that is possible: the axis is linear, and ends there."""
 
     def color(self, name: str) -> str:
         """The key of the style of a recipe."""

@@ -63,10 +63,15 @@ def _place(what: str) -> int:
     return next((place for place, word in enumerate(ORDER) if word in what), len(ORDER))
 
 
+def own_baseline(documents: Sequence[Document]) -> str:
+    """The title of speedups over the BF16 of their own GPU; a forecast has no run."""
+    return phrase("over-own-baseline" if any(document.forecast for document in documents) else "over-baseline-of-run")
+
+
 def side_by_side_table(documents: Sequence[Document]) -> Table:
     """Every speedup over the BF16 of its own GPU and run, a column per run. Such speedups do not compare the runs themselves."""
     return table(
-        f"Speedup over {BASELINE} on the same GPU and in the same run",
+        own_baseline(documents),
         speedup_rows(documents),
         Column("What", lambda row: row[0]),
         Column("Recipe", lambda row: row[1]),
@@ -198,7 +203,7 @@ def _must_belong_together(first: Document, second: Document) -> None:
     one, other = first.subject, second.subject
     if one.bare != other.bare and not {"explain", "compare"} & {first.kind, second.kind}:
         model, bare = (second, first) if one.bare else (first, second)
-        raise _apart(f"{model.name} is for a model, {bare.name} for bare GEMMs", model, bare)
+        raise _apart(f"{model.name} is for a model, {bare.name} for bare GEMMs")
     differing = [
         f"{name} {one.model[name]} and {other.model[name]}"
         for name in one.model
@@ -211,9 +216,8 @@ def _must_belong_together(first: Document, second: Document) -> None:
             if op in other.sizes and other.sizes[op] != size
         ]
     if differing:
-        raise _apart(f"{first.name} and {second.name} are for different models: {', '.join(differing[:3])}", first, second)
+        raise _apart(f"{first.name} and {second.name} are for different models: {', '.join(differing[:3])}")
 
 
-def _apart(why: str, *documents: Document) -> UserError:
-    commands = " and ".join(f"gemmscope report {document.name}" for document in documents)
-    return UserError(f"these runs do not belong on one page: {why}", f"make a separate report of each: {commands}")
+def _apart(why: str) -> UserError:
+    return UserError(f"these runs do not belong on one page: {why}", "run gemmscope report for each of them")

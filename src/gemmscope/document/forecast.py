@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import ceil, log2
 
 from gemmscope import units
 from gemmscope.document.common import (
@@ -47,6 +48,8 @@ from gemmscope.document.step_parts import (
 from gemmscope.document.sweep import forecast_sweep_document
 from gemmscope.document.table import Cell, Column, Facts, Table, across, called_cell, table
 from gemmscope.model.spec import RunSpec
+from gemmscope.options.declare import options_of
+from gemmscope.options.job import ModelOptions
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
@@ -76,7 +79,11 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
     software = [entry.text for entry in first.findings if entry.code == "step-software"]
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
     both = [] if first.linears.bare else [_main_table(result.gpus), cost_table(_steps(result.gpus), phrase("no-restarts"))]
-    titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
+    unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and best_time(gpu.step) is None and gpu.step.unfit]
+    fitting = [gpu for gpu in result.gpus if gpu.gpu not in unfit] or result.gpus
+    titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in fitting)
+    titles += f"; does not fit on {units.listed(unfit)}" if 0 < len(unfit) < len(result.gpus) else ""
+    nothing_fits, several_gpus = len(unfit) == len(result.gpus), result.run is not None and result.run.gpus > 1
     where = [(gpu, f"{gpu.title}, FORECAST") for gpu in result.gpus]
     return Document(
         kind="forecast",
@@ -102,8 +109,8 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
             for time in (*(step_times(gpu.step, place) if gpu.step else ()), *linears_times(gpu.linears, place))
         ),
         forecast=True,
-        next_purpose=phrase("forecast-next"),
-        next_command=same_model(*_measures(result)),
+        next_purpose=phrase("forecast-next-plan" if nothing_fits else "forecast-next-rank" if several_gpus else "forecast-next"),
+        next_command=_plans(result) if nothing_fits else same_model(*_measures(result)),
         name=name,
     )
 
@@ -134,6 +141,14 @@ def _measures(result: ForecastResult) -> tuple[str, ForecastResult, str]:
     alone = linears.bare or linears.as_te_benchmark or result.has("layers-not-run")
     traced = (result.has("traced") or result.has("traced-with-values")) and "--config" in result.command
     return "bench" if alone else "step", result, "--hugging-face" if traced and not alone else ""
+
+
+def _plans(result: ForecastResult) -> str:
+    """The command that looks for a layout that fits, on as many GPUs as the smallest recipe needs, and some more."""
+    gpu = result.gpus[0]
+    least = min(memory.least_bytes / memory.available_bytes for memory in gpu.memory)
+    gpus = 8 * 2 ** max(ceil(log2(least * (result.run.gpus if result.run is not None else 1) / 4)), 0)
+    return same_model("plan", result, f"--gpu {gpu.gpu} --gpus {gpus}", (*options_of(ModelOptions), "sequence_length"))
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:

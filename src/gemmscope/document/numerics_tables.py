@@ -184,7 +184,7 @@ def mix_table(result: NumericsResult, marked: str) -> Table | None:
 def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMap]:
     """Errors of every linear in every layer: the recipe that the answer is about first."""
     layers = sorted({linear.layer for linear in result.linears if linear.layer is not None})
-    names = list(dict.fromkeys(linear.linear for linear in result.linears if linear.layer is not None))
+    names, short = list(dict.fromkeys(linear.linear for linear in result.linears if linear.layer is not None)), kept_names(result)
     if len(layers) < 2 or not names:
         return
     chosen = result.mixed.chosen if result.mixed is not None else None
@@ -203,7 +203,7 @@ def heat_maps(result: NumericsResult, main: str, marked: str) -> Iterator[HeatMa
             f"{marked}Error of every linear in {recipe}",
             row_name="linear",
             column_name="layer",
-            rows=tuple(f"{name} *" if kept is not None and name in kept.linears else name for name in reversed(names)),
+            rows=tuple(short[name] + " *" * (kept is not None and name in kept.linears) for name in reversed(names)),
             columns=tuple(f"{layer} *" if _is_kept(kept, "", layer, len(layers)) else str(layer) for layer in layers),
             cells=tuple(cells),
             main=recipe == main,
@@ -228,7 +228,7 @@ def recipe_map(result: NumericsResult, marked: str, *, main: bool) -> HeatMap | 
         f"{marked}Error of every linear in every recipe",
         row_name="linear",
         column_name="recipe",
-        rows=tuple(reversed(names)),
+        rows=tuple(kept_names(result)[name] for name in reversed(names)),
         columns=tuple(recipes),
         cells=cells,
         main=main,

@@ -78,7 +78,7 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
     if best is None:
         return phrase("plan-nothing-fits"), []
     sentence = phrase(
-        "plan-fastest",
+        "plan-fastest" if best is point.layouts[0] else "plan-use",
         layout=layout_name(best),
         rate=rate_text(best.tokens_per_s),
         mfu=best.mfu,
@@ -90,9 +90,13 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
 
 
 def _safe_text(point: PlanPoint) -> list[str]:
-    """If the memory of the best layout is tight: the fastest layout for which it is not."""
-    if not point.layouts[0].tight:
+    """If the memory of the fastest layout is tight: why it is not recommended, or the fastest layout for which it is not."""
+    fastest = point.layouts[0]
+    if not fastest.tight:
         return []
+    if point.best is not fastest:
+        rate = plain_rate(fastest.tokens_per_s)
+        return [phrase("plan-faster-but-tight", layout=layout_name(fastest), rate=rate, memory=fastest.memory_gb)]
     safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]
@@ -184,7 +188,7 @@ def _sections(result: PlanResult) -> tuple[Section, ...]:
     for point in result.points:
         prefix = f"{_place(point)}: " if result.varied else ""
         named[f"{prefix}Layouts"] = [
-            _memory_chart(point, prefix, main=main),
+            _memory_chart(point, result.memory_gb, prefix, main=main),
             front_table(result, point, prefix),
             best_of_recipes(result, point, prefix),
             _parts_chart(point, prefix, main=main),
@@ -194,7 +198,7 @@ def _sections(result: PlanResult) -> tuple[Section, ...]:
     return sections(named)
 
 
-def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:
+def _memory_chart(point: PlanPoint, memory_gb: float, prefix: str, *, main: bool) -> CurveChart | None:
     """For each recipe, the fastest layout within each memory limit."""
     by_recipe = grouped((layout.recipe, layout) for layout in point.layouts)
     steps = sorted({ceil(layout.memory_gb) for layout in point.layouts if layout.on_front or layout.parts_ms})
@@ -208,7 +212,9 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
         for layout in [fitting for fitting in layouts if fitting.memory_gb <= place][:1]
     )
     title = f"{prefix}FORECAST: fastest layout within a memory limit"
-    return CurveChart(title, "memory of a GPU (GB)", series, unit="tokens/s per GPU", main=main)
+    return CurveChart(
+        title, "memory of a GPU (GB); dashed: all it has", series, unit="tokens/s per GPU", main=main, limit=memory_gb
+    )
 
 
 def _point(place: str, layout: PlanLayout, fact: tuple[str, str]) -> Point:

@@ -128,7 +128,7 @@ def _short(amount: Interval) -> Cell:
 def _speed(layout: PlanLayout) -> Cell:
     """Relative to the best, marked where it is too close to call."""
     if layout.slowdown is None:
-        return Cell("best", 1.0)
+        return Cell("fastest", 1.0)
     speed = layout.slowdown.inverse()
     return estimated(f"{speed.value:.2f}{'?' if layout.close else ''}", speed)
 

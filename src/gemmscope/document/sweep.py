@@ -9,6 +9,7 @@ from gemmscope.document.common import SPLIT, command_facts, described, facts, gp
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.sweep_tables import about_sweep, break_even_table, points_table, speedup_of, sweep_summary
 from gemmscope.document.table import Column, Table, grouped, table
+from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.sweep import BreakEven, GpuSweep, MeasuredPoint, MeasuredSweep, SweepGpu, SweepPoint, SweepResult
@@ -43,6 +44,7 @@ def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
         summary=sweep_summary(result.sweeps),
         context=(
             *described(result.model),
+            *filter(None, [_fixed(result.run, result.sweeps[0].sizes)]),
             phrase("sweep-configurations", points=count, replicas=replicas),
             phrase(f"clocks-{result.state}"),
         ),
@@ -60,7 +62,9 @@ def sweep_document(result: SweepResult, name: str = "") -> Document:
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else " of a GEMM"
     answers = [sweep_answer(sweep) for sweep in result.sweeps]
-    fixed, until = _fixed(result), _until(result)
+    until, sizes_of = _until(result), dict(zip("mkn", result.shape or (), strict=False))
+    fixed = _fixed(result.run, varied := result.sweeps[0].sizes)
+    fixed = fixed or ", ".join(f"{name} {size}" for name, size in sizes_of.items() if name not in varied)
     of_one = until if result.sample_count != 1 else until.removeprefix("each ")
     return Document(
         kind="sweep",
@@ -95,17 +99,13 @@ def sweep_document(result: SweepResult, name: str = "") -> Document:
     )
 
 
-def _fixed(result: SweepResult) -> str:
-    """The sizes that do not vary."""
-    varied = result.sweeps[0].sizes
-    if result.shape is not None:
-        return ", ".join(f"{name} {size}" for name, size in zip("mkn", result.shape, strict=True) if name not in varied)
-    if result.run is None:  # a module, whose inputs say it
+def _fixed(run: RunSpec | None, varied: Sequence[str]) -> str:
+    """The sizes that do not vary; empty for a module, whose inputs say it."""
+    if run is None:
         return ""
-    sizes = [f"{name} {getattr(result.run, name)}" for name in BATCH if name not in varied]
-    split = [f"{name} {value}" for name in SPLIT if name not in varied and (value := getattr(result.run, name)) > 1]
-    recompute = [f"recompute {result.run.recompute}"] if result.run.recompute != "none" else []
-    return ", ".join([*sizes, *split, *recompute])
+    sizes = [f"{name} {getattr(run, name)}" for name in BATCH if name not in varied]
+    split = [f"{name} {value}" for name in SPLIT if name not in varied and (value := getattr(run, name)) > 1]
+    return ", ".join([*sizes, *split, *([f"recompute {run.recompute}"] if run.recompute != "none" else [])])
 
 
 def _until(result: SweepResult) -> str:
@@ -220,6 +220,8 @@ def _curve(sweep: GpuSweep) -> CurveChart:
         if name != BASELINE and (gain := point.speedups.get(name)) is not None
     )
     note = phrase("sweep-host-bound", mark=HOST_BOUND) if any(point.host_bound for point in sweep.points) else ""
+    if missing := [point.place for point in sweep.points if not point.speedups]:
+        note = f"{phrase('sweep-not-drawn', size=size, places=missing, why=about_sweep(sweep, 'blank'))} {note}".strip()
     return CurveChart(about_sweep(sweep, "curve"), size, curves, note=note, main=True)
 
 

@@ -100,7 +100,7 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         if name in file and file[name] != value
     ]
     settings = {**file, **{name: value for name, value in typed.items() if name not in RANKS}}
-    settings |= (assumed := _assumed_batch(settings, source))
+    settings |= (assumed := assumed_batch(settings, source))
     if assumed:
         findings.append(assumption(assumed))
     of_file = {"tp": 1, "cp": 1, "pp": 1, **file}
@@ -127,7 +127,7 @@ def usual_length(source: ModelSource) -> int:
     return min([NO_FILE["tokens"], *longest])
 
 
-def _assumed_batch(settings: Mapping[str, Any], source: ModelSource) -> dict[str, int]:
+def assumed_batch(settings: Mapping[str, Any], source: ModelSource) -> dict[str, int]:
     """The batch where nothing sets it: one sequence as long as the model allows, or as many as have so many tokens. A module may
     bring its own inputs; the batch of a model that reads no tokens must be given."""
     if source.module is not None or {*BATCH} <= settings.keys():

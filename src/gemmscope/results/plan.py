@@ -100,7 +100,10 @@ class PlanPoint(Part):
 
     @property
     def best(self) -> PlanLayout | None:
-        return self.layouts[0] if self.layouts else None
+        """The layout to use: the fastest; where its memory is tight, the fastest that is as fast as far as is known, and fits."""
+        safe = (layout for layout in self.layouts if layout.close and not layout.tight)
+        fastest = self.layouts[0] if self.layouts else None
+        return next(safe, fastest) if fastest is not None and fastest.tight else fastest
 
     @property
     def place(self) -> str:

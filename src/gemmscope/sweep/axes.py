@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from gemmscope.errors import UserError, did_you_mean, in_python, option, shown
-from gemmscope.job.load import SIZES, ModelRun, load_model, model_run
+from gemmscope.job.load import SIZES, ModelRun, assumed_batch, load_model, model_run
 from gemmscope.model.spec import ModelSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.sweep import SweepPoint
@@ -64,6 +64,10 @@ def configurations(
     first reason is raised. A signal ends it. `model` and `run` are the arguments of `load_model` and `model_run`.
     """
     load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
+    if "sequence_length" in axes:  # all points have the batch of the longest sequence, not each its own
+        source = load(tuple((name, values[0]) for name, values in axes.items() if name in SIZES))
+        longest = {name: max(values) for name, values in axes.items()}
+        run = {**assumed_batch({**source.run_settings, **run, **longest}, source), **run}
 
     def described(values: Mapping[str, int]) -> Point:
         sizes = tuple((name, value) for name, value in values.items() if name in SIZES)

@@ -18,7 +18,6 @@ from gemmscope.document.charts import (
     WaterfallChart,
     axis_ends,
     legend,
-    time_text,
 )
 from gemmscope.document.model import Document
 from gemmscope.document.table import grouped
@@ -99,9 +98,8 @@ DATA: dict[type[Any], tuple[str, Callable[[Any, Axes], ChartData]]] = {
 
 
 def _bar(bar: Bar) -> ChartData:
-    time = time_text(bar.total_ms) if bar.segments else ""
     interval = units.ends(bar.speedup, 2) if bar.speedup and bar.speedup.known else ""
-    return {**asdict(bar), "head": bar.head, "interval": interval, "time": time}
+    return {**asdict(bar), "head": bar.head, "interval": interval, "time": bar.time}
 
 
 def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs: Sequence[str]) -> ChartData:

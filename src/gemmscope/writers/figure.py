@@ -18,13 +18,13 @@ import matplotlib as mpl
 from matplotlib.figure import Figure, FigureBase
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, RankChart, ScatterChart, WaterfallChart
-from gemmscope.document.combine import ComparedTime, common_baselines, label, letter, sources, speedup_rows
+from gemmscope.document.combine import ComparedTime, common_baselines, label, letter, own_baseline, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.document.table import grouped
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.units import slug
+from gemmscope.units import ratio, slug
 from gemmscope.writers import dots, drawing, panels, plots, save
 
 FORMATS = (".png", ".svg")
@@ -211,7 +211,7 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     common = next(iter(common_baselines(documents)), None)
     if common is None:
         return []
-    labels = {(time.run, time.recipe): f"{time.over.value:.2f}x" for time in common.times}
+    labels = {(time.run, time.recipe): ratio(time.over) for time in common.times}
     rates = grouped((time.run, (time.recipe, _rate(time))) for time in common.times)
     baselines = [(time.run, (BASELINE, Interval(1.0))) for time in common.times if time.recipe == BASELINE]
     speedups = [
@@ -224,8 +224,8 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     unit = f"{common.unit}/s per GPU" if common.has_rates else "ms per micro-batch"
     baseline = common.baseline.removesuffix(", FORECAST")
     title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
-    own = {(run, recipe): f"{speedup.value:.2f}x" for run, values in gains.items() for recipe, speedup in values}
-    beside = f"Speedup over {BASELINE} on the same GPU and in the same run"
+    own = {(run, recipe): ratio(speedup) for run, values in gains.items() for recipe, speedup in values}
+    beside = own_baseline(documents)
     named = {run: name.removesuffix(", FORECAST") for run, name in sources(documents).items()}
 
     def draw(part: FigureBase) -> None:

@@ -142,7 +142,7 @@ def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
         panel.annotate(note, (x, 0), (0, 3), fontsize=SMALL, color=SOFT, bbox=CLEAR, **above)
         return
     top = finite(bar.total_ms) + finite(bar.reach_ms[1])
-    small = time_text(bar.total_ms)
+    small = bar.time
     if bar.speedup is not None and bar.speedup.known and not bar.alarm:
         small = f"{units.ends(bar.speedup, 2)[1:-1].replace(', ', '–')}\n{small}"
     panel.annotate(small, (x, top), (0, 2), fontsize=SMALL, color="#333333", linespacing=1.1, bbox=CLEAR, **above)

@@ -87,7 +87,7 @@ def _unevenness(places: Sequence[float]) -> float:
 
 def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
     places = chart.places
-    where, numeric = positions(places)
+    where, numeric = positions(places) if chart.limit is None else ([float(place) for place in places], True)
     at = dict(zip(places, where, strict=True))
     span = max(where, default=0.0) - min(where, default=0.0) or 1.0
     many = len(places) > MOST_MARKERS
@@ -109,6 +109,10 @@ def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
     panel.set_xticks([where[place] for place in shown], [labels[place] for place in shown], **rotation)
     margin = span * 0.06 if numeric else 0.5
     panel.set_xlim(min(where, default=0.0) - margin, max(where, default=0.0) + margin)
+    if chart.limit is not None:
+        drawing.numbers(panel.xaxis, 8)
+        panel.set_xlim(0, chart.limit * 1.02)
+        panel.axvline(chart.limit, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
 
 
 def _intervals(panel: Axes, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
@@ -208,7 +212,7 @@ def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in:
         longest = max(map(len, labels), default=1)
         turned = side == "x" and (longest + 1) * LETTER_IN > room
         every = max(1, math.ceil(0.15 / room)) if turned else every
-        axis.set_ticks(range(0, len(labels), every), [drawing.short(label, 14) for label in labels[::every]])
+        axis.set_ticks(range(0, len(labels), every), [drawing.short(label, 20) for label in labels[::every]])
         if turned:
             panel.tick_params(axis="x", rotation=90)
     panel.tick_params(length=0, labelsize=NORMAL)
@@ -239,15 +243,21 @@ def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell
 
 def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
     """A line along the fields between those with a certain speedup, or a share below its limit, and those without."""
-    certain = np.array([[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells])
-    up = [(x + 0.5, y - 0.5, y + 0.5) for y, x in np.argwhere(certain[:, 1:] != certain[:, :-1])]
-    across = [(y + 0.5, x - 0.5, x + 0.5) for y, x in np.argwhere(certain[1:] != certain[:-1])]
+    kept_apart = chart.unit == "%"  # the outline of what is kept, closed at the edges of the map; else a line between speedups
+    shape = len(chart.rows) + 2, len(chart.columns) + 2
+    certain, known = np.full(shape, kept_apart), np.full(shape, kept_apart)
+    certain[1:-1, 1:-1] = [[cell.certain for cell in row] for row in chart.cells]
+    known[1:-1, 1:-1] = [[kept_apart or cell.value is not None for cell in row] for row in chart.cells]
+    beside = (certain[:, 1:] != certain[:, :-1]) & known[:, 1:] & known[:, :-1]
+    above = (certain[1:] != certain[:-1]) & known[1:] & known[:-1]
+    up = [(x - 0.5, y - 1.5, y - 0.5) for y, x in np.argwhere(beside)]
+    across = [(y - 0.5, x - 1.5, x - 0.5) for y, x in np.argwhere(above)]
     line_style: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
     if up:
-        panel.vlines(*zip(*up, strict=True), **line_style, zorder=4)
+        panel.vlines(*zip(*up, strict=True), **line_style, zorder=4, clip_on=False)
     if across:
-        panel.hlines(*zip(*across, strict=True), **line_style, zorder=4)
-    return [Line2D([], [], **line_style, label=chart.line)] if up or across else []
+        panel.hlines(*zip(*across, strict=True), **line_style, zorder=4, clip_on=False)
+    return [Line2D([], [], **line_style, label=f"{chart.line}: {chart.line_meaning}")] if up or across else []
 
 
 # --- several GPUs or runs -------------------------------------------------------------------------------------------------
@@ -333,7 +343,7 @@ def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]
     panel.set_ylim(len(rows) - 0.5, -0.5)
     drawing.speedup_axis(panel.xaxis)
     drawing.grid(panel, "x")
-    panel.set_xlabel("speedup over BF16 on the same GPU and in the same run", fontsize=NORMAL)
+    panel.set_xlabel("speedup over BF16 on the same GPU", fontsize=NORMAL)
     return [
         Line2D([], [], **{**dot(series_key(place), 4.5), "linestyle": "none"}, label=drawing.short(label, 60))
         for place, label in enumerate(labels.values())

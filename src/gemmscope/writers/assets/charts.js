@@ -113,10 +113,11 @@ const CHARTS = (() => {
     markLine: { silent: true, precision: 9, symbol: "none", label: { show: false }, lineStyle: { color: theme.soft, type: [4, 3], width: 1 }, data: [{ [side]: at }] },
   });
 
-  /* An interval, lying or standing. */
-  function whisker(low, high, middle, stroke, upright) {
+  /* An interval, lying or standing; on a bar of any color with the color of the paper below it. */
+  function whisker(low, high, middle, stroke, upright, under) {
     const ends = upright ? { x1: middle[0], x2: middle[0], y1: low[1], y2: high[1] } : { x1: low[0], x2: high[0], y1: middle[1], y2: middle[1] };
-    return { type: "line", shape: ends, style: { stroke, lineWidth: 1.6 } };
+    const line = (color, lineWidth) => ({ type: "line", shape: ends, style: { stroke: color, lineWidth } });
+    return under ? { type: "group", children: [line(under, 4), line(stroke, 1.6)] } : line(stroke, 1.6);
   }
 
   // --- stacked bars -------------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ const CHARTS = (() => {
           const thick = Math.min(15, api.size([0, 1])[1] * 0.7);
           const children = [{ type: "rect", shape: { x: zero[0], y: zero[1] - thick / 2, width: Math.max(1, end[0] - zero[0]), height: thick }, style: { fill: colour(row.color) }, emphasis: { style: { stroke: theme.ink, lineWidth: 1.4 } } }];
           const known = Number.isFinite(api.value(3)) && row.high > row.low;
-          if (known) children.push(whisker(at(api.value(2)), at(api.value(3)), end, theme.ink, false));
+          if (known) children.push(whisker(at(api.value(2)), at(api.value(3)), end, theme.ink, false, theme.paper));
           children.push(label(Math.max(end[0], known ? at(api.value(3))[0] : 0) + 6, row.text, { fill: theme.ink, font: `11.5px ${theme.font}`, backgroundColor: theme.paper, padding: [1, 2] }));
           return { type: "group", children };
         },
@@ -290,11 +291,12 @@ const CHARTS = (() => {
   function curve(spec, theme, width, plot) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
     const known = Object.keys(spec.series);
+    const linear = spec.limit !== null;
     const series = known.flatMap((name, index) => {
       const shift = (index - (known.length - 1) / 2) * 5; // or intervals would hide each other
       const own = colour(spec.colors[name]);
       const shape = spec.shapes[spec.colors[name]] || {};
-      const data = spec.series[name].map(({ at, value, facts, mark }) => ({ value: [spec.places.indexOf(at), value.value, value.low, value.high], title: `${name}, ${at}`, facts, mark }));
+      const data = spec.series[name].map(({ at, value, facts, mark }) => ({ value: [linear ? Number(at) : spec.places.indexOf(at), value.value, value.low, value.high], title: `${name}, ${at}`, facts, mark }));
       return [
         { name, type: "line", data, symbol: SYMBOLS[shape.marker] || "circle", symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.6, type: DASHES[shape.line] || "solid" }, emphasis: { scale: 1.5 } },
         {
@@ -312,7 +314,7 @@ const CHARTS = (() => {
       ...base(theme, plot),
       legend: { data: known, top: 0, left: 0, itemWidth: 26, itemGap: 14, textStyle: { color: theme.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 48, right: 12, top: speed ? 34 : 60, bottom: crowded ? 84 : 48, ...(width < 500 ? { top: 74 } : {}) },
-      xAxis: { ...names(theme, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 }), name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28 },
+      xAxis: { ...(linear ? { type: "value", min: 0, max: Math.ceil(spec.limit), ...axis(theme) } : names(theme, spec.places, { fontSize: 11, rotate: crowded ? 38 : 0 })), name: spec.axis, nameLocation: "middle", nameGap: crowded && !linear ? 66 : 28 },
       yAxis: speed ? speedups(spec, theme, 300) : { type: "value", min: spec.low, ...rounded(spec.high), name: spec.unit, nameGap: 12, ...axis(theme), nameTextStyle: { color: theme.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] } },
       series: speed ? [...series, dashed(theme, "yAxis")] : series,
     };
@@ -381,8 +383,8 @@ const CHARTS = (() => {
 
   // --- heat maps ----------------------------------------------------------------------------------------------------------
 
-  /* The fields with their places; what has no speedup is on the uncertain side of the line, a share that is not known is not. */
-  const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y], certain: cell.certain && (cell.value !== null || spec.unit === "%") })));
+  /* The fields with their places. */
+  const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y] })));
 
   /* The best recipe over a plane of two sizes: its speedup as color, its name in the field. */
   function heat(spec, theme, width, plot) {
@@ -424,10 +426,13 @@ const CHARTS = (() => {
     }
     const side = (right, up, shape) => {
       const other = all.find((one) => one.at[0] === cell.at[0] + right && one.at[1] === cell.at[1] + up);
-      if (other && other.certain !== cell.certain) children.push({ type: "line", shape, style: { stroke: colour("mark-break-even"), lineWidth: 3 } });
+      const beyond = spec.unit === "%" && !other && !cell.certain; // the outline of what is kept is closed at the edges
+      if (beyond || (other && other.certain !== cell.certain && (spec.unit === "%" || (other.value !== null && cell.value !== null)))) children.push({ type: "line", shape, style: { stroke: colour("mark-break-even"), lineWidth: 3 } });
     };
     side(1, 0, { x1: x + width / 2, x2: x + width / 2, y1: y - height / 2, y2: y + height / 2 });
     side(0, 1, { x1: x - width / 2, x2: x + width / 2, y1: y - height / 2, y2: y - height / 2 });
+    if (cell.at[0] === 0) side(-1, 0, { x1: x - width / 2, x2: x - width / 2, y1: y - height / 2, y2: y + height / 2 });
+    if (cell.at[1] === 0) side(0, -1, { x1: x - width / 2, x2: x + width / 2, y1: y + height / 2, y2: y + height / 2 });
     return children;
   }
 
