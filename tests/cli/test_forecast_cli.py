@@ -473,7 +473,7 @@ def test_sweeping_the_sizes_of_a_preset(run: Run) -> None:
 def test_nothing_named(run: Run) -> None:
     outcome = run("forecast --gpu h200")
     assert outcome.code == 2
-    assert unnamed(outcome.err, "--preset", "--config") == []
+    assert unnamed(outcome.err, "gemmscope models", "--config") == []
 
 
 def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:

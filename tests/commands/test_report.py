@@ -233,7 +233,7 @@ def test_runs_that_do_not_belong_together(run: Run, tmp_path: Path, second: Call
     outcome = run(f"report {paths[0]} {paths[1]} -o {tmp_path}/page.html")
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
-    assert "make a separate report of each" in outcome.err
+    assert "run gemmscope report for each of them" in outcome.err
 
 
 def test_other_batches_are_named(tmp_path: Path) -> None:

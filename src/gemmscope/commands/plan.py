@@ -105,7 +105,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     if not fitting:
         raise _nothing_fits(points[0], searches[0], chip, count, sizes)
     first, winner = fitting[0]
-    best = first.best
+    best = first.best or first.layouts[0]
     layers = source.model.layers
     experts = any(layer.is_moe for layer in layers)
     interrupted = [] if done == wanted else [finding("plan-interrupted", layouts=done, wanted=wanted)]
@@ -113,7 +113,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         **common_fields(context.command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
-        run=winner.runs[min(winner.candidates, key=order).run],
+        run=winner.runs[sorted(winner.candidates, key=order)[first.layouts.index(best)].run],
         findings=(
             finding("forecast-not-measured"),
             *([assumption(assumed)] if assumed else []),
@@ -136,7 +136,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         recipes=tuple(names),
         points=(*points, *impossible),
         varied=tuple(sizes),
-        ready_to_paste={} if sizes or best is None else layout_to_paste(best, batch, length, len(layers), experts=experts),
+        ready_to_paste={} if sizes else layout_to_paste(best, batch, length, len(layers), experts=experts),
         interrupted=done < wanted,
     )
 

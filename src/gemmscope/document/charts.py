@@ -64,7 +64,7 @@ class Bar:
     @property
     def time(self) -> str:
         """The time above the bar, with the digits that its interval allows."""
-        if self.total is None or not self.total.known or not self.segments:
+        if self.total is None or not self.total.known or not self.total.value > 0 or not self.segments:
             return time_text(self.total_ms) if self.segments else ""
         return f"{units.rounded(self.total_ms, self.total.half_width)} ms" if self.total_ms >= 100 else time_text(self.total_ms)
 

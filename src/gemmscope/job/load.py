@@ -124,7 +124,7 @@ def assumption(sizes: Mapping[str, int]) -> Finding:
 def usual_length(source: ModelSource) -> int:
     """The sequence length where nothing sets it: at most what the model's config allows."""
     longest = [value for key in LONGEST if isinstance(value := (source.config or {}).get(key), int) and value > 0]
-    return min([NO_FILE["tokens"], *longest])
+    return int(min([NO_FILE["tokens"], *longest]))
 
 
 def assumed_batch(settings: Mapping[str, Any], source: ModelSource) -> dict[str, int]:
