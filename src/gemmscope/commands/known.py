@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from math import ceil
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from gemmscope.document.table import Cell, Column, Table, table
+from gemmscope.document.table import Cell, Column, Table, across, table
 from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.gpu.specs import OTHER_VENDORS, gpu, gpus, spec_of
 from gemmscope.model import presets
@@ -15,14 +16,19 @@ from gemmscope.units import parameters
 LISTS = "gemmscope models and gemmscope gpus list the names"
 SIZED = re.compile(r"([0-9]+) ?x ?([a-z].*)", re.IGNORECASE)  # 8xh200
 WAYS = ("preset", "config", "module")
+ACROSS = 4  # columns of names
 WIDEST = 66  # characters of a description
 FILE = re.compile(r"/|\.(json|toml|ya?ml|sh|py|txt|args)$", re.IGNORECASE)
 
 
 def model_table(search: Sequence[str] = ()) -> Table:
-    """The presets with their size, of those words only."""
+    """The names of all presets; of those that have these words, the sizes too."""
+    if not search:
+        names, rows = presets.names(), range(ceil(len(presets.names()) / ACROSS))
+        columns = across(range(ACROSS), lambda row, place: "".join(names[place * len(rows) + row :][:1]), head=lambda _: " ")
+        return table("Models (gemmscope models WORD searches, and shows their sizes)", rows, *columns)
     return table(
-        "Presets",
+        "Models",
         _matching([presets.describe(name) for name in presets.names()], search, "model", presets.names()),
         Column("Name", lambda preset: preset.name),
         Column("Parameters", lambda one: Cell(parameters(one.parameters), one.parameters) if one.parameters else "", "g"),
