@@ -51,7 +51,7 @@ def test_rules() -> None:
     assert max(run.tp for run in runs) == 8
     assert all(run.sequence_length // run.cp >= LEAST_CONTEXT for run in runs if run.cp > 1)
     assert not any(run.zero == 3 and run.pp > 1 for run in runs)
-    assert not any(run.zero == 3 for run in layouts_of("qwen3-30b-a3b", 16, 64))
+    assert not any(run.zero == 3 and run.ep == 1 for run in layouts_of("qwen3-30b-a3b", 16, 64))
     assert all(run.sequence_parallel == (run.tp > 1) for run in runs)
     assert max(run.tp for run in layouts_of("llama-3.1-70b", 64, 256, domain=72)) == 8  # its key/value heads
     assert {run.etp for run in layouts_of("qwen3-30b-a3b", 8, 64, 4096) if run.tp == 4} == {1, 4}
@@ -79,7 +79,6 @@ def test_what_is_given_is_all_that_is_searched() -> None:
 @pytest.mark.parametrize(("layers", "pp"), [(80, 8), (61, 16), (126, 16), (126, 8), (36, 8), (32, 32)])
 def test_stages_hold_all_layers(layers: int, pp: int) -> None:
     stages = pipeline_layers(layers, pp)
-    assert stages is not None
     assert sum(stages) == layers
     assert len(stages) == pp
     assert min(stages) >= 1

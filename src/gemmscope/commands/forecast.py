@@ -25,7 +25,6 @@ from gemmscope.forecast.step import StepForecast, forecast_step, learned_from
 from gemmscope.forecast.step_findings import (
     accumulation_finding,
     bubble_findings,
-    cheapest_finding,
     eager_finding,
     graphs_finding,
     layers_finding,
@@ -80,7 +79,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     _check_step(task, asks_for_cost=bool(budgets) or options.gpus is not None)
     forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
-    findings = (*_common_findings(subject, linears, forecasts), *filter(None, [cheapest_finding(forecasts)]))
+    findings = tuple(_common_findings(subject, linears, forecasts))
     common = {**common_fields(context.command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 

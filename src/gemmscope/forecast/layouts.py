@@ -17,9 +17,10 @@ from gemmscope.errors import UserError
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.sharding import check
+from gemmscope.workload.sharding import check, spread
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V
+UNEVEN = 1.15  # layers of the largest pipeline stage over the mean: the others would wait for it
 MOST_MICRO_BATCH = 64  # sequences: larger micro-batches do not make GEMMs faster
 FAST_HOST_GBPS = 100  # to the memory of the CPU: slower links do not hide offloaded activations
 OFFLOADED = (0.5, 0.75)  # of the layers, with FSDP on systems with a fast link
@@ -133,7 +134,7 @@ def _checked(
 ) -> Iterator[dict[str, Any]]:
     """The split with each size of tensor parallelism inside experts, and the layers of its stages, if all of it divides."""
     stages = pipeline_layers(len(task.model.layers), split["pp"])
-    if stages is None:
+    if max(stages) * split["pp"] > UNEVEN * len(task.model.layers) and "pp" not in space.given:
         pruning.add("layers", name)
         return
     uneven = {"pp_layers": stages} if len(set(stages)) > 1 else {}
@@ -152,30 +153,27 @@ def _checked(
         yield whole
 
 
-def pipeline_layers(layers: int, pp: int) -> tuple[int, ...] | None:
+def pipeline_layers(layers: int, pp: int) -> tuple[int, ...]:
     """The layers of each stage: equal if possible; else one fewer in the first and the last, which also have the embedding and
-    the head; else fewer in the last. None if the last stage would have no layers.
+    the head; else one fewer in some.
 
-    >>> pipeline_layers(80, 8)[:2], pipeline_layers(126, 8), pipeline_layers(61, 4), pipeline_layers(8, 7)
-    ((10, 10), (15, 16, 16, 16, 16, 16, 16, 15), (16, 16, 16, 13), None)
+    >>> pipeline_layers(80, 8)[:2], pipeline_layers(126, 8), pipeline_layers(61, 4)
+    ((10, 10), (15, 16, 16, 16, 16, 16, 16, 15), (16, 15, 15, 15))
     """
     if layers % pp == 0:
         return (layers // pp,) * pp
     if (layers + 2) % pp == 0 and pp > 1 and (per_stage := (layers + 2) // pp) > 1:
         return (per_stage - 1, *(per_stage,) * (pp - 2), per_stage - 1)
-    per_stage = -(-layers // pp)
-    last = layers - per_stage * (pp - 1)
-    return (*(per_stage,) * (pp - 1), last) if last > 0 else None
+    return tuple(spread(layers, pp))
 
 
 def virtual_layers(layers: int, pp: int) -> int:
-    """The layers of a stage that virtual stages divide. The embedding and the head count as layers where that makes the stages
-    equal; unequal stages have no virtual stages.
+    """The layers of a stage that virtual stages divide: the most of any stage, as the embedding and the head count as layers.
 
     >>> virtual_layers(80, 8), virtual_layers(126, 8), virtual_layers(61, 4)
-    (10, 16, 1)
+    (10, 16, 16)
     """
-    return layers // pp if layers % pp == 0 else (layers + 2) // pp if (layers + 2) % pp == 0 else 1
+    return max(pipeline_layers(layers, pp))
 
 
 def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
@@ -223,13 +221,13 @@ def _sharding(space: Space, split: Mapping[str, Any], pruning: Pruning) -> Itera
     """The ZeRO stages to try; 0 without data parallelism.
 
     FSDP gathers the weights for every micro-batch. It is not combined with pipelines, which need many micro-batches, nor with
-    experts, most of whose weights a token does not use.
+    experts that are not spread over ranks, most of whose weights a token does not use.
     """
     if split["dp"] * split["cp"] == 1:
         yield 0
         return
     for zero in space.values("zero", ZERO):
-        if zero == 3 and "zero" not in space.given and split["etp"] is not None:
+        if zero == 3 and "zero" not in space.given and split["etp"] is not None and split["ep"] == 1:
             pruning.add("fsdp experts", f"dp {split['dp']}")
         elif zero == 3 and "zero" not in space.given and split["pp"] > 1:
             pruning.add("fsdp pipeline", f"pp {split['pp']}")

@@ -23,7 +23,7 @@ from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES
 from gemmscope.workload.sharding import stage_layers
 
 MODELS_KEPT = 16
-Part = tuple[BlockMemory, BlockMemory, int]
+Part = tuple[BlockMemory, BlockMemory, float]
 Blocks = tuple[list[BlockMemory], BlockMemory, BlockMemory, BlockMemory]  # kinds of layers, embedding, head, prediction layer
 memory_facts = cache(partial(load_data, "gemmscope.forecast", "coefficients/memory.toml"))
 """What does not follow from sizes."""
@@ -68,6 +68,14 @@ def memory_of(model: ModelSpec) -> "ModelMemory":
     return known
 
 
+def _sizes(run: RunSpec) -> tuple[Any, ...]:
+    """What decides what a layer holds, beside recomputation."""
+    return (
+        run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
+        run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
+    )  # fmt: skip
+
+
 class ModelMemory:
     """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
 
@@ -78,37 +86,31 @@ class ModelMemory:
         kinds = {number: self._kinds.index(layer) for number, layer in by_id.items()}
         self._order = [kinds[id(layer)] for layer in model.layers]
         self._blocks: dict[tuple[Any, ...], Blocks] = {}
+        self._selective: dict[tuple[Any, ...], list[BlockMemory]] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, dict[int, int]]]] = {}
 
     def blocks(self, run: RunSpec) -> Blocks:
-        """Every kind of layer, the embedding, the head, and a prediction layer."""
-        key = (
-            run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
-            run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
-            run.recompute, run.recompute_modules, run.recompute_share,
-        )  # fmt: skip
+        """Every kind of layer, the embedding, the head, and a prediction layer, with nothing recomputed."""
+        key = _sizes(run)
         known = self._blocks.get(key)
-        if known is not None:
-            return known
-        plain, width = replace(run, recompute="none", recompute_modules=()), self.model.hidden_size * self.model.streams
-        if run.recompute == "none":
+        if known is None:
+            plain, width = replace(run, recompute="none"), self.model.hidden_size * self.model.streams
             layers = [block_memory(layer_ops(self.model, layer, plain), plain, width) for layer in self._kinds]
             embedding = block_memory(embedding_ops(self.model, plain), plain, width)
             head = block_memory(head_ops(self.model, plain), plain, width)
             prediction = block_memory(prediction_ops(replace(self.model, prediction_layers=1), plain), plain, width)
-        else:
-            kept, embedding, head, prediction = self.blocks(plain)
-            again = [block.nothing_kept() for block in kept]
-            if run.recompute == "selective":
-                whole = replace(run, recompute_share=1.0)
-                again = [block_memory(layer_ops(self.model, layer, whole), whole, width) for layer in self._kinds]
-            share = run.recompute_share
-            layers = [
-                BlockMemory._make(one + (other - one) * share for one, other in zip(*pair, strict=True))
-                for pair in zip(kept, again, strict=True)
-            ]
-        known = self._blocks[key] = layers, embedding, head, prediction
+            known = self._blocks[key] = layers, embedding, head, prediction
         return known
+
+    def _recomputed(self, run: RunSpec, plain: list[BlockMemory]) -> list[BlockMemory]:
+        """Every kind of layer where backward computes again what this run says."""
+        if run.recompute != "selective":
+            return [block.nothing_kept() for block in plain]
+        key = (*_sizes(run), run.recompute_modules)
+        if key not in self._selective:
+            width = self.model.hidden_size * self.model.streams
+            self._selective[key] = [block_memory(layer_ops(self.model, layer, run), run, width) for layer in self._kinds]
+        return self._selective[key]
 
     def stages(self, run: RunSpec) -> list[tuple[int, dict[int, int]]]:
         """The first of every kind of pipeline stage, with how many layers of each kind it has. Earlier stages hold more."""
@@ -125,10 +127,12 @@ class ModelMemory:
     def rank(self, run: RunSpec, recipes: Iterable[str], chip: GpuSpec) -> dict[str, RecipeMemory]:
         """The stage that needs most, in every recipe."""
         layers, embedding, head, prediction = self.blocks(run)
-        whole = layers if run.recompute == "none" else self.blocks(replace(run, recompute="none", recompute_modules=()))[0]
+        share = run.recompute_share if run.recompute != "none" else 0
+        kinds = [(self._recomputed(run, layers), share)] if share else []
+        kinds += [(layers, 1 - share)] if share < 1 else []
         stages = []
         for stage, counts in self.stages(run):
-            parts = [(layers[kind], whole[kind], count) for kind, count in counts.items()]
+            parts = [(of[kind], layers[kind], count * part) for kind, count in counts.items() for of, part in kinds]
             last = stage == run.pp - 1
             if last and self.model.prediction_layers:
                 parts.append((prediction, prediction, self.model.prediction_layers))
@@ -239,7 +243,8 @@ class _Stage(NamedTuple):
         pairs = [(block, whole) for block, whole, _ in parts] or [(NOTHING, NOTHING)]
         widest, whole = max(pairs, key=lambda pair: pair[1].kept + pair[1].inputs)
         depth = sum(count for *_, count in parts)
-        repeated = sum(block.shared * (count - 1) for block, _, count in parts)  # counted more than once above
+        once = {id(whole): whole.shared for _, whole, _ in parts}
+        repeated = sum(block.shared * count for block, _, count in parts) - sum(once.values())  # counted more than once above
         layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)

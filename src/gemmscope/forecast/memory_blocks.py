@@ -16,9 +16,9 @@ class BlockMemory(NamedTuple):
     What backward computes again is not kept.
     """
 
-    dense: int = 0  # parameters outside of the experts
-    experts: int = 0
-    quantized: int = 0  # weights of linears that recipes quantize, in and outside of experts
+    dense: float = 0  # parameters outside of the experts
+    experts: float = 0
+    quantized: float = 0  # weights of linears that recipes quantize, in and outside of experts
     kept: float = 0.0  # by everything but linears
     inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
     plain: float = 0.0  # of `inputs`, those of linears that are never quantized
@@ -33,7 +33,7 @@ class BlockMemory(NamedTuple):
     shared: int = 0  # of `dense`, weights that are the same in every layer of this kind
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         return self.dense + self.experts
 
     def nothing_kept(self) -> "BlockMemory":

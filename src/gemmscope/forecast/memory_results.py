@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.memory import rank_memory, recipe_memory
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.traced import traced_memory
@@ -22,23 +22,16 @@ NAMES = {
     "communication_bytes": "communication buffers",
     "workspace_bytes": "logits and loss",
 }
+FINDINGS = {"does not fit": "does-not-fit", "may not fit": "may-not-fit", "tight": "memory-tight"}
 
 
 def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Finding]:
     """Findings about recipes that do not fit, may not fit or are tight in memory, with what to change."""
-    if not memory:
-        return
-    unfit, unsure, tight = ([need for need in memory if need.fit == fit] for fit in ("does not fit", "may not fit", "tight"))
-    memory_gb = memory[0].available_bytes / GB
-    if unfit:
-        rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}
-        largest = sorted(rows, key=lambda name: -rows[name])[:2]
-        needed_gb, remedies = _range_gb(unfit), _remedies(unfit[0], run)
-        yield finding("does-not-fit", memory_gb=memory_gb, needed_gb=needed_gb, largest=largest, remedies=remedies)
-    if unsure:
-        yield finding("may-not-fit", memory_gb=memory_gb, needed_gb=_range_gb(unsure), remedies=_remedies(unsure[0], run))
-    if tight:
-        yield finding("memory-tight", memory_gb=memory_gb, needed_gb=_range_gb(tight))
+    for fit, code in FINDINGS.items():
+        if needs := [need for need in memory if need.fit == fit]:
+            rows = {text: getattr(needs[0], field) for field, text in NAMES.items()}
+            facts: dict[str, Fact] = {"needed_gb": _range_gb(needs), "largest": sorted(rows, key=lambda name: -rows[name])[:2]}
+            yield finding(code, memory_gb=needs[0].available_bytes / GB, **facts, remedies=_remedies(needs[0], run))
 
 
 def _range_gb(memory: Sequence[RecipeMemory]) -> list[str]:

@@ -1,6 +1,5 @@
 """Findings about a forecast step: what more micro-batches, CUDA graphs, a compiler or another layout would change."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -11,7 +10,6 @@ from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import GpuForecast
 from gemmscope.results.step import StepTimes
 
 MORE = 16  # times as many micro-batches
@@ -47,22 +45,6 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
     if later == best:
         return finding("once-per-step", **about)
     return finding("once-per-step-decides", **about, other=later)
-
-
-def cheapest_finding(gpus: Sequence[GpuForecast]) -> Finding | None:
-    """Whether the cheapest GPU would be another one with more micro-batches per step."""
-    now, later = dict[str, float](), dict[str, float]()
-    for gpu in gpus:
-        best = gpu.step.of(gpu.step.winner.best) if gpu.step is not None and gpu.step.winner is not None else None
-        if best is None or best.cost is None or best.cost.money is None:
-            continue
-        saved = next((about.facts.get("saved") for about in gpu.findings if about.code.startswith("once-per-step")), 0.0)
-        now[gpu.gpu] = best.cost.money.value
-        later[gpu.gpu] = best.cost.money.value * (1 - float(str(saved)))
-    if len(now) < 2:
-        return None
-    first, other = min(now, key=lambda name: now[name]), min(later, key=lambda name: later[name])
-    return finding("cheapest-depends", gpu=first, other=other) if first != other else None
 
 
 def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:

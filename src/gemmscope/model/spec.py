@@ -268,9 +268,9 @@ class RunSpec(Checked):
                 f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
                 "selective recomputes only attention, full recomputes whole layers",
             )
-        known = (*recomputed_facts()["modules"], EVERY_SECOND)
-        if strange := [name for name in self.recompute_modules if name not in known]:
-            raise UserError(f"{option('recompute_modules')} has no {shown(strange[0])}", f"it knows {', '.join(known)}")
+        for name in self.recompute_modules:
+            if name not in (known := (*recomputed_facts()["modules"], EVERY_SECOND)):
+                raise UserError(f"{option('recompute_modules')} has no {shown(name)}", f"it knows {', '.join(known)}")
         if not 0.0 <= self.recompute_share <= 1.0:
             raise UserError(
                 f"{option('recompute_share')} must be from 0 to 1, not {shown(self.recompute_share)}",
