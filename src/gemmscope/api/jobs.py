@@ -128,6 +128,8 @@ class Job(ModelRun):
         num_key_value_heads: Axis = None,
         head_dim: Axis = None,
         vocab_size: Axis = None,
+        num_experts: Axis = None,
+        num_experts_per_tok: Axis = None,
         micro_batch_size: Axis = None,
         sequence_length: Axis = None,
         gradient_accumulation: Axis = None,
@@ -155,8 +157,8 @@ class Job(ModelRun):
 
         Options:
             hidden_size, intermediate_size, num_attention_heads, num_hidden_layers, num_key_value_heads, head_dim, vocab_size,
-                micro_batch_size, sequence_length, gradient_accumulation, tp, cp, pp, ep, etp, global_batch, vp, dp, zero, fsdp,
-                gpus: The values of one or two sizes to vary.
+                num_experts, num_experts_per_tok, micro_batch_size, sequence_length, gradient_accumulation, tp, cp, pp, ep, etp,
+                global_batch, vp, dp, zero, fsdp, gpus: The values of one or two sizes to vary.
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
             left_out: Recipes to skip.
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
@@ -384,6 +386,8 @@ class Job(ModelRun):
         num_key_value_heads: Axis = None,
         head_dim: Axis = None,
         vocab_size: Axis = None,
+        num_experts: Axis = None,
+        num_experts_per_tok: Axis = None,
         micro_batch_size: Axis = None,
         sequence_length: Axis = None,
         tp: Axis = None,
@@ -417,7 +421,8 @@ class Job(ModelRun):
 
         Options:
             hidden_size, intermediate_size, num_attention_heads, num_hidden_layers, num_key_value_heads, head_dim, vocab_size,
-                micro_batch_size, sequence_length, tp, cp, pp, ep, etp: The values of one or two sizes to vary.
+                num_experts, num_experts_per_tok, micro_batch_size, sequence_length, tp, cp, pp, ep, etp: The values of one or
+                two sizes to vary.
             gpus: With sweep: GPUs of this machine that share the points, by their numbers in nvidia-smi. Without sweep: the GPU
                 to measure on. [default: the first GPU]
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
@@ -462,6 +467,8 @@ class Job(ModelRun):
         num_key_value_heads: Axis = None,
         head_dim: Axis = None,
         vocab_size: Axis = None,
+        num_experts: Axis = None,
+        num_experts_per_tok: Axis = None,
         micro_batch_size: Axis = None,
         sequence_length: Axis = None,
         gradient_accumulation: Axis = None,
@@ -490,8 +497,8 @@ class Job(ModelRun):
 
         Options:
             hidden_size, intermediate_size, num_attention_heads, num_hidden_layers, num_key_value_heads, head_dim, vocab_size,
-                micro_batch_size, sequence_length, gradient_accumulation, tp, cp, pp, ep, etp: The values of one or two sizes to
-                vary.
+                num_experts, num_experts_per_tok, micro_batch_size, sequence_length, gradient_accumulation, tp, cp, pp, ep, etp:
+                The values of one or two sizes to vary.
             gpus: With sweep: GPUs of this machine that share the points, by their numbers in nvidia-smi. Without sweep: the GPU
                 to measure on. [default: the first GPU]
             recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]

@@ -44,6 +44,8 @@ def load(
     num_key_value_heads: int | str | None = None,
     head_dim: int | str | None = None,
     vocab_size: int | str | None = None,
+    num_experts: int | str | None = None,
+    num_experts_per_tok: int | str | None = None,
     gated_mlp: bool = False,
     mtp_layers: int | str | None = None,
     ignore_key: Names | None = None,
@@ -70,6 +72,8 @@ def load(
             heads]
         head_dim: With hidden_size: size of one attention head. [default: hidden size / heads]
         vocab_size: Vocabulary size, instead of that of the model file. Adds the embedding, the output layer and the loss.
+        num_experts: With hidden_size: experts of each layer, with intermediate_size as the size of one.
+        num_experts_per_tok: With num_experts: how many of them each token is sent to.
         gated_mlp: With hidden_size: use a gated MLP (SwiGLU) instead of a plain one.
         mtp_layers: Number of multi-token prediction (MTP) layers after the last layer, each with its own loss (DeepSeek-V3: 1).
             [default: from the model file; 0 for Hugging Face]

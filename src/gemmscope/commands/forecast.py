@@ -110,16 +110,13 @@ class _ForecastTask:
         """The software as the user measured it, if so."""
         if self.options.measured is None:
             return software
-        result = _measured_step(self.options.measured, self.subject)
-        assert self.subject is not None
-        assert self.subject.source.model is not None
+        result, model, gpu_count = _measured_step(self.options.measured, self.subject)
         there, run = known_gpu(result.where), result.run or RunSpec(1, 1)
-        model = self.subject.source.model
         if 0 < result.depth < len(model.layers):
             model = replace(model, layers=model.layers[: result.depth])
         check(model, run)
         same = there.name == chip.name
-        stack = software if same else software_on(there, self.options.stack, of_file, gpus=self.subject.run.gpus)
+        stack = software if same else software_on(there, self.options.stack, of_file, gpus=gpu_count)
         forecaster = Forecaster(there, "sustained", measured=calibrated(there.name)[0], software=stack)
         here = StepForecast(forecaster, model, run, derive(model, run))
         return software.after(learned_from(result.step, here, same_gpu=same), there.title)
@@ -181,8 +178,8 @@ class _ForecastTask:
         )
 
 
-def _measured_step(given: Any, subject: RankWorkload | None) -> StepResult:
-    """The step that `measured` names; a `UserError` if it is of another model."""
+def _measured_step(given: Any, subject: RankWorkload | None) -> tuple[StepResult, ModelSpec, int]:
+    """The step that `measured` names, the model, and the GPUs of its run; a `UserError` if the step is of another model."""
     result = read_result(given, ("step",)) if isinstance(given, (str, Path)) else given
     if subject is None or subject.source.model is None or not isinstance(result, StepResult):
         raise UserError(f"{option('measured')} is a step of a model with a closed form", "name the same model, without --shapes")
@@ -194,7 +191,7 @@ def _measured_step(given: Any, subject: RankWorkload | None) -> StepResult:
             f"{option('measured')} is a step of another model ({other}), but {model.name} is forecast ({model.description})",
             f"measure this one: gemmscope step {named} --json step.json",
         )
-    return result
+    return result, subject.source.model, subject.run.gpus
 
 
 def _check_step(task: _ForecastTask, *, asks_for_cost: bool) -> None:

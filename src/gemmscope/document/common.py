@@ -98,12 +98,6 @@ def described(model: ModelSummary | None) -> list[str]:
     return [model.description] if model is not None and model.description else []
 
 
-def _of_what(run: RunSpec) -> str:
-    """Which part of the layers is recomputed; empty for all of it."""
-    parts = [", ".join(run.recompute_modules), f"{run.recompute_share:.0%} of the layers" if run.recompute_share < 1 else ""]
-    return "".join(f" ({part})" for part in parts if part)
-
-
 def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
     """The micro-batch, and how the model is split, in a line or two."""
     if run is None:
@@ -119,7 +113,8 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
         f"stage {stage}": run.pp > 1,
         f"layers per stage {','.join(map(str, run.pp_layers or ()))}": bool(run.pp_layers),
         f"imbalance {run.imbalance:g}": run.imbalance != 1,
-        f"recompute {run.recompute}{_of_what(run)}": run.recompute != "none",
+        " ".join(["recompute", run.recompute, *run.recompute_modules]): run.recompute != "none",
+        f"{run.recompute_share:.0%} of the layers recomputed": run.recompute_share < 1,
         "separate projections": run.separate_projections,
         f"{run.gradient_accumulation} micro-batches per step": run.gradient_accumulation > 1,
     }

@@ -288,8 +288,7 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
     training = phrase("step-of-model", model=model_name, where=where) if model_name else phrase("step-on", where=where)
     parts = [phrase("forecast") if times.origin == "forecast" else "", _verdict(times, times.winner, best, training)]
     parts += [phrase("step-unfit", recipes=times.unfit)] if times.unfit else []
-    left_out = [name for name in times.may_not_fit if name in times.unranked]
-    parts += [phrase("step-may-not-fit", recipes=left_out)] if left_out else []
+    parts += [phrase("step-may-not-fit", recipes=times.may_not_fit)] if {*times.may_not_fit} & {*times.unranked} else []
     return "".join(parts), tuple(_because(best))
 
 

@@ -243,8 +243,10 @@ class _Stage(NamedTuple):
         pairs = [(block, whole) for block, whole, _ in parts] or [(NOTHING, NOTHING)]
         widest, whole = max(pairs, key=lambda pair: pair[1].kept + pair[1].inputs)
         depth = sum(count for *_, count in parts)
-        once = {id(whole): whole.shared for _, whole, _ in parts}
-        repeated = sum(block.shared * count for block, _, count in parts) - sum(once.values())  # counted more than once above
+        # What is counted more than once above.
+        repeated = sum(block.shared * count for block, _, count in parts) - sum(
+            {id(of): of.shared for _, of, _ in parts}.values()
+        )
         layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)
@@ -278,8 +280,7 @@ class _Stage(NamedTuple):
             states["weights_bytes"] -= layers.quantized * ELEMENT_BYTES
         usual, least_kept = _kept(layers, stored)
         activations = usual * self.kept_batches + self.ends
-        if run.partly_recomputed:
-            least_kept = min(layers.first, least_kept)
+        least_kept = min(layers.first, least_kept) if run.partly_recomputed else least_kept
         again = _kept(self.whole, stored)[0] - _kept(self.widest, stored)[0]  # what backward computes again of one layer
         backward = self.widest.transient + max(again, 0.0)
         loss, every_state = known["logit_bytes"], sum(states.values())

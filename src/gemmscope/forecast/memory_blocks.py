@@ -139,10 +139,9 @@ def _inputs(ops: Sequence[Op], run: RunSpec) -> list[_Input]:
             tensor: str = op.facts.reads or op.role
             if tensor == "context" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
                 tensor = op.role
-            size = op.tokens * op.inputs / (_sharded(run) if op.facts.reads_shard else 1)
-            writers = recomputed_facts()["written_by"].get(tensor, ())
-            if (_repeated(op) and not writers) or any(_repeated(other) for other in ops if other.role in writers):
-                size = 0.0
+            writers = recomputed_facts()["written_by"].get(tensor, (op.role,))
+            again = any(_repeated(other) for other in ops if other.role in writers)
+            size = 0.0 if again else op.tokens * op.inputs / (_sharded(run) if op.facts.reads_shard else 1)
             quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
             weights = op.groups * op.inputs * op.outputs * op.count
             inputs.append(_Input(tensor, size * op.count, quantized, weights))

@@ -42,9 +42,7 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
         "many": many,
         "saved": 1 - long_ms / many * now / short_ms,
     }
-    if later == best:
-        return finding("once-per-step", **about)
-    return finding("once-per-step-decides", **about, other=later)
+    return finding("once-per-step", **about) if later == best else finding("once-per-step-decides", **about, other=later)
 
 
 def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:

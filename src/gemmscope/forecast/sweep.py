@@ -87,8 +87,8 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     unfit, unsure = (tuple(name for name in steps if needed[name].fit == fit) for fit in ("does not fit", "may not fit"))
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
-    sure = len(unfit) + len(unsure) < len(steps)  # what may not fit is recommended only where nothing else is left
-    winner = winner_among(speedups, ratio, (*unfit, *unsure) if sure else unfit)
+    # What may not fit is recommended only where nothing else is left.
+    winner = winner_among(speedups, ratio, (*unfit, *unsure) if len(unfit) + len(unsure) < len(steps) else unfit)
     failed = {name: reason for name, reason in reasons.items() if reason}
     point = partial(SweepPoint, values=values, unfit=unfit, may_not_fit=unsure, gpus=run.gpus, not_possible=failed)
     if winner is None:

@@ -54,10 +54,9 @@ class ModelRun:
 
     def as_measured(self) -> "ModelRun":
         """What a measured step runs of it: whole layers recomputed, or attention, or nothing."""
-        run = self.run
-        if run.recompute_share == 1 and run.recompute_modules in ((), ("core_attn",)):
+        if self.run.recompute_share == 1 and self.run.recompute_modules in ((), ("core_attn",)):
             return self
-        plain = replace(run, recompute="none", recompute_modules=(), recompute_share=1.0)
+        plain = replace(self.run, recompute="none", recompute_modules=(), recompute_share=1.0)
         return replace(self, run=plain, findings=(*self.findings, finding("recompute-not-run")))
 
 
@@ -242,7 +241,7 @@ def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
 
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
+SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size", "num_experts", "num_experts_per_tok")
 COMPLETING = {"vocab_size": "vocab_size", "num_hidden_layers": "layers"}
 """Sizes that can be given beside a preset or a config, with their limits: they stand in place of those of the file."""
 

@@ -171,13 +171,15 @@ def from_hyperparameters(
     num_key_value_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int | None = None,
+    num_experts: int | None = None,
+    num_experts_per_tok: int | None = None,
     gated: bool = False,
     name: str = "",
     source: str = "",
 ) -> ModelSpec:
     """A uniform decoder with these sizes: multi-head attention, plain MLPs, no biases, no rotary positions.
 
-    Without a vocabulary there is no embedding and no head.
+    Without a vocabulary there is no embedding and no head. With `num_experts`, every MLP is one of so many experts.
 
     >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
     '3 dense'
@@ -186,11 +188,15 @@ def from_hyperparameters(
     heads = check_size(option("num_attention_heads"), num_attention_heads, "heads")
     if head_dim is None:
         head_dim = head_size(hidden, heads)
+    if (num_experts is None) != (num_experts_per_tok is None):
+        missing = option("num_experts" if num_experts is None else "num_experts_per_tok", "N")
+        raise UserError("the sizes of the experts are incomplete", f"add {missing}")
+    mlp = MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu")
     layer = LayerSpec(
         attention=AttentionSpec(
             heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim, rotary=False
         ),
-        mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
+        mlp=mlp if num_experts is None or num_experts_per_tok is None else MoeSpec(num_experts, num_experts_per_tok, mlp),
     )
     layers = check_size(option("num_hidden_layers"), num_hidden_layers, "layers")
     return ModelSpec(

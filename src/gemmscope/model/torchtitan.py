@@ -316,7 +316,7 @@ def _stages(tables: Tables, layers: int, pp: int, *, single: bool) -> list[int]:
 
 
 def _recompute(tables: Tables, layers: int) -> RunPart:
-    """What the backward pass recomputes."""
+    """What the backward pass recomputes: every layer, every n-th one, or every second GEMM of each layer ("op", the default)."""
     table = _table(tables, "activation_checkpoint")
     mode = table.get("mode", DEFAULTS["recompute"])
     if mode == "none" or mode == "full":
@@ -328,11 +328,7 @@ def _recompute(tables: Tables, layers: int) -> RunPart:
             f"[activation_checkpoint] mode = {shown(mode)} is not a mode of torchtitan",
             'for example: mode = "none"; modes: none, selective, full, memory_budget',
         )
-    return _recompute_selectively(table.get("selective_ac_option"), layers)
-
-
-def _recompute_selectively(option: object, layers: int) -> RunPart:
-    """Selective checkpointing: every n-th layer, or every second GEMM of each layer ("op", the default)."""
+    option = table.get("selective_ac_option")
     every = int(option) if isinstance(option, str) and re.fullmatch("[0-9]{1,9}", option) else option
     if type(every) is int and 0 <= every < 2**31:
         return {"recompute": "full", "recompute_share": layers // max(every, 1) / layers}, []
@@ -341,5 +337,5 @@ def _recompute_selectively(option: object, layers: int) -> RunPart:
             f"[activation_checkpoint] selective_ac_option = {shown(option)} is neither a number of layers nor op",
             'for example: selective_ac_option = "op", or "2" for every second layer',
         )
-    unknown = [finding("recompute-unknown-gemms")] if option is None else []
+    unknown = [finding("recompute-unknown-gemms")] * (option is None)
     return {"recompute": "selective", "recompute_modules": (EVERY_SECOND,)}, unknown

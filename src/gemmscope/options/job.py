@@ -60,6 +60,10 @@ class ModelOptions(Options):
         int | None,
         Option("Vocabulary size, instead of that of the model file. Adds the embedding, the output layer and the loss."),
     ] = None
+    num_experts: Annotated[
+        int | None, Option("With --hidden-size: experts of each layer, with --intermediate-size as the size of one.")
+    ] = None
+    num_experts_per_tok: Annotated[int | None, Option("With --num-experts: how many of them each token is sent to.")] = None
     gated_mlp: Annotated[bool, Option("With --hidden-size: use a gated MLP (SwiGLU) instead of a plain one.")] = False
     mtp_layers: Annotated[
         int | None,
