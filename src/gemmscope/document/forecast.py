@@ -159,8 +159,7 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
     best = {gpu.gpu: time for gpu in result.gpus if (time := best_time(gpu.step)) is not None}
     best = {gpu.gpu: best[gpu.gpu] for gpu in result.gpus if gpu.gpu in best and not _unsure(gpu)} or best
-    short = [gpu for gpu in result.gpus if gpu.step is not None and (gpu.step.unfit or gpu.step.may_not_fit)]
-    unfit = [gpu.gpu for gpu in short if gpu.gpu not in best]
+    unfit = [name for name, step in _steps(result.gpus).items() if name not in best and (step.unfit or step.may_not_fit)]
     unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
         return phrase("forecast-fits-nowhere", model=result.name), lines

@@ -122,7 +122,7 @@ def _within_ms(chip: GpuSpec, operation: Collective, inside: int, message_bytes:
     if inside < 2:
         return 0.0
     launch, root, per_byte = _known(chip.collectives_of, operation, inside)
-    return launch + root * sqrt(message_bytes) + per_byte * message_bytes
+    return launch + (root * sqrt(message_bytes) + per_byte * message_bytes) * chip.collectives_slower
 
 
 def collective_ms(

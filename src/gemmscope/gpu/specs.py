@@ -23,7 +23,7 @@ class GpuSpec:
 
     `sustained_tflops` are the rates that its power limit allows, where that is known to be far less; `usual_share` is what large
     GEMMs reach of `tflops` in training. `network`, `nvlink_domain` and `host_gbps` are those of its usual system,
-    and `collectives_of` is the GPU whose measured collectives are taken.
+    `collectives_of` is the GPU whose measured collectives are taken; `collectives_slower`: how much longer their bytes take here.
     """
 
     name: str
@@ -41,6 +41,7 @@ class GpuSpec:
     host_gbps: float
     collectives_of: str
     source: str
+    collectives_slower: float = 1.0
     disagreements: str = ""
     sustained_tflops: Mapping[str, float] = field(default_factory=dict)
 
