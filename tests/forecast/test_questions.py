@@ -28,6 +28,7 @@ def test_a_question_that_someone_asked(question: dict[str, Any], run: Run) -> No
         assert len(recipes) > 1
         for name, true in question.get("speedup", {}).items():
             assert recipes[name]["speedup"]["low"] <= true <= recipes[name]["speedup"]["high"], name
+        assert all(recipes[name]["speedup"]["high"] < 1 for name in question.get("slower", ()))
         for name, true in question.get("tokens_per_s", {}).items():
             time = recipes[name]
             at = time["tokens_per_s"] * time["step_ms"]["value"]
