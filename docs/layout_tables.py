@@ -6,7 +6,7 @@ from typing import Any
 
 from gemmscope.forecast.communication import cluster
 from gemmscope.forecast.memory import rank_memory
-from gemmscope.gpu.specs import gpu
+from gemmscope.gpu.specs import GB, gpu
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 
@@ -64,5 +64,5 @@ def memory_of_layouts() -> str:
         assert model is not None
         needed = rank_memory(model, RunSpec(**run), recipe, gpu(chip))
         sizes = (needed.least_bytes, needed.total_bytes, needed.most_bytes, gpu(chip).memory_bytes)
-        lines.append(f"| {title} | {' | '.join(f'{size / 1e9:.0f}' for size in sizes)} |")
+        lines.append(f"| {title} | {' | '.join(f'{size / GB:.0f}' for size in sizes)} |")
     return "\n".join(lines)
