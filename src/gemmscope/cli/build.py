@@ -120,8 +120,7 @@ def option_groups(command: Callable[..., int | None]) -> dict[str, type[Options]
 
 def shell_options(command: Callable[..., int | None]) -> dict[str, Declared]:
     """The options that the command line has for a command."""
-    options = options_of(*option_groups(command).values())
-    return {name: declared for name, declared in options.items() if declared.option.in_shell}
+    return {name: declared for name, declared in options_of(*option_groups(command).values()).items() if declared.option.in_shell}
 
 
 def spread(command: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -222,8 +221,9 @@ def option_help(declared: Declared) -> OptionHelp:
         return OptionHelp(declared.name, (), (), usage, "", option.help)
     spellings = [flag.partition("/") for flag in declared.flags]
     on, off = tuple(flag for flag, _, _ in spellings), tuple(flag for _, _, flag in spellings if flag)
-    default = option.default or _default_in_words(declared.default, on, off)
-    return OptionHelp(declared.name, on, off, metavar, default, option.help)
+    return OptionHelp(
+        declared.name, on, off, metavar, (option.default or _default_in_words(declared.default, on, off)), option.help
+    )
 
 
 def _default_in_words(value: Any, on: Sequence[str], off: Sequence[str]) -> str:
@@ -240,8 +240,11 @@ def listed(names: str) -> list[str]:
     (['a100', 'h100'], 'infiniband-hdr', 'bamba-9b')
     """
     if names.endswith("/"):
-        folder = files("gemmscope").joinpath(names)
-        return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+        return sorted(
+            entry.name.removesuffix(".toml")
+            for entry in files("gemmscope").joinpath(names).iterdir()
+            if entry.name.endswith(".toml")
+        )
     file, _, table = names.partition(" ")
     facts = load_data("gemmscope", file)
     return list(facts[table] if table else facts)
@@ -268,5 +271,6 @@ def matching(known: Sequence[str], typed: str, *, several: bool) -> list[str]:
     before, comma, start = typed.rpartition(",") if several else ("", "", typed)
     used = {name.strip().lower() for name in before.split(",")}
     fitting = [name for name in known if name.lower().startswith(start.lower()) and name.lower() not in used]
-    spelled = [name.lower() if start.islower() else start + name[len(start) :] for name in fitting]
-    return [before + comma + name for name in spelled]
+    return [
+        before + comma + name for name in [name.lower() if start.islower() else start + name[len(start) :] for name in fitting]
+    ]

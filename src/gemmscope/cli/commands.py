@@ -71,8 +71,7 @@ def shapes(model: ModelOptions, run: RunOptions, options: ShapesOptions, outputs
     if options.list_presets:
         writers.terminal.show_table(commands.known.model_table())
         return 0
-    context = outputs.context(model.files())
-    result = commands.shapes.shapes(_job(model, run), options, context)
+    result = commands.shapes.shapes(_job(model, run), options, outputs.context(model.files()))
     deliver(result, outputs)
     return CHECK_FAILED if result.check is not None and not result.check.equal else 0
 
@@ -111,8 +110,7 @@ def step(sweep: StepSweepOptions, model: ModelOptions, run: RunOptions, options:
     options = options.but(gpu_count=_gpu_count(sweep.gpus))
     job = _job(model, run)
     _explain_no_fp8(options)
-    result = commands.step.run_step(job, options, context)
-    return 0 if result.step.recipes else NOTHING_MEASURED
+    return 0 if commands.step.run_step(job, options, context).step.recipes else NOTHING_MEASURED
 
 
 def fleet(model: ModelOptions, run: RunOptions, options: FleetOptions, outputs: FleetOutputs) -> int:
@@ -148,8 +146,7 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
             f"{option('library')} applies only to {option('gemms')}: a model is forecast with the library that training uses"
         )
         raise UserError(message, "remove it")
-    about_model = [name for name in options.about_model() if name != "cache_weights"]
-    others = [*named, *about_model, *(["sweep"] if options.sweep else [])]
+    others = [*named, *[name for name in options.about_model() if name != "cache_weights"], *(["sweep"] if options.sweep else [])]
     if options.shapes is not None and others:
         message = f"{option('shapes')} forecasts bare GEMMs, but {_listed(others)} applies to a model"
         raise UserError(message, "use only one of them")
@@ -171,8 +168,10 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
         with signals.defer_signals():  # also while the points that were computed are written
             deliver(commands.forecast.sweep(model.given(), run.given() | given_gpus, options, context), outputs)
         return 0
-    job = _job(model, run, **given_gpus) if options.shapes is None else None
-    deliver(commands.forecast.forecast(job, options, context), outputs)
+    deliver(
+        commands.forecast.forecast((_job(model, run, **given_gpus) if options.shapes is None else None), options, context),
+        outputs,
+    )
     return 0
 
 
@@ -189,8 +188,11 @@ def numerics(options: NumericsOptions, model: ModelOptions, run: RunOptions, out
     """Compute the quantization error of every linear in every recipe."""
     context = outputs.context([options.recording, options.speed, *_files_of(options.checkpoint), *model.files()])
     _check_model_named(model, run)
-    result = commands.numerics.run_numerics(options, context, job=_job(model, run) if model.given() else None)
-    return 0 if result.recipes else NOTHING_MEASURED
+    return (
+        0
+        if commands.numerics.run_numerics(options, context, job=_job(model, run) if model.given() else None).recipes
+        else NOTHING_MEASURED
+    )
 
 
 def calibrate(options: CalibrateOptions) -> int:
@@ -228,16 +230,17 @@ def trace_me(options: TraceMeOptions) -> int:
 
 def compare(options: CompareOptions, outputs: OutputOptions) -> int:
     """Compare run files row by row."""
-    context = outputs.context(options.files)
-    result = commands.compare.compare(options.files, options.fail_if_slower, context)
+    result = commands.compare.compare(options.files, options.fail_if_slower, outputs.context(options.files))
     deliver(result, outputs)
     return CHECK_FAILED if result.failing() else TOO_NOISY if result.unresolved() else 0
 
 
 def report(options: ReportOptions) -> int:
     """Make one self-contained page from run files of any command."""
-    alone = options.output is None and options.markdown is None and options.figures is None
-    output, folder = REPORT if alone else options.output, options.figures
+    output, folder = (
+        REPORT if (options.output is None and options.markdown is None and options.figures is None) else options.output,
+        options.figures,
+    )
     targets = {name: place for name, place in (("output", output), ("markdown", options.markdown)) if place is not None}
     check_targets(targets, options.runs)
     check_page("output", output)
@@ -499,5 +502,10 @@ def _files_of(checkpoint: str | None) -> list[str]:
         return []
     path = Path(checkpoint)
     folder = path if path.is_dir() else path.parent if path.suffix == ".json" else None
-    beside = [file for pattern in ("*.safetensors", "*.json") for file in folder.glob(pattern)] if folder is not None else []
-    return [checkpoint, *map(str, beside)]
+    return [
+        checkpoint,
+        *map(
+            str,
+            ([file for pattern in ("*.safetensors", "*.json") for file in folder.glob(pattern)] if folder is not None else []),
+        ),
+    ]

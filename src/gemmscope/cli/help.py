@@ -44,8 +44,7 @@ class OptionHelp:
     def usage(self) -> str:
         """How it is typed: `-o, --output PATH`, `--sequence-parallel / --no-sequence-parallel`, `TRACE...`."""
         flags = ", ".join(sorted(self.flags, key=len))
-        spellings = [flags, *self.negative] if self.flags else []
-        return " ".join(part for part in (" / ".join(spellings), self.metavar) if part)
+        return " ".join(part for part in (" / ".join([flags, *self.negative] if self.flags else []), self.metavar) if part)
 
     @property
     def text(self) -> str:

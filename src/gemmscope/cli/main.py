@@ -51,8 +51,11 @@ class LazyGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         options = [record for parameter in self.get_params(ctx) if (record := parameter.get_help_record(ctx)) is not None]
-        commands = [(name, command["summary"]) for name, command in COMMANDS.items()]
-        formatter.write(program_help(SUMMARY, commands, options, START, terminal_width()))
+        formatter.write(
+            program_help(
+                SUMMARY, [(name, command["summary"]) for name, command in COMMANDS.items()], options, START, terminal_width()
+            )
+        )
 
 
 app = typer.Typer(

@@ -39,8 +39,11 @@ class OutputOptions(Options):
 
     def targets(self) -> dict[str, str]:
         """The outputs that were requested: option → path."""
-        places = {"json": self.json, "csv": self.csv, "markdown": self.markdown}
-        return {name: place for name, place in places.items() if place is not None}
+        return {
+            name: place
+            for name, place in {"json": self.json, "csv": self.csv, "markdown": self.markdown}.items()
+            if place is not None
+        }
 
     def context(self, reads: Iterable[str | None] = (), more: Mapping[str, str | None] = {}) -> "commands.RunContext":
         """What the command is run with, after a check of the outputs. `reads`: the files that it reads, None where there is none;
@@ -200,8 +203,10 @@ class StreamedFiles:
             keeper = commands.Keeper(result, own=self._paths.values())
             for name, path in self._paths.items():
                 keeper.place(path)
-                html = writers.html.page
-                keeper.write(path, result.to_json() if name == "json" else html([commands.document(result)], refresh_s=REFRESH_S))
+                keeper.write(
+                    path,
+                    result.to_json() if name == "json" else writers.html.page([commands.document(result)], refresh_s=REFRESH_S),
+                )
         except UserError as error:
             self._failed = True
             say(f"note: {error.message}; the points are in the journal, and the measurement continues")

@@ -123,8 +123,9 @@ def _prepared(job: ModelRun | None, options: BenchOptions, context: RunContext, 
         tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
         settings = bench_settings(options, choice.backend, for_nsight=for_nsight, as_te_benchmark=options.as_te_benchmark)
         with context.recording(fingerprint_of(tasks, settings), resume=options.resume) as recording:
-            rule = stopping_rule(options)
-            campaign = LinearCampaign(tasks=tasks, settings=settings, rule=rule, recording=recording, workers=workers)
+            campaign = LinearCampaign(
+                tasks=tasks, settings=settings, rule=stopping_rule(options), recording=recording, workers=workers
+            )
             yield _Bench(linears, about, choice, campaign, machine)
 
 

@@ -127,8 +127,9 @@ class _CalibrationRun:
         campaign = LinearCampaign(tasks=tasks, settings=settings, rule=rule, recording=self.recording, workers=self.workers)
         self._run(campaign)
         caches = self.options.cache_weights
-        measured = measured_linears(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
-        return measured, campaign
+        return measured_linears(
+            campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches
+        ), campaign
 
     def _run(self, campaign: LinearCampaign | StepCampaign) -> None:
         """Measure. A signal ends the calibration; `resume` continues it."""
@@ -140,8 +141,9 @@ class _CalibrationRun:
 
     def forecast(self, measured: Linears, state: ClockState) -> Linears:
         """The same linears from public measurements."""
-        forecaster = Forecaster(self.chip, state, cache_weights=measured.cache_weights)
-        return forecast_linears(forecaster, measured.cases, measured.recipes, measured.modes)
+        return forecast_linears(
+            Forecaster(self.chip, state, cache_weights=measured.cache_weights), measured.cases, measured.recipes, measured.modes
+        )
 
     def parts(self, measured: Calibration) -> tuple[dict[StepPart, float], list[Finding]]:
         """The factors of everything that is not a GEMM; empty if no step could be run."""
@@ -170,10 +172,9 @@ class _CalibrationRun:
 
 def factor_table(calibration: Calibration) -> Table:
     """Every factor of a calibration."""
-    states = (("sustained", calibration.gemms), ("burst", calibration.burst))
     listed = {
         f"{fmt} GEMMs, {state}, {pass_name}": factor
-        for state, formats in states
+        for state, formats in (("sustained", calibration.gemms), ("burst", calibration.burst))
         for fmt, passes in formats.items()
         for pass_name, factor in passes.items()
     }

@@ -42,13 +42,18 @@ class Diagnosis:
         return "\n".join((*self.answer(), *self.lines()))
 
     def to_json(self) -> str:
-        content = {"environment": asdict(self.machine), "health": self.health, "backends": self.backends}
-        return visible_json(json.dumps(content, indent=1)) + "\n"
+        return (
+            visible_json(
+                json.dumps({"environment": asdict(self.machine), "health": self.health, "backends": self.backends}, indent=1)
+            )
+            + "\n"
+        )
 
     def answer(self) -> list[str]:
         """What can be measured here, then problems and what to do about them."""
-        reasons = self._reasons().items()
-        measured = grouped((backend, name) for (name, backend), reason in reasons if backend != "cpu" and not reason)
+        measured = grouped(
+            (backend, name) for (name, backend), reason in self._reasons().items() if backend != "cpu" and not reason
+        )
         if measured:
             parts = (f"{listed(names)} with {backend}" for backend, names in measured.items())
             can = f"This machine can measure {'; '.join(parts)}."
@@ -76,12 +81,11 @@ class Diagnosis:
             reason = reasons.get((name, backend))
             return None if reason is None else "no" if reason else "yes"
 
-        backends = dict.fromkeys(backend for _, backend in reasons)
         return table(
             "What can be measured here",
             recipes(),
             Column[str]("Recipe", str),
-            *(Column(backend, partial(answer, backend)) for backend in backends),
+            *(Column(backend, partial(answer, backend)) for backend in dict.fromkeys(backend for _, backend in reasons)),
             note="-: the backend does not have this recipe.",
         )
 

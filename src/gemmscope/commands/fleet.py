@@ -211,8 +211,11 @@ def unhealthy(result: FleetResult) -> list[str]:
     """The GPUs and nodes that a job should not use: slow ones, and those that were not measured, or not as often as requested."""
     slow = [outlier.where for outlier in result.outliers if outlier.side == "slow"]
     lists = [entry.facts["places"] for entry in result.findings if entry.code == "fleet-repeats-missing"]
-    fewer = [place for places in lists if isinstance(places, list) for place in places]
-    return [*slow, *(gpu.place for gpu in result.gpus if gpu.failure), *fewer]
+    return [
+        *slow,
+        *(gpu.place for gpu in result.gpus if gpu.failure),
+        *[place for places in lists if isinstance(places, list) for place in places],
+    ]
 
 
 def has_figures(result: BenchResult | StepResult) -> bool:

@@ -65,8 +65,7 @@ def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext
     chips, clocks = chips_of(options.gpu), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     job = _on_gpus(job, options.gpus)
-    known_gpus = options.gpus if job is None or job.run.dp is None else job.run.gpus
-    budgets = _budgets(chips, options, known_gpus)
+    budgets = _budgets(chips, options, (options.gpus if job is None or job.run.dp is None else job.run.gpus))
     by_gpu = choose_recipes(chips, options, job.source.framework if job is not None else "")
     subject = rank_workload(job, context.reporter.say) if job is not None else None
     if subject is not None:
@@ -103,8 +102,11 @@ class _ForecastTask:
     @property
     def may_stay(self) -> list[str]:
         """Linears that frameworks leave in BF16 where a recipe cannot run them: the output head, and all of a module."""
-        traced = self.subject is not None and self.subject.trace is not None
-        return [case.op for case in self.linears.cases] if traced else _heads(self.subject)
+        return (
+            [case.op for case in self.linears.cases]
+            if (self.subject is not None and self.subject.trace is not None)
+            else _heads(self.subject)
+        )
 
     def _measured(self, software: Software, chip: GpuSpec, of_file: str) -> Software:
         """The software as the user measured it, if so."""
@@ -118,8 +120,9 @@ class _ForecastTask:
         same = there.name == chip.name
         stack = software if same else software_on(there, self.options.stack, of_file, gpus=gpu_count)
         forecaster = Forecaster(there, "sustained", measured=calibrated(there.name)[0], software=stack)
-        here = StepForecast(forecaster, model, run, derive(model, run))
-        return software.after(learned_from(result.step, here, same_gpu=same), there.title)
+        return software.after(
+            learned_from(result.step, StepForecast(forecaster, model, run, derive(model, run)), same_gpu=same), there.title
+        )
 
     def on(
         self, chip: GpuSpec, names: Sequence[str], recipe_findings: Sequence[Finding], links: Network, budget: Budget | None
@@ -129,8 +132,9 @@ class _ForecastTask:
         cached, as_calls = self.options.cache_weights, self.options.as_te_benchmark
         of_file = self.subject.source.stack if self.subject is not None else ""
         asked = names if self.options.recipes is not None else ()
-        gpu_count = self.subject.run.gpus if self.subject is not None else 1
-        software = software_on(chip, self.options.stack, of_file, asked, gpus=gpu_count)
+        software = software_on(
+            chip, self.options.stack, of_file, asked, gpus=(self.subject.run.gpus if self.subject is not None else 1)
+        )
         software = self._measured(software, chip, of_file)
         settings: dict[str, Any] = {"cache_weights": cached, "forward_only": as_calls, "software": software}
         forecaster = Forecaster(chip, self.clocks, measured=adjustment, **settings)
@@ -236,8 +240,9 @@ def sweep(
             for number, chip in enumerate(chips):
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
                 asked = names if options.recipes is not None else ()
-                software = software_on(chip, options.stack, recipes=asked, gpus=gpu_count)
-                forecaster = Forecaster(chip, clocks, measured=adjustment, software=software)
+                forecaster = Forecaster(
+                    chip, clocks, measured=adjustment, software=software_on(chip, options.stack, recipes=asked, gpus=gpu_count)
+                )
                 sweeps += forecast_sweep(
                     forecaster,
                     possible,
@@ -301,8 +306,9 @@ def _budgets(chips: Sequence[GpuSpec], options: ForecastOptions, gpu_count: int 
     """The budget of the run by GPU; empty if no cost was requested."""
     tokens, price = options.tokens, options.price
     by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
-    costs = tokens is not None or price is not None
-    budget = Budget.asked(tokens, gpu_count if costs else None, 0.0 if isinstance(price, Mapping) else price)
+    budget = Budget.asked(
+        tokens, gpu_count if (tokens is not None or price is not None) else None, 0.0 if isinstance(price, Mapping) else price
+    )
     if budget is None:
         return {}
     names = [chip.name for chip in chips]
@@ -347,8 +353,13 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
 
 def _heads(subject: RankWorkload | None) -> list[str]:
     """The linears of the output head, which frameworks leave in BF16."""
-    ops = subject.workload.ops if subject is not None else ()
-    return list(dict.fromkeys(op.name for op in ops if isinstance(op, Linear) and op.section == HEAD))
+    return list(
+        dict.fromkeys(
+            op.name
+            for op in (subject.workload.ops if subject is not None else ())
+            if isinstance(op, Linear) and op.section == HEAD
+        )
+    )
 
 
 def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecasts: Sequence[GpuForecast]) -> Iterator[Finding]:

@@ -121,5 +121,6 @@ def _unknown(word: str, takes: Sequence[str]) -> UserError:
         return UserError(f"{word} is neither a model nor a GPU", f"the number of GPUs is {option('gpus', word)}, or {word}xh200")
     known = [*presets.names(), *(gpus() if "gpu" in takes else ())]
     what = "neither a model nor a GPU" if "gpu" in takes else "not a model"
-    hint = f"{did_you_mean(word.lower(), known)}{LISTS}; {option('config', 'PATH')} names a file"
-    return UserError(f"{shown(word)} is {what}", hint)
+    return UserError(
+        f"{shown(word)} is {what}", f"{did_you_mean(word.lower(), known)}{LISTS}; {option('config', 'PATH')} names a file"
+    )

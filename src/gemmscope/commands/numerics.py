@@ -107,8 +107,11 @@ def chosen_recipes(names: Sequence[str] | None, backend: str) -> list[str]:
 def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) -> TensorSource:
     """The source of tensors, as the worker is told."""
     recording, checkpoint, synthetic = options.recording, options.checkpoint, options.synthetic
-    given = {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}
-    named = [name for name, value in given.items() if value is not None]
+    named = [
+        name
+        for name, value in {"recording": recording, "checkpoint": checkpoint, "synthetic": synthetic}.items()
+        if value is not None
+    ]
     if len(named) != 1:
         listed = " and ".join("a recording" if name == "recording" else option(name) for name in named)
         problem = f"{listed} are given" if named else "no tensors are given"
@@ -136,8 +139,9 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
     cases = [case for case in linear_cases(subject.workload).cases if case.quantized and case.op not in heads]
     if not cases:
         raise UserError("the model has no linears that recipes quantize", "give a model with linears of at least 128 features")
-    sizes = {case.op: (case.inputs, case.outputs) for case in cases}
-    return TensorSource("synthetic", synthetic, sizes=sizes, model=subject.name)
+    return TensorSource(
+        "synthetic", synthetic, sizes={case.op: (case.inputs, case.outputs) for case in cases}, model=subject.name
+    )
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
@@ -152,8 +156,7 @@ def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:
         return None
     if not wanted and source.module is None:
         return None
-    config = dict(source.config) if source.config is not None else None
-    return DepthModel(source.module, config, job.micro_batch, job.sequence)
+    return DepthModel(source.module, (dict(source.config) if source.config is not None else None), job.micro_batch, job.sequence)
 
 
 def _check(bound: float | None, device: str, seed: int) -> None:

@@ -185,8 +185,11 @@ def _tasks(
 
     def described(values: Mapping[str, int]) -> PlanTask:
         other = varied(model, {name: value for name, value in values.items() if name in SIZES})
-        length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
-        return replace(task, model=other, sequence_length=length)
+        return replace(
+            task,
+            model=other,
+            sequence_length=check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length"),
+        )
 
     tasks, impossible = possible_points(axes, described)
     about = PlanPoint(
@@ -281,8 +284,12 @@ def _findings(point: PlanPoint, search: Search, chip: GpuSpec, source: ModelSour
     if unsure := [layout for layout in point.layouts if layout.may_not_fit]:
         first = min(unsure, key=lambda layout: layout.step_ms.value)
         about: dict[str, Fact] = {"needed_gb": first.memory_gb, "memory_gb": chip.memory_bytes / GB, "recipe": first.recipe}
-        code = "plan-only-may-fit" if point.best.may_not_fit else "plan-may-not-fit"
-        yield finding(code, count=len(unsure), layout=first.splits, **about)
+        yield finding(
+            ("plan-only-may-fit" if point.best.may_not_fit else "plan-may-not-fit"),
+            count=len(unsure),
+            layout=first.splits,
+            **about,
+        )
     if point.best.tight:
         yield finding("plan-memory-tight", needed_gb=point.best.memory_gb, memory_gb=chip.memory_bytes / GB)
     if point.best.host_bound:

@@ -81,8 +81,10 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         versions=dict(trace.versions),
         gemms=sum(gemm.count for gemm in trace.gemms),
     )
-    versions = ", ".join(f"{name} {version}" for name, version in check.versions.items())
-    live = {"model_class": check.model_class, "versions": versions}
+    live = {
+        "model_class": check.model_class,
+        "versions": ", ".join(f"{name} {version}" for name, version in check.versions.items()),
+    }
     notes = [
         finding("check-equal", gemms=check.gemms, **live)
         if check.equal

@@ -82,8 +82,9 @@ def run_step(job: ModelRun, options: StepOptions = MEASURED, context: RunContext
             most_layers=most_layers,
         )
         session = StepSession(campaign, context.reporter)
-        of = counted(plan.depth, "layer") if plan.depth else job.source.origin
-        measured = session.measure(of, summed, subject.run, options)
+        measured = session.measure(
+            (counted(plan.depth, "layer") if plan.depth else job.source.origin), summed, subject.run, options
+        )
         result = StepResult(
             command=context.command,
             **subject.about(),
@@ -160,8 +161,9 @@ def _mixes(asked: MixRequest | None, choice: Choice, subject: RankWorkload, *, l
 
 
 def _with_cost(times: StepTimes, run: RunSpec, budget: Budget) -> StepTimes:
-    costed = [time.model_copy(update={"cost": cost(time.step_ms, run, budget)}) for time in times.recipes]
-    return times.model_copy(update={"recipes": tuple(costed)})
+    return times.model_copy(
+        update={"recipes": tuple([time.model_copy(update={"cost": cost(time.step_ms, run, budget)}) for time in times.recipes])}
+    )
 
 
 def _findings(measured: MeasuredStep, session: StepSession, options: StepOptions) -> Iterator[Finding]:
@@ -213,8 +215,7 @@ def _extrapolated(depth: int, layers: int, times: StepTimes, depths: Iterable[in
 
 def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
-    by_purpose = grouped((_purpose(run), run.seconds) for run in runs)
-    return {purpose: round(sum(seconds), 1) for purpose, seconds in by_purpose.items()}
+    return {purpose: round(sum(seconds), 1) for purpose, seconds in grouped((_purpose(run), run.seconds) for run in runs).items()}
 
 
 def _purpose(run: StepCampaign) -> str:

@@ -107,8 +107,15 @@ def continues(result: SweepResult, path: Path) -> bool:
 
 def _subject(result: SweepResult) -> tuple[Any, ...]:
     """What tells two sweeps apart."""
-    sizes = [sweep.sizes for sweep in result.sweeps[:1]]
-    return (result.of, result.origin, result.model, result.run, result.shape, result.wanted, sizes)
+    return (
+        result.of,
+        result.origin,
+        result.model,
+        result.run,
+        result.shape,
+        result.wanted,
+        [sweep.sizes for sweep in result.sweeps[:1]],
+    )
 
 
 def _of_point(options: Measured) -> Measured:

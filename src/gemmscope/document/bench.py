@@ -61,8 +61,7 @@ def _advice(result: BenchResult) -> Advice | None:
     if winner.best == BASELINE or BASELINE in winner.rivals or winner.speedup is None:
         return Advice(phrase("bench-stay", baseline=BASELINE))
     rivals = phrase("against-rivals", rivals=winner.rivals) if winner.rivals else ""
-    text = phrase("bench-use", recipe=winner.best, speedup=winner.speedup, rivals=rivals)
-    return Advice(text, ready_to_paste(winner.best))
+    return Advice(phrase("bench-use", recipe=winner.best, speedup=winner.speedup, rivals=rivals), ready_to_paste(winner.best))
 
 
 def _until(result: BenchResult) -> str:

@@ -55,8 +55,7 @@ def speedup_rows(documents: Sequence[Document]) -> list[SpeedupRow]:
         for document in documents
         for speedup in document.speedups
     )
-    rows = [(what, recipe, dict(by_run)) for (what, recipe), by_run in speedups.items()]
-    return sorted(rows, key=lambda row: _place(row[0]))
+    return sorted([(what, recipe, dict(by_run)) for (what, recipe), by_run in speedups.items()], key=lambda row: _place(row[0]))
 
 
 def _place(what: str) -> int:
@@ -191,8 +190,9 @@ def check_together(documents: Sequence[Document]) -> list[Message]:
     for first, second in combinations(documents, 2):
         _must_belong_together(first, second)
     batches = {document.name: document.subject.batch for document in documents if document.subject.batch}
-    first_batch = next(iter(batches.values()), {})
-    differing = [name for name in first_batch if len({str(batch.get(name)) for batch in batches.values()}) > 1]
+    differing = [
+        name for name in next(iter(batches.values()), {}) if len({str(batch.get(name)) for batch in batches.values()}) > 1
+    ]
     if not differing:
         return []
     runs = "; ".join(f"{name}: " + ", ".join(f"{key} {batch[key]}" for key in differing) for name, batch in batches.items())

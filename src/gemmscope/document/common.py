@@ -64,8 +64,9 @@ def first_rows(table: Table, most: int) -> Table:
     more = len(table.rows) - most
     if more <= 0:
         return table
-    note = f"{table.note} {phrase('first-rows', shown=most, rows=len(table.rows))}"
-    return replace(table, rows=table.rows[:most], note=note.strip())
+    return replace(
+        table, rows=table.rows[:most], note=f"{table.note} {phrase('first-rows', shown=most, rows=len(table.rows))}".strip()
+    )
 
 
 def facts(*lines: tuple[str, str | None]) -> Facts:

@@ -56,8 +56,10 @@ def _also_different(result: CompareResult) -> list[str]:
 
 def differences_table(title: str, differences: Sequence[EnvironmentDifference], heads: Sequence[str] = ()) -> Table:
     """What differs in the environment, a row for each name. Without `heads`, values are in the order of their frequency."""
-    most = max((len(row.values) for row in differences), default=1)
-    heads = heads or ["Most common", *(f"Value {place}" for place in range(2, most + 1))]
+    heads = heads or [
+        "Most common",
+        *(f"Value {place}" for place in range(2, max((len(row.values) for row in differences), default=1) + 1)),
+    ]
     return table(
         title,
         differences,
@@ -78,8 +80,7 @@ def _changes(
 
     def order(row: ComparedRow) -> tuple[int, float]:
         ratio, last = row.changes[run - 1].ratio, (NOISY, CLOSE, MISSING)
-        rank = last.index(verdict(row)) + 1 if verdict(row) in last else 0
-        return rank, -abs(ratio.value - 1) if ratio is not None else 0.0
+        return (last.index(verdict(row)) + 1 if verdict(row) in last else 0), -abs(ratio.value - 1) if ratio is not None else 0.0
 
     rows = result.rows
     if most is not None:

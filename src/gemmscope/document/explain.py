@@ -37,8 +37,9 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     rank = f", rank {result.rank} of {result.world_size}" if result.rank is not None and result.world_size > 1 else ""
     least, median, most = result.step_range_ms or (None, None, None)
     spread = phrase("explain-spread", least=least, median=median, most=most) if least is not None else ""
-    time = phrase("explain-time", time=step_ms, spread=spread)
-    steps = phrase("explain-steps", steps=result.steps, time=time, found=result.steps_found_by)
+    steps = phrase(
+        "explain-steps", steps=result.steps, time=phrase("explain-time", time=step_ms, spread=spread), found=result.steps_found_by
+    )
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     straggler = [finding for finding in result.findings if finding.code in ("ranks-straggler", "straggler-explained")]
     answer, *more = [*(finding.text for finding in straggler), _verdict(result)]
@@ -111,8 +112,12 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
 def _verdict(result: ExplainResult) -> str:
     """The main cause with its cost, and what to do about it, unless a straggler is the answer."""
     first = result.causes[0].advice[:1] if result.causes and result.verdict.code == "step-cause" else ()
-    advice = first if result.straggler is None else ()
-    return " ".join([result.verdict.text, *(phrase("explain-to-do", advice=line.rstrip(".")) for line in advice)])
+    return " ".join(
+        [
+            result.verdict.text,
+            *(phrase("explain-to-do", advice=line.rstrip(".")) for line in (first if result.straggler is None else ())),
+        ]
+    )
 
 
 def _summary(result: ExplainResult) -> Table:

@@ -208,8 +208,7 @@ def _size(row: GemmShapeTotal) -> str:
 
 
 def _passes(row: GemmShapeTotal) -> str | None:
-    every = set(PASSES[:3]) == set(row.passes)
-    return "all" if every else ", ".join(name for name in PASSES if name in row.passes) or None
+    return "all" if (set(PASSES[:3]) == set(row.passes)) else ", ".join(name for name in PASSES if name in row.passes) or None
 
 
 def _rate(tflops: float | None) -> Value:

@@ -114,8 +114,9 @@ def _counted(outliers: Sequence[Outlier], of_gpus: str = "", of_nodes: str = "")
 
 def _listed(outliers: Sequence[Outlier]) -> str:
     """The worst outliers by name, each with the metric in which it differs the most."""
-    named = [f"{outlier.where} by {100 * abs(outlier.ratio.value - 1):.1f}% ({outlier.figure})" for outlier in outliers]
-    return units.names(named, MOST_NAMED)
+    return units.names(
+        [f"{outlier.where} by {100 * abs(outlier.ratio.value - 1):.1f}% ({outlier.figure})" for outlier in outliers], MOST_NAMED
+    )
 
 
 def _slowest(view: FleetView) -> str:
@@ -146,8 +147,9 @@ def _because(view: FleetView) -> Iterator[str]:
     times = [figure for figure in result.figures if figure.group == group and figure.unit == "ms"]
     spreads = [f"{figure.name} {figure.spread.value:.1%}" for figure in times if figure.spread is not None]
     if spreads:
-        shown = ", ".join(spreads[:MOST_FIGURES])
-        yield phrase("fleet-spread", group=f" ({group})" if len(view.groups) > 1 else "", spreads=shown)
+        yield phrase(
+            "fleet-spread", group=f" ({group})" if len(view.groups) > 1 else "", spreads=", ".join(spreads[:MOST_FIGURES])
+        )
 
 
 def _context(view: FleetView) -> Iterator[str]:
@@ -187,8 +189,10 @@ def _not_measured(result: FleetResult) -> list[Message]:
     reasons = grouped((gpu.failure, gpu.place) for gpu in result.gpus if gpu.failure)
     if not reasons:
         return []
-    ordered = sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
-    listed = [f"{units.names(places, 3)}: {reason}" for reason, places in ordered]
+    listed = [
+        f"{units.names(places, 3)}: {reason}"
+        for reason, places in sorted(reasons.items(), key=lambda reason: -len(reason[1]))[:MOST_NAMED]
+    ]
     return [Message.of(finding("fleet-not-measured", gpus=sum(map(len, reasons.values())), reasons="; ".join(listed)))]
 
 

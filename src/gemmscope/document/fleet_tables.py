@@ -121,8 +121,7 @@ class FleetView:
 
         def order(gpu: FleetGpu) -> tuple[int, float]:
             worst = self.worst(gpu)
-            slowness = worst.ratio.value if worst is not None else math.inf
-            return 1 if gpu.failure else 0 if self.is_slow(gpu) else 2, slowness
+            return 1 if gpu.failure else 0 if self.is_slow(gpu) else 2, (worst.ratio.value if worst is not None else math.inf)
 
         return sorted(self.result.gpus, key=order)
 
@@ -345,8 +344,7 @@ def gpu_table(view: FleetView) -> Table:
 
 def health_table(view: FleetView) -> Table | None:
     """Memory errors and the state of links, as the drivers report them."""
-    own = (name for gpu in view.result.gpus for name in gpu.condition.health)
-    names = dict.fromkeys((*view.result.health, *own))
+    names = dict.fromkeys((*view.result.health, *(name for gpu in view.result.gpus for name in gpu.condition.health)))
     if not names:
         return None
     health = {gpu.place: gpu.condition.health if gpu.failure else view.result.health_of(gpu) for gpu in view.ordered}
@@ -396,8 +394,11 @@ def rank_chart(view: FleetView, figure: FleetFigure, *, main: bool) -> RankChart
     ]
     group = f" ({figure.group})" if len(view.groups) > 1 else ""
     limit = phrase("fleet-limit", limit=figure.limit) if figure.limit is not None else phrase("fleet-no-limit", kind=view.kind)
-    thin = len(ranked) < len(standings)
-    some = f" {phrase('fleet-some-shown', shown=len(ranked), gpus=len(standings), kind=view.kind)}" if thin else ""
+    some = (
+        f" {phrase('fleet-some-shown', shown=len(ranked), gpus=len(standings), kind=view.kind)}"
+        if (len(ranked) < len(standings))
+        else ""
+    )
     return RankChart(
         f"{figure.name}{'' if figure.unit == 'x' else ': speed'} relative to the median {view.kind}{group}",
         axis=view.kind,
@@ -418,8 +419,7 @@ def thinned(called: Sequence[bool], most: int = MOST_POINTS, ends: int = MOST_EN
     count = len(called)
     if count <= most:
         return list(range(count))
-    step = -(-count // max(most - 2 * ends, 1))
-    kept = {*range(ends), *range(count - ends, count), *range(0, count, step)}
+    kept = {*range(ends), *range(count - ends, count), *range(0, count, (-(-count // max(most - 2 * ends, 1))))}
     return sorted(kept | {place for place, is_called in enumerate(called) if is_called})
 
 

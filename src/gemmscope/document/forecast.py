@@ -80,8 +80,10 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
     own = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=several)]
     both = [] if first.linears.bare else [_main_table(result.gpus), cost_table(_steps(result.gpus), phrase("no-restarts"))]
     unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and best_time(gpu.step) is None and gpu.step.unfit]
-    fitting = [gpu for gpu in result.gpus if gpu.gpu not in unfit] or result.gpus
-    titles = ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in fitting)
+    titles = ", ".join(
+        gpu.title if len(result.gpus) <= 2 else gpu.gpu
+        for gpu in ([gpu for gpu in result.gpus if gpu.gpu not in unfit] or result.gpus)
+    )
     titles += f"; does not fit on {units.listed(unfit)}" if 0 < len(unfit) < len(result.gpus) else ""
     nothing_fits, several_gpus = len(unfit) == len(result.gpus), result.run is not None and result.run.gpus > 1
     where = [(gpu, f"{gpu.title}, FORECAST") for gpu in result.gpus]
@@ -167,15 +169,18 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         [(name, time)] = best.items()
         return phrase("forecast-fits-on-one", gpu=name, rate=_rate(time), unit=unit, recipe=time.recipe, unfit=unfit), lines
     if len(best) < 2:
-        cases = result.gpus[0].linears.cases
-        what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
+        what = units.counted(len(result.gpus[0].linears.cases), "shape") if result.gpus[0].linears.bare else "The linears"
         return phrase("forecast-without-best", what=what, gpus=len(result.gpus)), lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
     costs = {gpu: time.cost.money for gpu, time in best.items() if time.cost is not None and time.cost.money is not None}
     if len(costs) > 1:
         cheapest = sorted(costs, key=lambda gpu: costs[gpu].value)
-        prices = ", ".join(f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in cheapest)
-        lines = (*lines, phrase("forecast-costs", prices=prices))
+        lines = (
+            *lines,
+            phrase(
+                "forecast-costs", prices=", ".join(f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in cheapest)
+            ),
+        )
     rates = ", ".join(f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked)
     too_small = phrase("forecast-too-small", gpus=unfit) if unfit else ""
     return phrase("forecast-ranked", fastest=_fastest(ranked), unit=unit.capitalize(), rates=rates, too_small=too_small), lines
@@ -187,8 +192,9 @@ def _fastest(ranked: Sequence[tuple[str, StepTime]]) -> str:
     rivals = [other for other, time in others if not over_other_gpu(best, time).above_one]
     if not rivals:
         return phrase("forecast-fastest", gpu=name)
-    code = "forecast-all-close" if len(rivals) == len(others) else "forecast-fastest-close"
-    return phrase(code, gpus=units.listed([name, *rivals]))
+    return phrase(
+        ("forecast-all-close" if len(rivals) == len(others) else "forecast-fastest-close"), gpus=units.listed([name, *rivals])
+    )
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
@@ -299,8 +305,11 @@ def _memory(gpu: GpuForecast, prefix: str) -> Table:
     """Every use of the memory in every recipe, and whether it fits."""
     fits = {memory.recipe: Cell(memory.fit, level="" if memory.fit in ("fits", "tight") else "warning") for memory in gpu.memory}
     first = gpu.memory[0]
-    staged = first.stage or first.in_flight > 1
-    where = phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight) if staged else ""
+    where = (
+        phrase("memory-of-stage", stage=first.stage, micro_batches=first.in_flight)
+        if (first.stage or first.in_flight > 1)
+        else ""
+    )
     return table(
         f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}",
         MEMORY_USES,

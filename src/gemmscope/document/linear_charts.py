@@ -32,8 +32,9 @@ def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChar
     """A bar for each recipe: every op in its color, wgrad lighter, quantization on top."""
     work = {case.op: case.flops * case.count for case in linears.cases}
     colors = op_keys(sorted(work, key=lambda op: -work[op]))
-    bars = tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes)
-    return BarChart(start + CHART_TITLES[mode], UNIT, bars, figure=True)
+    return BarChart(
+        start + CHART_TITLES[mode], UNIT, tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes), figure=True
+    )
 
 
 def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, str], tasks: Tasks) -> Bar:
@@ -71,8 +72,7 @@ def _segments(linears: Linears, case: Case, cell: OpTime, color: str, tasks: Tas
     for part, passes, shade in parts:
         if any(name in gemms for name in passes):
             time_ms = sum(gemms.get(name, 0.0) for name in passes) * case.count
-            facts = op_facts(linears, case, cell, part, time_ms, passes, tasks)
-            segments.append(Segment(label, time_ms, color, shade, facts))
+            segments.append(Segment(label, time_ms, color, shade, op_facts(linears, case, cell, part, time_ms, passes, tasks)))
     return segments
 
 

@@ -51,8 +51,9 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     if winner is None or not gains:
         return _nothing_to_compare(linears, mode, where), ()
     if winner.best != BASELINE and BASELINE not in winner.rivals and winner.speedup is not None:
-        answer = phrase("linears-fastest", recipe=winner.best, speedup=winner.speedup, **about)
-        return answer, tuple(_because(linears, winner.best, mode))
+        return phrase("linears-fastest", recipe=winner.best, speedup=winner.speedup, **about), tuple(
+            _because(linears, winner.best, mode)
+        )
     name = max(gains, key=lambda name: gains[name].value)
     if winner.rivals:
         close = [rival for rival in (winner.best, *winner.rivals) if rival != BASELINE]
@@ -64,8 +65,12 @@ def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
     fallen = [name for name in linears.columns(mode) if linears.falls_back(name, mode)]
     if fallen:
         return phrase("linears-fallback", recipes=fallen, where=where)
-    done = "forecast" if linears.forecast else "measured"
-    return phrase("linears-alone", recipes=[cell.recipe for cell in linears.ops], done=done, where=where)
+    return phrase(
+        "linears-alone",
+        recipes=[cell.recipe for cell in linears.ops],
+        done=("forecast" if linears.forecast else "measured"),
+        where=where,
+    )
 
 
 def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
@@ -88,8 +93,7 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
         return phrase("gemms-without-speedup", **about)
     name, op = max(gains, key=lambda pair: gains[pair].value)
     gain = gains[name, op]
-    uncertain = gain.includes_one or gain.below_one
-    code = "gemms-uncertain" if uncertain else "gemms-fastest"
+    code = "gemms-uncertain" if (gain.includes_one or gain.below_one) else "gemms-fastest"
     return phrase(code, baseline=BASELINE, best=f"{op} in {name}, {units.speedup(gain)}, {mode}", **about)
 
 
@@ -360,8 +364,9 @@ def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
 
 
 def _short_speedup(linears: Linears, mode: Mode, name: str, op: str) -> Cell:
-    short = _whole_op(linears, mode, name, op, f"in {BASELINE}")
-    return short or speedup_cell(linears.speedup(name, mode, op), units.short_speedup)
+    return _whole_op(linears, mode, name, op, f"in {BASELINE}") or speedup_cell(
+        linears.speedup(name, mode, op), units.short_speedup
+    )
 
 
 def _whole_op(linears: Linears, mode: Mode, name: str, op: str, left: str = f"left in {BASELINE}") -> Cell | None:

@@ -153,8 +153,9 @@ class Document:
 def decisive(document: Document) -> tuple[Message, ...]:
     """The messages of the short view: errors first, then warnings. Causes have cards, and the answer is not repeated."""
     warnings = [message for message in document.messages if message.level != "note" and message.text != document.answer]
-    shown = [message for message in warnings if not message.code.startswith("cause-")]
-    return tuple(sorted(shown, key=lambda message: message.level))
+    return tuple(
+        sorted([message for message in warnings if not message.code.startswith("cause-")], key=lambda message: message.level)
+    )
 
 
 def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:

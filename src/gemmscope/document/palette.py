@@ -41,8 +41,7 @@ def styles() -> dict[str, Style]:
     >>> styles()["recipe-bf16"].light
     '#686868'
     """
-    every = [_style(kind, name) for kind in CLASSES for name in _data()[kind]]
-    return {style.key: style for style in every}
+    return {style.key: style for style in [_style(kind, name) for kind in CLASSES for name in _data()[kind]]}
 
 
 def _style(kind: str, name: str) -> Style:

@@ -67,8 +67,13 @@ def _context(result: PlanResult) -> Iterator[str]:
     point = result.points[0]
     tokens = units.tokens(point.global_batch * point.sequence_length)
     length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {tokens}"
-    about = {"network": result.network_gbps * 8, "domain": result.nvlink_domain}
-    yield phrase("plan-batch", batch=point.global_batch, length=length, **about)
+    yield phrase(
+        "plan-batch",
+        batch=point.global_batch,
+        length=length,
+        network=result.network_gbps * 8,
+        domain=result.nvlink_domain,
+    )
     yield phrase(f"clocks-{result.state}")
 
 
@@ -95,8 +100,14 @@ def _safe_text(point: PlanPoint) -> list[str]:
     if not fastest.tight:
         return []
     if point.best is not fastest:
-        rate = plain_rate(fastest.tokens_per_s)
-        return [phrase("plan-faster-but-tight", layout=layout_name(fastest), rate=rate, memory=fastest.memory_gb)]
+        return [
+            phrase(
+                "plan-faster-but-tight",
+                layout=layout_name(fastest),
+                rate=plain_rate(fastest.tokens_per_s),
+                memory=fastest.memory_gb,
+            )
+        ]
     safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]
@@ -108,8 +119,11 @@ def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
     if result.tokens is not None:
         parts.append(phrase("plan-days", tokens=units.tokens(result.tokens), days=units.amount(days(result, layout))))
     if result.price is not None:
-        code = "plan-costs" if result.tokens is not None else "plan-costs-of-billion"
-        parts.append(phrase(code, cost=units.amount(money(result, layout))))
+        parts.append(
+            phrase(
+                ("plan-costs" if result.tokens is not None else "plan-costs-of-billion"), cost=units.amount(money(result, layout))
+            )
+        )
     return f"; {' and '.join(parts)}" if parts else ""
 
 
@@ -142,8 +156,7 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     why_not = [phrase("plan-not-possible", models=units.names(missing, 3))] if missing else []
     if len(ordered) == 1:
         [(place, layout)] = best.items()
-        about = {"model": place, "rate": rate_text(layout.tokens_per_s), "layout": layout_name(layout)}
-        return phrase("plan-one-model", **about), why_not
+        return phrase("plan-one-model", model=place, rate=rate_text(layout.tokens_per_s), layout=layout_name(layout)), why_not
     fastest = max(ordered, key=lambda place: best[place].tokens_per_s.value)
     efficient = max(ordered, key=lambda place: best[place].mfu)
     sentence = phrase(
@@ -157,8 +170,10 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     )
     ends = ordered[0], ordered[-1]
     counts = " to ".join(units.parameters(sizes[place]) for place in ends)
-    rates = " to ".join(plain_rate(best[place].tokens_per_s) for place in ends)
-    return sentence, [phrase("plan-change", counts=counts, rates=rates), *why_not]
+    return sentence, [
+        phrase("plan-change", counts=counts, rates=" to ".join(plain_rate(best[place].tokens_per_s) for place in ends)),
+        *why_not,
+    ]
 
 
 def _place(point: PlanPoint) -> str:
@@ -172,12 +187,11 @@ def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
     amounts = {"Days": days(result, best)} if result.tokens is not None else {}
     amounts |= {"Cost": money(result, best)} if result.price is not None else {}
     sure = f"±{rate.half_width:.0%}"
-    cost = [KeyFigure(name, units.rounded(amount.value, amount.half_width), sure) for name, amount in amounts.items()]
     return (
         KeyFigure("Tokens/s per GPU", plain_rate(rate), units.ends(rate, 0)),
         KeyFigure("MFU", f"{best.mfu:.0%}"),
         KeyFigure("Memory of a GPU", f"{best.memory_gb:.0f} GB", f"of {result.memory_gb:.0f} GB"),
-        *cost,
+        *[KeyFigure(name, units.rounded(amount.value, amount.half_width), sure) for name, amount in amounts.items()],
     )
 
 
@@ -239,14 +253,20 @@ def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | Non
 
 def _varied_chart(result: PlanResult) -> CurveChart:
     """The best layout of each recipe over the size that varies."""
-    layouts = [(point, recipe, best_by_recipe(point).get(recipe)) for point in result.points for recipe in result.recipes]
     series = grouped(
         (recipe, _point(point.place, layout, ("parameters", units.parameters(point.parameters))))
-        for point, recipe, layout in layouts
+        for point, recipe, layout in [
+            (point, recipe, best_by_recipe(point).get(recipe)) for point in result.points for recipe in result.recipes
+        ]
         if layout is not None
     )
-    title = f"FORECAST: the best layout at each value of {result.varied[0]}"
-    return CurveChart(title, result.varied[0], series, unit="tokens/s per GPU", main=True)
+    return CurveChart(
+        f"FORECAST: the best layout at each value of {result.varied[0]}",
+        result.varied[0],
+        series,
+        unit="tokens/s per GPU",
+        main=True,
+    )
 
 
 def _next_command(result: PlanResult) -> str:

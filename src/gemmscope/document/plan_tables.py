@@ -48,8 +48,7 @@ def plain_rate(rate: Interval) -> str:
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
     """Days for the whole run, or for a billion tokens."""
-    tokens = result.tokens if result.tokens is not None else 1e9
-    return layout.tokens_per_s.inverse(tokens / result.gpus / 86400)
+    return layout.tokens_per_s.inverse((result.tokens if result.tokens is not None else 1e9) / result.gpus / 86400)
 
 
 def money(result: PlanResult, layout: PlanLayout) -> Interval:

@@ -102,8 +102,15 @@ def _mixed(recommended: Recommendation | None) -> list[str]:
     """The speedup with some blocks left in BF16, if that is faster."""
     if recommended is None or not recommended.left_out or recommended.speedup is None:
         return []
-    left = " and ".join(recommended.left_out)
-    return [phrase("step-mixed", recipe=recommended.recipe, left=left, baseline=BASELINE, speedup=recommended.speedup)]
+    return [
+        phrase(
+            "step-mixed",
+            recipe=recommended.recipe,
+            left=" and ".join(recommended.left_out),
+            baseline=BASELINE,
+            speedup=recommended.speedup,
+        )
+    ]
 
 
 def _requested(result: StepResult) -> list[str]:
@@ -184,8 +191,11 @@ def _what_was_run(result: StepResult) -> str:
         return phrase("step-stack", layers=result.layers) if result.depth else ""
     if not result.depth and result.ran != "module":
         return ""
-    layers = phrase("step-all-layers", layers=result.layers) if result.layers else ""
-    return phrase("step-model", ran=phrase(f"step-ran-{result.ran}"), layers=layers)
+    return phrase(
+        "step-model",
+        ran=phrase(f"step-ran-{result.ran}"),
+        layers=(phrase("step-all-layers", layers=result.layers) if result.layers else ""),
+    )
 
 
 def _method(result: StepResult) -> Facts:

@@ -216,10 +216,14 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts], *, unfit: bool,
     """One recipe. Without `split`, kernels were not profiled, as on the CPU: the bar is the whole step."""
     label, baseline = bar_label(time.recipe), time.recipe == BASELINE
     if not split:
-        whole = Segment("whole step", time.step_ms.value, recipe_key(time.recipe))
-        return Bar(label, (whole,), time.speedup, baseline, total=time.step_ms)
-    own = {part: hover.get((time.recipe, part), ()) for part in time.parts_ms}
-    segments = part_segments(time.parts_ms, own)
+        return Bar(
+            label,
+            (Segment("whole step", time.step_ms.value, recipe_key(time.recipe)),),
+            time.speedup,
+            baseline,
+            total=time.step_ms,
+        )
+    segments = part_segments(time.parts_ms, {part: hover.get((time.recipe, part), ()) for part in time.parts_ms})
     alarm = "FALLBACK" if time.fell_back else "NO FIT" if unfit else ""
     return Bar(label, segments, time.speedup, baseline, alarm, note="" if segments else "not split", total=time.step_ms)
 
@@ -332,8 +336,11 @@ def _limits(best: StepTime, of_gpu: Interval, launched: Interval) -> str:
     facts = {"recipe": best.recipe, "of_gpu": of_gpu, "launched": launched}
     if best.rounds is None:
         return phrase("step-limits", **facts)
-    late = phrase("step-late", late=best.late_rounds, rounds=best.rounds) if best.late_rounds else ""
-    return phrase("step-limits-here", late=late, **facts)
+    return phrase(
+        "step-limits-here",
+        late=(phrase("step-late", late=best.late_rounds, rounds=best.rounds) if best.late_rounds else ""),
+        **facts,
+    )
 
 
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:

@@ -26,12 +26,15 @@ def forecast_sweep_document(result: ForecastResult, name: str) -> Document:
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
-    best_first = sorted(result.sweeps, key=lambda sweep: -max(map(speedup_of, sweep.points), default=0.0))
-    (answer, because), *others = map(sweep_answer, best_first)
+    (answer, because), *others = map(
+        sweep_answer, sorted(result.sweeps, key=lambda sweep: -max(map(speedup_of, sweep.points), default=0.0))
+    )
     several = bool(others)
     if several:
-        sentences = [sentence.removeprefix(phrase("forecast")) for sentence, _ in others]
-        because = [sentence[:1].upper() + sentence[1:] for sentence in sentences]
+        because = [
+            sentence[:1].upper() + sentence[1:]
+            for sentence in [sentence.removeprefix(phrase("forecast")) for sentence, _ in others]
+        ]
     replicas = phrase("sweep-replicas", dp=result.dp) if result.dp > 1 else ""
     return Document(
         kind="forecast",
@@ -148,8 +151,9 @@ def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
         return phrase("sweep-without-gain", on="On" if measured else f"{start}on", **about), because
     at = f"{best.winner.best} at {units.names(f'{name} {value}' for name, value in best.values.items())}"
     of = f" of {about_sweep(sweep, 'of')}" if measured else ""
-    on = "On" if measured else f"{start}on"
-    return phrase("sweep-largest", on=on, of=of, speedup=best.winner.speedup, point=at, **about), because
+    return phrase(
+        "sweep-largest", on=("On" if measured else f"{start}on"), of=of, speedup=best.winner.speedup, point=at, **about
+    ), because
 
 
 def _nothing_possible(sweep: GpuSweep) -> str:
@@ -189,8 +193,7 @@ def _begins(sweep: GpuSweep) -> str:
 def _faster_at(sweep: GpuSweep, edge: BreakEven) -> str:
     size = sweep.sizes[0]
     if edge.since is not None:
-        smallest = min(point.values[size] for point in sweep.points)
-        return "at every size" if edge.since == smallest else f"from {size} {edge.since}"
+        return "at every size" if edge.since == min(point.values[size] for point in sweep.points) else f"from {size} {edge.since}"
     gains = [(point, gain) for point in sweep.points if not point.reason and (gain := point.speedups.get(edge.recipe))]
     single = [str(point.values[size]) for point, gain in gains if gain.above_one]
     return f"only at {size} {units.names(single)}" if single else "at no size"

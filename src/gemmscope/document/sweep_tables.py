@@ -46,8 +46,7 @@ def spread(length: int, most: int, also: int | None = None) -> list[int]:
     """
     if length <= most:
         return list(range(length))
-    places = {round(place * (length - 1) / (most - 1)) for place in range(most)}
-    return sorted(places | ({also} if also is not None else set()))
+    return sorted({round(place * (length - 1) / (most - 1)) for place in range(most)} | ({also} if also is not None else set()))
 
 
 def _time_head(sweep: GpuSweep) -> str:
@@ -105,8 +104,10 @@ def _tokens(point: SweepPoint) -> Cell | None:
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
-    best = max(range(len(points)), key=lambda place: speedup_of(points[place]), default=0)
-    return [points[place] for place in spread(len(points), most, best)]
+    return [
+        points[place]
+        for place in spread(len(points), most, max(range(len(points)), key=lambda place: speedup_of(points[place]), default=0))
+    ]
 
 
 def _why_not(point: SweepPoint) -> str:
@@ -166,8 +167,13 @@ def _bound(point: SweepPoint) -> bool:
 
 def _field(point: SweepPoint | None, letters: Mapping[str, str]) -> Cell | None:
     if point is None or point.winner is None:
-        failed = isinstance(point, MeasuredPoint) and point.failure
-        text = "no fit" if point is not None and point.unfit else "failed" if failed else ""
+        text = (
+            "no fit"
+            if point is not None and point.unfit
+            else "failed"
+            if (isinstance(point, MeasuredPoint) and point.failure)
+            else ""
+        )
         return Cell(text, level="warning") if text else None
     gain = speedup_of(point)
     mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")

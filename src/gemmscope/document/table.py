@@ -71,8 +71,7 @@ def share_cell(value: float | None, half_width: float = 0.0) -> Cell:
     """A share as a percentage, with the digits that its relative uncertainty allows; its number is the share itself."""
     if value is None:
         return NOTHING
-    whole = units.decimals(100 * value * half_width) < 1
-    return Cell(f"{100 * value:.0f}%" if whole else units.percent(value), value)
+    return Cell(f"{100 * value:.0f}%" if (units.decimals(100 * value * half_width) < 1) else units.percent(value), value)
 
 
 def bytes_cell(value: float | None) -> Cell:
@@ -112,8 +111,9 @@ def called_cell(ratio: Interval | None) -> Cell:
 
 def runs_cell(count: float) -> Cell:
     """Runs per step: whole, unless they are few and differ between steps."""
-    few = f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
-    return Cell("<0.1" if 0 < count < 0.05 else few, float(count))
+    return Cell(
+        "<0.1" if 0 < count < 0.05 else (f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"), float(count)
+    )
 
 
 def error_text(error: float) -> str:

@@ -102,8 +102,9 @@ class Declared:
     @property
     def parse(self) -> Callable[[Any], Any] | None:
         """Reads its text; None if that stays as it is."""
-        usual = None if self.is_flag else size if int in self.types else number if float in self.types else None
-        return self.option.parse or usual
+        return self.option.parse or (
+            None if self.is_flag else size if int in self.types else number if float in self.types else None
+        )
 
     @property
     def flags(self) -> tuple[str, ...]:

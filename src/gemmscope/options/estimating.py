@@ -169,8 +169,9 @@ class PlanSettings(OverlapOptions):
 
 def _part(name: str, text: str, default: str = "searched", group: str = "Parallelism") -> Option:
     """A part of a layout, which can be restricted to some values."""
-    accepts = "int | str | Sequence[int] | None"
-    return Option(text, metavar="N,...", default=default, parse=whole_numbers(name), accepts=accepts, group=group)
+    return Option(
+        text, metavar="N,...", default=default, parse=whole_numbers(name), accepts="int | str | Sequence[int] | None", group=group
+    )
 
 
 class LayoutOptions(Options):

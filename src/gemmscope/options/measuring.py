@@ -49,8 +49,11 @@ def skip_flags() -> dict[str, str]:
     >>> skip_flags()["MXFP8"]
     'no_fp8'
     """
-    table = load_data("gemmscope.recipe", "recipes.toml")
-    return {name: facts["skipped_by"] for name, facts in table.items() if "skipped_by" in facts}
+    return {
+        name: facts["skipped_by"]
+        for name, facts in load_data("gemmscope.recipe", "recipes.toml").items()
+        if "skipped_by" in facts
+    }
 
 
 class RecipeOptions(Options):

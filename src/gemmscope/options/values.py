@@ -224,8 +224,7 @@ def prices(text: str) -> float | Mapping[str, float]:
     try:
         if "=" not in text:
             return number(text)
-        pairs = [part.partition("=") for part in text.split(",")]
-        return {name.strip().lower(): number(price) for name, _, price in pairs}
+        return {name.strip().lower(): number(price) for name, _, price in [part.partition("=") for part in text.split(",")]}
     except ValueError:
         raise UserError(
             f"{option('price')} {shown(text)} is not a price",

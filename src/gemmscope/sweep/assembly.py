@@ -156,8 +156,9 @@ def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
 def _point_findings(sweep: MeasuredSweep, done: Mapping[str, UnitOutcome]) -> Iterable[Finding]:
     """Findings about recipes (fallbacks, out of memory, not measured, host-bound), each with its points."""
     modes = {point.place: done[key].outcome["modes"] for point in sweep.points if (key := point_key(point.values)) in done}
-    fallbacks = {place: of_point.get(sweep.mode, {}).get("fallbacks", ()) for place, of_point in modes.items()}
-    yield from _with_recipes("sweep-fallback", fallbacks)
+    yield from _with_recipes(
+        "sweep-fallback", {place: of_point.get(sweep.mode, {}).get("fallbacks", ()) for place, of_point in modes.items()}
+    )
     yield from _with_recipes("sweep-out-of-memory", {point.place: point.unfit for point in sweep.points if not point.failure})
     failed = [point for point in sweep.points if point.not_possible and not point.failure]
     reasons = grouped(((tuple(point.not_possible), next(iter(point.not_possible.values()))), point.place) for point in failed)

@@ -66,13 +66,14 @@ def configurations(
     load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
     if "sequence_length" in axes:  # all points have the batch of the longest sequence, not each its own
         source = load(tuple((name, values[0]) for name, values in axes.items() if name in SIZES))
-        longest = {name: max(values) for name, values in axes.items()}
-        run = {**assumed_batch({**source.run_settings, **run, **longest}, source), **run}
+        run = {
+            **assumed_batch({**source.run_settings, **run, **{name: max(values) for name, values in axes.items()}}, source),
+            **run,
+        }
 
     def described(values: Mapping[str, int]) -> Point:
         sizes = tuple((name, value) for name, value in values.items() if name in SIZES)
-        of_run = {name: value for name, value in values.items() if name not in SIZES}
-        return describe(model_run(load(sizes), **{**run, **of_run}))
+        return describe(model_run(load(sizes), **{**run, **{name: value for name, value in values.items() if name not in SIZES}}))
 
     return possible_points(axes, described, deferred)
 
@@ -101,8 +102,9 @@ def by_reason(points: Iterable[SweepPoint]) -> dict[str, list[str]]:
     """The points without times, by reason. Beyond `MOST_REASONS`, the other reasons are combined."""
     reasons: dict[str, list[str]] = {}
     for point in points:
-        listed = point.reason in reasons or len(reasons) < MOST_REASONS
-        reasons.setdefault(point.reason if listed else OTHER_REASONS, []).append(point.place)
+        reasons.setdefault(
+            point.reason if (point.reason in reasons or len(reasons) < MOST_REASONS) else OTHER_REASONS, []
+        ).append(point.place)
     return reasons
 
 

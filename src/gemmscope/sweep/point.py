@@ -53,10 +53,9 @@ def _linears_point(result: BenchResult, linears: Linears, mode: Mode) -> dict[st
     speedups = {name: gain for name in names if (gain := linears.speedup(name, mode, op)) is not None}
     ratios = _both_ways(ratio for ratio in linears.speedups if (ratio.mode, ratio.op, ratio.pass_name) == (mode, op, ""))
     winner = find_winner(speedups, lambda *pair: ratios.get(pair))
-    failed = {task.task.recipe: task for task in result.tasks if task.task.mode == mode and task.failure}
     point = {
         **_ranked(times, speedups, winner),
-        **_failures(failed),
+        **_failures({task.task.recipe: task for task in result.tasks if task.task.mode == mode and task.failure}),
         "host_bound": [name for name in times if _host_bound(linears, name, mode)],
         "fallbacks": [name for name in names if linears.falls_back(name, mode)],
     }
@@ -92,8 +91,9 @@ def _failures(failed: Mapping[str, Samples]) -> dict[str, Any]:
 def _host_bound(linears: Linears, name: str, mode: Mode) -> bool:
     """Launching all linears takes the CPU longer than running them takes the GPU."""
     cells = [(cell, case.count) for case in linears.cases if (cell := linears.op_time(case.op, name, mode)) is not None]
-    launching = sum(cell.host_ms * count for cell, count in cells)
-    return mode == "autocast" and launching > sum(cell.total_ms.value * count for cell, count in cells)
+    return mode == "autocast" and sum(cell.host_ms * count for cell, count in cells) > sum(
+        cell.total_ms.value * count for cell, count in cells
+    )
 
 
 def _about(result: BenchResult | StepResult) -> dict[str, Any]:

@@ -163,14 +163,22 @@ def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -
     if job is None:
         return {"origin": "shapes"}
     source = job.source
-    model = swept_model(source.model, source.origin, axes)
-    return {"origin": source.origin, "model": model, "run": job.run if source.model is not None else None}
+    return {
+        "origin": source.origin,
+        "model": swept_model(source.model, source.origin, axes),
+        "run": job.run if source.model is not None else None,
+    }
 
 
 def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> str:
     """A key that is equal for sweeps of the same points, on any GPUs and at any precision."""
     content = []
     for values, unit in possible:
-        options = {**unit.options.given(), "precision": 0, "time_limit": 0, "resume": False}
-        content.append([values, identity(unit.job), repr(sorted(options.items()))])
+        content.append(
+            [
+                values,
+                identity(unit.job),
+                repr(sorted({**unit.options.given(), "precision": 0, "time_limit": 0, "resume": False}.items())),
+            ]
+        )
     return fingerprint("sweep", of, content)

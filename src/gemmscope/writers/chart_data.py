@@ -98,8 +98,12 @@ DATA: dict[type[Any], tuple[str, Callable[[Any, Axes], ChartData]]] = {
 
 
 def _bar(bar: Bar) -> ChartData:
-    interval = units.ends(bar.speedup, 2) if bar.speedup and bar.speedup.known else ""
-    return {**asdict(bar), "head": bar.head, "interval": interval, "time": bar.time}
+    return {
+        **asdict(bar),
+        "head": bar.head,
+        "interval": (units.ends(bar.speedup, 2) if bar.speedup and bar.speedup.known else ""),
+        "time": bar.time,
+    }
 
 
 def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs: Sequence[str]) -> ChartData:

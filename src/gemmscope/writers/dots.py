@@ -24,8 +24,7 @@ CHOSEN: dict[str, Any] = {"marker": "*", "markersize": 11, "linestyle": "none", 
 
 def ranks_height(charts: Sequence[RankChart], _: float) -> float:
     """The height of all panels, one below the other."""
-    named = sum(len(chart.points) <= MOST_NAMES for chart in charts)
-    return len(charts) * (PANEL_IN + 0.6) + named * 0.5 + 0.3
+    return len(charts) * (PANEL_IN + 0.6) + sum(len(chart.points) <= MOST_NAMES for chart in charts) * 0.5 + 0.3
 
 
 def ranks(figure: FigureBase, charts: Sequence[RankChart], width_in: float) -> None:
@@ -37,9 +36,8 @@ def ranks(figure: FigureBase, charts: Sequence[RankChart], width_in: float) -> N
 
 
 def _dot_style(*, called: bool) -> dict[str, Any]:
-    key = "mark-loss" if called else "mark-total"
     return {
-        "color": style(key).light,
+        "color": style("mark-loss" if called else "mark-total").light,
         "marker": "D" if called else "o",
         "markersize": 4.2 if called else 2.8,
         "linestyle": "none",
@@ -124,8 +122,7 @@ def scatters(figure: FigureBase, charts: Sequence[ScatterChart], width_in: float
 def _scatter(panel: Axes, chart: ScatterChart) -> list[Line2D]:
     every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
     panel.set_xlim(*axis_ends([1.0, *(finite(end, 1.0) for point in every for end in _reach(point))]))
-    top = max([chart.bound or 0.0, *(finite(point.error) for point in every)])
-    panel.set_ylim(0, top * 1.12 or 1.0)
+    panel.set_ylim(0, max([chart.bound or 0.0, *(finite(point.error) for point in every)]) * 1.12 or 1.0)
     handles = []
     if chart.bound is not None:
         panel.axhline(chart.bound, color=SOFT, linewidth=0.9, linestyle="--", zorder=1)

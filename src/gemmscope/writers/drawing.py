@@ -62,8 +62,9 @@ def dot(key: str, size: float = 4.5) -> dict[str, Any]:
 def reach(estimate: Interval) -> tuple[float, float]:
     """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
     low = max(estimate.low, 0.0) if estimate.low is not None else estimate.value
-    high = estimate.high if estimate.high is not None else estimate.value
-    return max(estimate.value - low, 0.0), max(high - estimate.value, 0.0)
+    return max(estimate.value - low, 0.0), max(
+        (estimate.high if estimate.high is not None else estimate.value) - estimate.value, 0.0
+    )
 
 
 def top_of(estimate: Interval) -> float:
@@ -159,8 +160,7 @@ def legend_size(handles: Sequence[Any], width_in: float) -> float:
 
 def _legend_rows(handles: Sequence[Any], width_in: float) -> int:
     widest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(len(handles), int(width_in / (0.45 + 0.052 * widest))))
-    return -(-len(handles) // columns)
+    return -(-len(handles) // max(1, min(len(handles), int(width_in / (0.45 + 0.052 * widest)))))
 
 
 def room_above(values: Iterable[float], label_in: float, height_in: float) -> float:

@@ -134,11 +134,13 @@ def _titles(document: Document) -> tuple[str, str]:
     batch = {name: value for name, value in document.subject.batch.items() if value not in (1, "none") or name in BATCH}
     parts = [document.subject.title, *(f"{name} {value}" for name, value in batch.items())]
     if not batch:
-        commands = [value for facts in document.facts.values() for name, value in facts if name == "command"]
-        parts = commands if document.kind == "forecast" else []
+        parts = (
+            [value for facts in document.facts.values() for name, value in facts if name == "command"]
+            if document.kind == "forecast"
+            else []
+        )
     where = document.where.removesuffix(", FORECAST")
-    known = document.kind == "forecast" or where in document.title
-    return document.title, ", ".join([*parts, *([] if known else [where])])
+    return document.title, ", ".join([*parts, *([] if (document.kind == "forecast" or where in document.title) else [where])])
 
 
 def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
@@ -146,8 +148,7 @@ def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
     lines = textwrap.wrap(titles[0], int(WIDTH_IN * 11.5)) or [""]
     below = textwrap.wrap(titles[1], int(WIDTH_IN * 15.5))
     head_in = 0.17 * len(lines) + 0.14 * len(below) + 0.08
-    size = WIDTH_IN, head_in + sum(block.height_in for block in blocks)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, head_in + sum(block.height_in for block in blocks)), dpi=DPI, layout="constrained")
     heights = [head_in, *(block.height_in for block in blocks)]
     head, *parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     head.text(0.008, 0.94, "\n".join(lines), fontsize=9.5, fontweight="bold", ha="left", va="top", linespacing=1.15)
@@ -166,8 +167,11 @@ def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
     """Group charts of the same kind and unit, wherever they are in the document; waterfalls also by GPU."""
 
     def kind(chart: Chart) -> tuple[Any, ...]:
-        own = chart.title.split(":")[0] if isinstance(chart, WaterfallChart) else getattr(chart, "axis", "")
-        return type(chart), getattr(chart, "unit", ""), own
+        return (
+            type(chart),
+            getattr(chart, "unit", ""),
+            (chart.title.split(":")[0] if isinstance(chart, WaterfallChart) else getattr(chart, "axis", "")),
+        )
 
     for group in grouped((kind(chart), chart) for chart in charts).values():
         for first in range(0, len(group), MOST_PANELS):
@@ -250,8 +254,9 @@ def _side_by_side(documents: Sequence[Document]) -> PanelGroup:
     def draw(part: FigureBase) -> None:
         drawing.legend(part, plots.side_by_side(part.subplots(), rows, labels), WIDTH_IN)
 
-    height_in = min(0.6 + len(rows) * max(0.22, 0.11 * len(labels) + 0.06), 40.0)
-    return PanelGroup("side-by-side", height_in + 0.17 * len(labels), draw)
+    return PanelGroup(
+        "side-by-side", min(0.6 + len(rows) * max(0.22, 0.11 * len(labels) + 0.06), 40.0) + 0.17 * len(labels), draw
+    )
 
 
 def _packed(figure: Figure, ending: str) -> bytes:

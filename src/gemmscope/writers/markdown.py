@@ -69,8 +69,7 @@ def pipe_table(table: Table) -> str:
     """A Markdown table, without the title."""
     heads = f"| {' | '.join(_plain(column.name) for column in table.columns)} |"
     rule = "|" + "|".join(" ---: " if column.numeric else " --- " for column in table.columns) + "|"
-    rows = [f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]
-    return "\n".join([heads, rule, *rows])
+    return "\n".join([heads, rule, *[f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]])
 
 
 def _messages(messages: Sequence[Message]) -> str:

@@ -59,8 +59,10 @@ def _view(documents: Sequence[Document], document: Document) -> View:
         replace(section, blocks=tuple(block for block in section.blocks if block is not beside and block != below))
         for section in document.sections
     ]
-    filled = [section for section in sections if section.blocks]
-    groups = [(gpu, tuple(group)) for gpu, group in groupby(filled, key=lambda section: section.gpu)]
+    groups = [
+        (gpu, tuple(group))
+        for gpu, group in groupby([section for section in sections if section.blocks], key=lambda section: section.gpu)
+    ]
     gpus = {gpu for gpu, _ in groups if gpu}
     caused = bool(document.cards)  # cards say more than the messages of the same causes
     messages = [message for message in document.messages if not (caused and message.code.startswith("cause-"))]

@@ -38,8 +38,7 @@ class Layout:
 
 def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     """The panels in as many columns as have room for the labels of the bars."""
-    most = max((len(chart.bars) for chart in charts), default=1)
-    columns = int((width_in - SIDE_IN) / (SLOT_IN * max(most, 2) + 0.25))
+    columns = int((width_in - SIDE_IN) / (SLOT_IN * max(max((len(chart.bars) for chart in charts), default=1), 2) + 0.25))
     rows, columns = drawing.rows_of(len(charts), max(1, min(columns, MOST_COLUMNS)))
     bars = tuple(max([1, *(len(charts[at].bars) for at in range(column, len(charts), columns))]) for column in range(columns))
     bar_in = (width_in - SIDE_IN) / sum(bars)
@@ -48,8 +47,13 @@ def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     handles = [] if _is_single(charts) else _handles(charts)
     title_lines = max(1 + len(chart.title) * columns / (width_in * 13) for chart in charts)
     labels_in = 0.1 + (longest * LETTER_IN / 2 if turned else 0.12)
-    height_in = rows * (PANEL_IN + 0.14 * title_lines + labels_in) + drawing.legend_size(handles, width_in) + 0.1
-    return Layout(rows, bars, bar_in, turned, height_in)
+    return Layout(
+        rows,
+        bars,
+        bar_in,
+        turned,
+        (rows * (PANEL_IN + 0.14 * title_lines + labels_in) + drawing.legend_size(handles, width_in) + 0.1),
+    )
 
 
 def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> None:
@@ -74,13 +78,17 @@ def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> Non
         drawing.grid(panel)
         drawing.title(panel, chart.title, panel_in)
         if place % columns == 0 or scales[place] != scales[place - 1]:
-            other = " (other scale)" if scales[place] != scales[0] else ""
-            panel.set_ylabel(chart.unit + other, fontsize=NORMAL)
+            panel.set_ylabel(chart.unit + (" (other scale)" if scales[place] != scales[0] else ""), fontsize=NORMAL)
         else:
             panel.tick_params(labelleft=False)
     if single:
-        handles = _with_shares(charts[0].bars[0])[::-1]
-        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=NORMAL, handlelength=1.6)
+        figure.legend(
+            handles=_with_shares(charts[0].bars[0])[::-1],
+            loc="outside right center",
+            frameon=False,
+            fontsize=NORMAL,
+            handlelength=1.6,
+        )
     else:
         drawing.legend(figure, _handles(charts), width_in)
 
@@ -104,10 +112,9 @@ def _is_single(charts: Sequence[BarChart]) -> bool:
 
 def _with_shares(bar: Bar) -> list[Patch]:
     whole = bar.total_ms or 1.0
-    names = {segment.name: segment for segment in bar.segments}
     return [
         Patch(**face(segment.color), label=f"{name}: {time_text(segment.time_ms)}, {units.percent(segment.time_ms / whole)}")
-        for name, segment in names.items()
+        for name, segment in {segment.name: segment for segment in bar.segments}.items()
     ]
 
 
@@ -215,6 +222,5 @@ def _falls(panel: Axes, chart: WaterfallChart, parts: Sequence[str]) -> None:
 
 
 def _value(panel: Axes, x: float, y: int, speedup: float, *, bold: bool = False) -> None:
-    weight = "bold" if bold else "normal"
     panel.annotate(f"{speedup:.2f}x", (x, y), (4, 0), textcoords="offset points", va="center", fontsize=SMALL + 0.5,
-                   color=INK, fontweight=weight, bbox=CLEAR)  # fmt: skip
+                   color=INK, fontweight=("bold" if bold else "normal"), bbox=CLEAR)  # fmt: skip

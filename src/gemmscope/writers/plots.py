@@ -33,8 +33,7 @@ Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 def curves_height(charts: Sequence[CurveChart], _: float) -> float:
     """The height of all panels."""
     rows = -(-len(charts) // 2)
-    turned = any(len(place) > 8 for chart in charts for place in chart.places)
-    return rows * (CURVE_IN + 0.75 + (0.5 if turned else 0.0)) + 0.35
+    return rows * (CURVE_IN + 0.75 + (0.5 if any(len(place) > 8 for chart in charts for place in chart.places) else 0.0)) + 0.35
 
 
 def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) -> None:
@@ -141,10 +140,13 @@ def _apart(where: Sequence[float], labels: Sequence[str], per_inch: float, *, tu
 
 
 def _curve_handles(charts: Sequence[CurveChart]) -> list[Line2D]:
-    keys = {name: chart.color(name) for chart in charts for name in chart.series}
-    handles = [Line2D([], [], **dot(key), label=name) for name, key in keys.items()]
-    points = [point for chart in charts for series in chart.series.values() for point in series]
-    marks = dict.fromkeys(point.mark for point in points if point.mark)
+    handles = [
+        Line2D([], [], **dot(key), label=name)
+        for name, key in {name: chart.color(name) for chart in charts for name in chart.series}.items()
+    ]
+    marks = dict.fromkeys(
+        point.mark for point in [point for chart in charts for series in chart.series.values() for point in series] if point.mark
+    )
     return [*handles, *(Line2D([], [], linestyle="", marker="x", color=INK, markersize=6, label=mark) for mark in marks)]
 
 
@@ -153,16 +155,14 @@ def _curve_handles(charts: Sequence[CurveChart]) -> list[Line2D]:
 
 def _heat_columns(charts: Sequence[HeatMap], width_in: float) -> int:
     """How many columns of panels have room."""
-    most = max(len(chart.columns) for chart in charts)
-    return max(1, min(len(charts), 2, int((width_in - 1.0) / (most * 0.5 + 0.6))))
+    return max(1, min(len(charts), 2, int((width_in - 1.0) / (max(len(chart.columns) for chart in charts) * 0.5 + 0.6))))
 
 
 def heat_height(charts: Sequence[HeatMap], width_in: float) -> float:
     """The height of all panels."""
     lines = max((cell.label.count("\n") + 1 for chart in charts for row in chart.cells for cell in row), default=1)
     rows = max(len(chart.rows) for chart in charts)
-    height = min(max(1.9, rows * (0.1 + 0.11 * lines)), 7.5)
-    return -(-len(charts) // _heat_columns(charts, width_in)) * (height + 0.85) + 0.35
+    return -(-len(charts) // _heat_columns(charts, width_in)) * (min(max(1.9, rows * (0.1 + 0.11 * lines)), 7.5) + 0.85) + 0.35
 
 
 def heat(figure: FigureBase, charts: Sequence[HeatMap], width_in: float) -> None:
@@ -209,8 +209,7 @@ def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in:
         ("y", chart.rows, cell_in[1], panel.yaxis),
     ):
         every = max(1, math.ceil(0.15 / room)) if side == "y" else 1
-        longest = max(map(len, labels), default=1)
-        turned = side == "x" and (longest + 1) * LETTER_IN > room
+        turned = side == "x" and (max(map(len, labels), default=1) + 1) * LETTER_IN > room
         every = max(1, math.ceil(0.15 / room)) if turned else every
         axis.set_ticks(range(0, len(labels), every), [drawing.short(label, 20) for label in labels[::every]])
         if turned:
@@ -226,9 +225,8 @@ def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in:
 
 def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell_in: tuple[float, float]) -> None:
     """Write the labels into the fields if there is room; smaller in small fields."""
-    lines = [line for row in chart.cells for cell in row for line in cell.label.split("\n")]
     longest, most = (
-        max(map(len, lines), default=1),
+        max(map(len, [line for row in chart.cells for cell in row for line in cell.label.split("\n")]), default=1),
         max((len(cell.label.split("\n")) for row in chart.cells for cell in row), default=1),
     )
     size = min(SMALL + 0.5, (cell_in[0] - 0.08) * 72 / (0.62 * max(longest, 1)), (cell_in[1] - 0.06) * 72 / (1.15 * most))
@@ -284,15 +282,13 @@ def grouped_bars(
     """
     names = list(dict.fromkeys(recipe for _, values in groups for recipe, _ in values))
     x, centers = 0.0, []
-    slots = sum(len(values) + 0.8 for _, values in groups)
-    slot_in = (width_in - 0.8) / max(slots, 1)
+    slot_in = (width_in - 0.8) / max(sum(len(values) + 0.8 for _, values in groups), 1)
     upright = slot_in < 0.36
     tops: list[float] = []
     for group, values in groups:
         first = x
         for recipe, value in values:
-            fill = face(recipe_key(recipe, names.index(recipe)))
-            panel.bar(x, finite(value.value), width=0.86, **fill)
+            panel.bar(x, finite(value.value), width=0.86, **face(recipe_key(recipe, names.index(recipe))))
             if value.known:
                 below, above = drawing.reach(value)
                 panel.errorbar(x, finite(value.value), yerr=[[finite(below)], [finite(above)]], **WHISKER)
@@ -320,8 +316,10 @@ def grouped_bars(
 def _lines(name: str, letters: int) -> list[str]:
     """A name in at most four lines of about `letters` characters."""
     kept = re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name)  # a number keeps its unit
-    lines = textwrap.wrap(kept, letters, break_long_words=False, break_on_hyphens=False)
-    return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
+    return [
+        drawing.short(line, max(letters, 8))
+        for line in textwrap.wrap(kept, letters, break_long_words=False, break_on_hyphens=False)[:4]
+    ]
 
 
 def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
@@ -338,8 +336,7 @@ def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]
             reaches = [tuple(map(finite, drawing.reach(value))) for _, value in known]
             panel.errorbar(x, y, xerr=list(zip(*reaches, strict=True)), **{**WHISKER, "ecolor": dot_style["color"]})
             panel.plot(x, y, **dot_style)
-    names = [f"{recipe}, {drawing.short(what, 30)}" for what, recipe, _ in rows]
-    panel.set_yticks(range(len(rows)), names, fontsize=NORMAL)
+    panel.set_yticks(range(len(rows)), [f"{recipe}, {drawing.short(what, 30)}" for what, recipe, _ in rows], fontsize=NORMAL)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     drawing.speedup_axis(panel.xaxis)
     drawing.grid(panel, "x")

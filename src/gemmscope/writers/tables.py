@@ -27,8 +27,12 @@ def csv_text(document: Document) -> str:
     for table in tables:
         for row in table.rows:
             values = dict(_values(table, row))
-            cells = [table.title, *(values.get(name, "") for name in names)]
-            writer.writerow([csv_cell(cell) if isinstance(cell, str) else cell for cell in cells])
+            writer.writerow(
+                [
+                    csv_cell(cell) if isinstance(cell, str) else cell
+                    for cell in [table.title, *(values.get(name, "") for name in names)]
+                ]
+            )
     return out.getvalue()
 
 
@@ -73,8 +77,7 @@ def frames(document: Document) -> dict[str, Any]:
 
 def _tables(document: Document) -> dict[str, Table]:
     """Every table by its title, that of the short view first. The full table replaces a short one with the same title."""
-    first = [document.summary] if document.summary is not None else []
-    return {table.title: table for table in (*first, *document.tables())}
+    return {table.title: table for table in (*([document.summary] if document.summary is not None else []), *document.tables())}
 
 
 def columns(table: Table) -> dict[str, list[Any]]:

@@ -58,16 +58,15 @@ def _print(lines: Iterable[Text], console: Console) -> None:
 def _screen(document: Document, width: int) -> list[Text]:
     """The short view: what was asked, the answer, the table, what changes the decision, what to do next."""
     head = [Text(document.title, "bold"), *map(Text, document.context), Text()]
-    answer = [Text(document.answer, "bold"), *map(Text, document.because)]
-    top = [line for text in (*head, *answer) for line in wrapped(text, width)]
+    top = [
+        line for text in (*head, *[Text(document.answer, "bold"), *map(Text, document.because)]) for line in wrapped(text, width)
+    ]
     table = table_lines(fitted(document.summary, width), width) if document.summary is not None else []
     end = [line for text in _next(document) for line in wrapped(Text(text, "dim"), width)]
     end += [Text(line, "dim") for line in _pasteable(document.next_command, width)]
     remedies = [line for text in _remedies(document) for line in wrapped(text, width)]
-    room = SCREEN_LINES - len(top) - len(table) - len(end) - len(remedies) - 4
-    messages = _messages(document, width, max(room, 2))
-    blocks = [top, table, remedies, messages, end]
-    return [line for block in blocks if block for line in (*block, Text())][:-1]
+    messages = _messages(document, width, max((SCREEN_LINES - len(top) - len(table) - len(end) - len(remedies) - 4), 2))
+    return [line for block in [top, table, remedies, messages, end] if block for line in (*block, Text())][:-1]
 
 
 def _messages(document: Document, width: int, room: int) -> list[Text]:
@@ -219,12 +218,13 @@ def _grid(table: Table, width: int) -> list[Text]:
     widths = _widths(table)
     while sum(widths) + GAP * (len(widths) - 1) > width and max(widths) > NARROWEST_COLUMN:
         widest = max(range(len(widths)), key=lambda place: widths[place])
-        over = sum(widths) + GAP * (len(widths) - 1) - width
-        widths[widest] = max(NARROWEST_COLUMN, widths[widest] - over)
+        widths[widest] = max(NARROWEST_COLUMN, widths[widest] - (sum(widths) + GAP * (len(widths) - 1) - width))
     head = tuple(Cell(column.name) for column in table.columns)
     rule = Text("─" * min(sum(widths) + GAP * (len(widths) - 1), width), "dim")
-    lines = [*_row(head, table.columns, widths, bold=True), rule]
-    return [*lines, *(line for row in table.rows for line in _row(row, table.columns, widths))]
+    return [
+        *[*_row(head, table.columns, widths, bold=True), rule],
+        *(line for row in table.rows for line in _row(row, table.columns, widths)),
+    ]
 
 
 def _row(cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], *, bold: bool = False) -> list[Text]:
