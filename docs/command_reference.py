@@ -16,6 +16,7 @@ PAGES = {
     "step": "step.md",
     "fleet": "fleet.md",
     "forecast": "forecast.md",
+    "explore": "forecast.md#a-page-to-explore",
     "plan": "plan.md",
     "numerics": "numerics.md",
     "calibrate": "forecast.md#on-your-own-gpu",

@@ -27,7 +27,7 @@ from gemmscope.cli.output import (
     write,
 )
 from gemmscope.errors import UserError, in_shell, option, shown
-from gemmscope.options.estimating import ForecastOptions, NumericsOptions, PlanOptions, ShapesOptions
+from gemmscope.options.estimating import ExploreOptions, ForecastOptions, NumericsOptions, PlanOptions, ShapesOptions
 from gemmscope.options.job import ClusterOptions, ModelOptions, RunOptions
 from gemmscope.options.measuring import (
     BenchOptions,
@@ -172,6 +172,16 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
         commands.forecast.forecast((_job(model, run, **given_gpus) if options.shapes is None else None), options, context),
         outputs,
     )
+    return 0
+
+
+def explore(model: ModelOptions, options: ExploreOptions) -> int:
+    """Make a page with controls, from forecasts that are computed in advance."""
+    _one_thread()
+    check_targets({"output": options.output}, model.files())
+    check_page("output", options.output)
+    context = commands.RunContext(typed_command(), commands.Console())
+    write(options.output, writers.html.explorer(commands.explore.explore(commands.load_model(**model.given()), options, context)))
     return 0
 
 

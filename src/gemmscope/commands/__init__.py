@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemmscope.bench.choose import supported
-    from gemmscope.commands import bench, calibrate, compare, doctor, explain, fleet, forecast, known, numerics
+    from gemmscope.commands import bench, calibrate, compare, doctor, explain, explore, fleet, forecast, known, numerics
 
     # isort: split
     from gemmscope.commands import plan, report, shapes, step, sweep
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Console", "Keeper", "Launched", "ModelRun", "RunContext", "bench", "calibrate", "compare", "doctor", "document",
-    "explain", "fleet", "forecast", "known", "launched", "load_model", "model_run", "numerics", "one_gpu", "plan",
+    "explain", "explore", "fleet", "forecast", "known", "launched", "load_model", "model_run", "numerics", "one_gpu", "plan",
     "read_result", "report", "shapes", "step", "supported", "sweep",
 ]  # fmt: skip
 

@@ -24,9 +24,11 @@ FILE = re.compile(r"/|\.(json|toml|ya?ml|sh|py|txt|args)$", re.IGNORECASE)
 def model_table(search: Sequence[str] = ()) -> Table:
     """The names of all presets; of those that have these words, the sizes too."""
     if not search:
-        names, rows = presets.names(), range(ceil(len(presets.names()) / ACROSS))
-        columns = across(range(ACROSS), lambda row, place: "".join(names[place * len(rows) + row :][:1]), head=lambda _: " ")
-        return table("Models (gemmscope models WORD searches, and shows their sizes)", rows, *columns)
+        names, rows = presets.names(), ceil(len(presets.names()) / ACROSS)
+        columns: Iterable[Column[int]] = across(
+            range(ACROSS), lambda row, place: "".join(names[place * rows + row :][:1]), head=lambda _: " "
+        )
+        return table("Models (gemmscope models WORD searches, and shows their sizes)", range(rows), *columns)
     return table(
         "Models",
         _matching([presets.describe(name) for name in presets.names()], search, "model", presets.names()),

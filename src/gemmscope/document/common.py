@@ -134,9 +134,9 @@ def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0)
     return (*named, ("micro-batch", "; ".join(lines)))
 
 
-def same_model(command: str, result: Result, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:
+def same_model(command: str, result: Any, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:
     """Another command with the same model and batch, ready to paste; empty if this result did not come from the command line.
-    `keep` lists the options to take over."""
+    `result`: anything with a command; `keep` lists the options to take over."""
     if not result.command.startswith("gemmscope "):
         return ""
     keeping, kept = False, list[str]()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from gemmscope import signals
 from gemmscope.findings import Finding, finding
@@ -22,6 +23,7 @@ from gemmscope.workload.derive import derive
 AT_A_TIME = 200
 WORTH_SHARING = 3000  # points
 MOST_KEPT = 50_000  # GEMMs remembered from one batch to the next
+Point = TypeVar("Point")
 Configuration = tuple[dict[str, int], ModelSpec, RunSpec]
 
 
@@ -41,7 +43,7 @@ def forecast_sweep(
     with the number of points so far, and of those `before`.
     """
     points: list[SweepPoint] = []
-    function, shares = partial(_points, forecaster, possible, recipes, network), range(0, len(possible), AT_A_TIME)
+    function, shares = partial(points_of, forecaster, possible, recipes, network, _point), range(0, len(possible), AT_A_TIME)
     with signals.defer_signals() as pending:
         for some in computed(function, shares, processes_for(len(possible), WORTH_SHARING), pending):
             points += some
@@ -64,14 +66,19 @@ def forecast_sweep(
 
 
 @no_garbage_collection()
-def _points(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, first: int
-) -> list[SweepPoint]:
-    """The points of one share. Its GEMMs are collected first and computed in one batch."""
+def points_of(
+    forecaster: Forecaster,
+    wanted: Sequence[Configuration],
+    recipes: Sequence[str],
+    network: Network | None,
+    point: Callable[[dict[str, int], ModelSpec, StepForecast, Sequence[str]], Point],
+    first: int,
+) -> list[Point]:
+    """The points of one share, as `point` makes them. Its GEMMs are collected first and computed in one batch."""
     some = wanted[first : first + AT_A_TIME]
     steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
     forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-    points = [_point(values, model, step, recipes) for (values, model, _), step in zip(some, steps, strict=True)]
+    points = [point(values, model, step, recipes) for (values, model, _), step in zip(some, steps, strict=True)]
     forecaster.forget(beyond=MOST_KEPT)
     return points
 

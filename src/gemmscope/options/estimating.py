@@ -275,6 +275,40 @@ class PlanOptions(RecipeOptions, LayoutOptions, PlanSettings, SystemOptions):
     ] = None
 
 
+class ExploreOptions(RecipeOptions):
+    """What the page can be set to, and where it goes."""
+
+    GROUP: ClassVar[str] = OWN
+
+    gpu: Annotated[
+        list[str],
+        Option(
+            "GPUs of the page: h200, b200 and others.", metavar="NAME,...", names="gpu/specs.toml", parse=names, in_python=False
+        ),
+    ] = ()  # type: ignore[assignment]
+    gpus: Annotated[int, Option("Number of GPUs of the layouts, beside one GPU.", in_python=False)] = 8
+    stack: Annotated[
+        list[str] | None,
+        Option(
+            "Software stacks, beside an unnamed one.",
+            metavar="NAME,...",
+            names="forecast/coefficients/stacks.toml stacks",
+            parse=lower_names,
+            default="nvidia,torchtitan,pytorch",
+            in_python=False,
+        ),
+    ] = None
+    micro_batch_size: Annotated[list[int] | None, _part("micro_batch_size", "Micro-batch sizes.", "1,2,4,8", "Run")] = None
+    sequence_length: Annotated[
+        list[int] | None, _part("sequence_length", "Sequence lengths.", "a quarter, half and all of the usual one", "Run")
+    ] = None
+    tokens: Annotated[float, TOKENS] = 1e12
+    price: Annotated[float | None, Option("Price of one GPU-hour.", in_python=False)] = None
+    output: Annotated[str, Option("The page.", metavar="PATH|-", flags=("--output", "-o"), in_python=False, group="Output")] = (
+        "explore.html"
+    )
+
+
 class NumericsOptions(Options):
     """The tensors, the recipes, the speeds to show with the errors, and the largest error allowed."""
 

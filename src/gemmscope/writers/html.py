@@ -6,10 +6,11 @@ known hashes are allowed to run.
 """
 
 import base64
+import gzip
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -70,6 +71,23 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = (), *, ref
         )
     )
     return html.lstrip()
+
+
+def explorer(data: Mapping[str, Any]) -> str:
+    """The page of `gemmscope explore`: its data is packed, and unpacked by the page itself."""
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    return (
+        _templates()
+        .get_template("explorer.html.j2")
+        .render(
+            version=__version__,
+            model=data["model"],
+            policy=f"'sha256-{_hash(asset('explorer.js'))}'",
+            style=Markup(css() + asset("page.css")),
+            data=base64.b64encode(packed).decode(),
+            script=Markup(asset("explorer.js")),
+        )
+    )
 
 
 def notebook_html(document: Document, png: bytes = b"") -> str:
