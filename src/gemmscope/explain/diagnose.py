@@ -72,7 +72,7 @@ def _trace_findings(step: StepEvidence) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
     view, trace, steps, gemms = step.view, step.view.trace, step.view.steps, step.view.gemms.values()
     own = [item.gemm for item in step.items if item.work_class.is_gemm and not item.gemm.reduces]
-    sized = sum(gemm.flops > 0 for gemm in own)
+    sized, odd = sum(gemm.flops > 0 for gemm in own), [item for item in step.items if item.work_class.disagrees]
     if trace.phase.name:
         yield finding("phase", phase=trace.phase.name, evidence=trace.phase.evidence, found_by=steps.found_by)
     if trace.phase.frameworks:
@@ -96,6 +96,15 @@ def _trace_findings(step: StepEvidence) -> Iterator[Finding]:
         (not trace.launches, finding("launches-not-recorded")),
         (not trace.has_operators, finding("operators-not-recorded")),
         (0 < sized < len(own), finding("gemm-sizes-partial", known=sized / view.count, gemms=step.per_step(own))),
+        (
+            odd,
+            finding(
+                "classes-disagree",
+                count=step.per_step(odd),
+                time_ms=step.ms(odd),
+                kernels=sorted({short_name(item.work.name) for item in odd})[:3],
+            ),
+        ),
         (unknown, finding("gemm-precision-unknown", unknown=unknown, gemms=len(gemms))),
         (replayed, finding("graph-launches", share=len(replayed) / len(trace.work), launches=len(graphs) / len(steps.every))),
         (trace.operators and gemms and not any(gemm.flops for gemm in gemms), finding(shapes)),

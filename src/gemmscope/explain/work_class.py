@@ -25,7 +25,8 @@ WEIGHT_ONLY = tuple(f"{known.in_traces} weights" for known in precisions().value
 UNKNOWN_PRECISION = "unknown precision"
 PRECISIONS = (*LOW, *WEIGHT_ONLY, *(known.in_traces for known in MULTIPLIED if not known.low), UNKNOWN_PRECISION)
 CLASSES: FactTable = load_data("gemmscope.explain", "classes.toml")["class"]
-OPERATOR_RULES: list[dict[str, str]] = load_data("gemmscope.explain", "operators.toml")["operator"]
+OPERATORS = load_data("gemmscope.explain", "operators.toml")
+OPERATOR_RULES: list[dict[str, str]] = OPERATORS["operator"]
 CLASS_NAMES = {kernel: name for name, facts in CLASSES.items() for kernel in facts["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *CLASSES)
 BESIDE, AFTER_ROOT = 12, 3  # most kernels between a softmax and its products or within an eager norm; and after its root
@@ -47,6 +48,7 @@ class WorkClass:
     fused: bool = False
     copy: bool = False  # by a copy engine, or a memset
     multiplies: str = ""  # the precision of a convolution
+    disagrees: str = ""  # the class by the kernel's name, where the operator that launched it says something else
 
     @property
     def is_gemm(self) -> bool:
@@ -81,7 +83,7 @@ def _unfused_attention(trace: RecordedTrace, scopes: list[Scope], work_classes: 
     for places in grouped((work.stream, number) for number, work in enumerate(trace.work)).values():
         products = [at for at, number in enumerate(places) if work_classes[number].is_gemm]
         for at, number in enumerate(places):
-            if work_classes[number].name not in ("loss", "attention") or not is_softmax(trace.work[number].name):
+            if work_classes[number].name not in ("loss", "attention", "activations") or not is_softmax(trace.work[number].name):
                 continue
             next_one = bisect_left(products, at)
             around = [products[next_one - 1 : next_one], products[next_one : next_one + 1]]
@@ -137,8 +139,12 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
             by_operator = ""
         eager = by_operator == "quantize"
         kind = by_operator or ("known" if kind == "other" and facts.known else kind)
-    elif kind == "loss" and is_softmax(work.name) and launcher.startswith("aten::_softmax"):
-        kind = "attention"
+    elif (
+        (by_operator := _class_of_operators([launcher])) in OPERATORS["first"]
+        and kind in OPERATORS["first"]
+        and by_operator != kind
+    ):
+        return WorkClass(CLASS_NAMES[by_operator], facts, disagrees=CLASS_NAMES[kind])
     multiplies = _precision(work.name, facts, operator) if kind == "convolution" else ""
     return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy, multiplies=multiplies)
 
