@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.step_replay import StepChange, replayed_us, step_graphs
+from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
+from gemmscope.explain.recorded_trace import read_trace
+from gemmscope.explain.step_replay import StepChange, replayed_speedup, replayed_us, step_graphs
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import BF16, Builder, shared_trace
 
@@ -65,6 +66,25 @@ def test_the_replayed_step_is_the_healthy_one(name: str) -> None:
     """The replayed step time agrees with the same training without the cause."""
     diagnosis, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
     assert diagnosis.account.step_ms / diagnosis.causes[0].speedup_without == pytest.approx(healthy, rel=0.07)
+
+
+REAL_FIXES = {  # recorded before, recorded after the fix, the cause
+    "low_clock": ("healthy_te_current", "throttled"),
+    "recompute": ("healthy_te_current", "recompute"),
+    "recast_weights": ("cached_weights", "recast"),
+    "accumulation_host_bound": ("accumulation_host_bound_cached", "recast"),
+    "healthy_te_bf16": ("healthy_te_current", "not-low"),
+}
+
+
+@pytest.mark.parametrize("name", REAL_FIXES)
+def test_the_replay_predicts_the_step_with_the_fix(name: str) -> None:
+    """Pairs that were recorded on an H200 with and without the cause."""
+    after, code = REAL_FIXES[name]
+    diagnosis = found_in(name)
+    cause = next(cause for cause in diagnosis.causes if cause.code == code)
+    predicted_ms = diagnosis.account.step_ms / cause.speedup_without
+    assert predicted_ms == pytest.approx(found_in(after).account.step_ms, rel=0.05)
 
 
 def test_what_is_not_launched_is_gained_where_launches_are_late() -> None:
@@ -129,11 +149,62 @@ def test_a_recorded_wait_for_an_event_is_kept(tmp_path: Path) -> None:
     assert diagnosis.account.step_ms - halved(diagnosis) == pytest.approx(0.2, abs=0.01)
 
 
+def replayed_ms(diagnosis: TraceDiagnosis, kernel: str, share: float) -> float:
+    items = [item for item in diagnosis.evidence.items if item.mentions(kernel)]
+    return replayed_us(step_graphs(diagnosis.view), StepChange.shorten(items, share)) / 1000 / diagnosis.view.count
+
+
+@pytest.mark.parametrize("overlap", [0.2, 20.0])
+def test_kernels_that_overlap_on_a_stream_keep_their_order(overlap: float, tmp_path: Path) -> None:
+    """Ten kernels of one graph launch, each begins before the one before has ended: at half their time, half the step."""
+    builder = Builder()
+    for step in range(2):
+        base = 10_000.0 + 1100 * step
+        builder.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
+        builder.mark("cudaGraphLaunch", early(step), 100, "cuda_runtime", args={"correlation": 7000 + step})
+        for number in range(10):
+            begin = base + number * (100 - overlap)
+            builder.kernel(BF16, begin, 100.0, args={"correlation": 7000 + step})
+        builder.kernel(OTHER, begin + 100, base + 1100 - begin - 100, launched=early(step, 30))
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    recorded_ms, gain = 1.1, (1.0 - 0.009 * overlap) / 2  # of the time from the first to the last
+    assert diagnosis.account.step_ms == pytest.approx(recorded_ms, rel=0.01)
+    assert replayed_ms(diagnosis, "nvjet", 0.5) == pytest.approx(recorded_ms - gain, rel=0.01)
+
+
+def test_a_blocking_copy_waits_and_is_no_time_of_the_cpu(tmp_path: Path) -> None:
+    """The CPU launches 900 us of work, sits in a copy until it is done, and needs 300 us for the next launches."""
+    builder = Builder()
+    for step in range(4):
+        base = 10_000.0 + 1300 * step
+        builder.mark(f"ProfilerStep#{step}", base - 5, 1299)
+        for number in range(9):
+            builder.kernel(BF16, base + 5 + 100 * number, 100.0, launched=base + number)
+        copy = {"correlation": 9000 + step}
+        builder.mark("hipMemcpyWithStream", base + 20, 890 + 60, "cuda_runtime", args=copy)
+        builder.events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pageable)", "pid": 0, "tid": 7,
+                               "ts": base + 905, "dur": 1, "args": {"stream": 7, "device": 0, **copy}})  # fmt: skip
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    first, *others = step_graphs(diagnosis.view)
+    assert first.step.time == pytest.approx(1300, rel=0.01)
+    assert first.host_us == pytest.approx(380, rel=0.1)  # of its own
+    assert replayed_ms(diagnosis, "nvjet", 0.5) == pytest.approx((4 * 1.3 - 4 * 0.45) / 4, rel=0.01)
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize(("name", "gain"), [("flux_mi300x", 1.37), ("sglang_qwen3_moe_decode_b300", 1.27)])
+def test_gains_that_other_traces_state(name: str, gain: float) -> None:
+    """Low-precision GEMMs: the time that is removed is gained, although kernels of a stream overlap."""
+    diagnosis = diagnose(read_trace(shared_trace(f"{name}.json.gz")))
+    graphs, evidence = step_graphs(diagnosis.view), diagnosis.evidence
+    items = [item for item in evidence.items if item.work_class.is_gemm]
+    removed_ms = evidence.step_ms * (1 - 1 / gain)
+    change = StepChange.shorten(items, removed_ms / evidence.ms(items))
+    assert replayed_speedup(graphs, change) == pytest.approx(gain, rel=0.02)
+
+
 def test_communication_that_the_cpu_hides_gains_nothing() -> None:
     """A host-bound step of ResNet on two A100: without its collectives the launches take as long."""
-    from gemmscope.explain.diagnose import diagnose
-    from gemmscope.explain.recorded_trace import read_trace
-
     diagnosis = diagnose(read_trace(shared_trace("resnet_ddp_a100.json.gz")))
     exposed = [cause for cause in diagnosis.causes if cause.code == "communication"]
     assert all(cause.speedup_without < 1.03 for cause in exposed)

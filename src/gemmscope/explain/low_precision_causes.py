@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
+from math import prod
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of, tflops
@@ -12,6 +14,9 @@ from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 
+CAST_BYTES = (
+    6.0  # per element of X, W and dY: read twice (maximum, cast) and written in two layouts; each is in two of three GEMMs
+)
 GAIN_LOST = 0.5  # of the GEMMs' gain
 EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
 COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
@@ -73,7 +78,9 @@ def _full_precision(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _not_low(step: StepEvidence) -> Cause:
-    saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
+    elements = sum(sum(map(prod, combinations(item.gemm.size, 2))) / 3 for item in step.gemms if item.gemm.size)
+    casts_us = CAST_BYTES * elements / step.gpu.bandwidth_tbps / 1e6 if step.gpu is not None else 0.0
+    saved = max(step.ms(step.gemms) * (1 - 1 / step.ratio) - casts_us / 1000 / step.view.count, 0.0)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))

@@ -33,9 +33,8 @@ ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|
 ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
 CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
 CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
-TELLING = re.compile(
-    r"^aten::\w*(norm|relu|gelu|silu|clamp_min|threshold|loss|softmax|embedding)\w*$"
-)  # PyTorch's own that tell a kernel's class
+# PyTorch's own that tell the class of a kernel
+TELLING = re.compile(r"aten::\w*(norm|relu|gelu|silu|clamp_min|threshold|loss|softmax|embedding)\w*$")
 CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
@@ -273,14 +272,12 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
     attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
-    telling = (
-        attention or TELLING.search(operator.name) or GEMM_OPERATORS.match(operator.name) or CONVOLUTION.match(operator.name)
-    )
+    telling = attention or any(known.match(operator.name) for known in (TELLING, GEMM_OPERATORS, CONVOLUTION))
     if operator.name.startswith(("aten::", "triton_")) and not telling:  # it says nothing about the kernels that it launches
         return
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
-    if TELLING.search(operator.name) and not attention:  # its name is enough
+    if TELLING.match(operator.name) and not attention:  # its name is enough
         return
     operator.shapes = _shapes(arguments.get("Input Dims", arguments.get("Input dims")), MOST_SHAPES)
     if operator.shapes:

@@ -3,7 +3,7 @@
 Subtracting a time from the step promises too much: behind shorter work the GPU may wait for the next launch, for another stream
 or for a collective. The replay keeps what the recording shows:
 
-* work of one stream runs in the same order, and where two kernels of it overlapped, they still overlap by as much;
+* work of one stream runs in the same order, and where two kernels of it overlapped, they still overlap in proportion;
 * nothing begins before its launch, and the CPU takes as long between its launches as it did;
 * a call that waits for the GPU (a synchronization, a blocking copy) returns when the work that it waited for has ended;
 * work that waited for another stream still waits for it: by the recorded calls (`cudaStreamWaitEvent`), else where it began right
@@ -249,7 +249,8 @@ def _replay(graph: StepGraph, change: StepChange) -> float:
             begin = max((ends[place] for place in node.after), default=-inf) + slack
             if node.beside is not None:
                 place, overlap = node.beside
-                begin = max(begin, begins[place], ends[place] - overlap + slack)
+                shorter = (ends[place] - begins[place]) / max(nodes[place].end - nodes[place].start, 1e-9)
+                begin = max(begin, begins[place], ends[place] - overlap * shorter + slack)
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
         begins.append(begin)

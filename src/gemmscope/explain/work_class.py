@@ -139,12 +139,8 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
             by_operator = ""
         eager = by_operator == "quantize"
         kind = by_operator or ("known" if kind == "other" and facts.known else kind)
-    elif (
-        (by_operator := _class_of_operators([launcher])) in OPERATORS["first"]
-        and kind in OPERATORS["first"]
-        and by_operator != kind
-    ):
-        return WorkClass(CLASS_NAMES[by_operator], facts, disagrees=CLASS_NAMES[kind])
+    elif kind in OPERATORS["first"] and (first := _class_of_operators([launcher])) in OPERATORS["first"] and first != kind:
+        return WorkClass(CLASS_NAMES[first], facts, disagrees=CLASS_NAMES[kind])
     multiplies = _precision(work.name, facts, operator) if kind == "convolution" else ""
     return WorkClass(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy, multiplies=multiplies)
 
