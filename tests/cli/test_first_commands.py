@@ -100,3 +100,27 @@ def test_what_is_not_known_stays() -> None:
     assert spelled_out("forecast", ["--shapes", "--gpu", "h200"]) == ["--shapes", "default", "--gpu", "h200"]
     assert spelled_out("numerics", ["gpt2", "x.safetensors"]) == ["--preset", "gpt2", "x.safetensors"]
     assert spelled_out("compare", ["h200", "gpt2"]) == ["h200", "gpt2"]
+
+
+PLAN = "plan smollm2-135m 2xh200 --recipes fp8current --tp 1 --pp 1 --cp 1"
+
+
+def test_only_the_settings(run: Run) -> None:
+    megatron = run(f"{PLAN} --emit megatron")
+    assert (megatron.code, megatron.err) == (0, "")
+    assert megatron.out.startswith("--bf16 --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise")
+    assert "FORECAST" not in megatron.out
+    assert run(f"{PLAN} --emit bridge").out.startswith("mixed_precision=")
+    titan = run(f"{PLAN} --emit torchtitan").out
+    assert '# torchtitan does not have FP8Current: this is the nearest that it has\nrecipe_name = "tensorwise"\n' in titan
+    other = run(f"{PLAN} --emit torchao")
+    assert other.code == 2
+    assert "there are no settings for torchao there are settings for Megatron-LM" in " ".join(other.err.split())
+    mix = run("numerics smollm2-135m --synthetic outliers --recipes mxfp8 --bound 10% --emit megatron")
+    assert mix.out.startswith("--transformer-impl transformer_engine --fp8-format"), mix.err
+
+
+def test_only_the_answer(run: Run) -> None:
+    out = " ".join(run("forecast llama-3.1-8b h200 --quiet").out.split())
+    assert out.startswith("FORECAST: Use FP8Delayed: ")
+    assert out.endswith("for the training step on H200 SXM 141 GB.")

@@ -25,6 +25,7 @@ def schema_text(name: str) -> str:
     for title, definition in (*schema["$defs"].items(), (FILES[name].__name__, schema)):
         if title in parts:
             _describe(definition, parts[title])
+        definition["properties"].get("gemmscope_version", {}).pop("default", None)  # whatever is installed
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
 
 

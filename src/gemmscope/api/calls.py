@@ -44,10 +44,9 @@ class Keywords:
 
     def options(self) -> dict[str, Declared]:
         """The options by their names in Python."""
-        taken = (declared for declared in options_of(*self.groups).values() if declared.option.in_python)
         return {
             declared.keyword: declared
-            for declared in taken
+            for declared in (declared for declared in options_of(*self.groups).values() if declared.option.in_python)
             if declared.keyword not in self.without and (self.one_run or declared.option.in_sweeps)
         }
 
@@ -58,8 +57,11 @@ def takes(
     """For a function whose keywords are the options of these classes: any other keyword is one `UserError` that lists them."""
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-        parameters = signature(function).parameters.values()
-        known = [one.name for one in parameters if one.name != "self" and one.kind is not one.VAR_POSITIONAL]
+        known = [
+            one.name
+            for one in signature(function).parameters.values()
+            if one.name != "self" and one.kind is not one.VAR_POSITIONAL
+        ]
         SPECS[function.__qualname__] = Keywords(groups, without, axes, one_run=one_run)
 
         @wraps(function)
@@ -96,8 +98,7 @@ def prepared(
 ) -> tuple[Group, commands.RunContext]:
     """The options that were given, and what the command is run with. `call`: the name of the function; `positional`: arguments
     that are written without their names; `more`: options that are given in another way."""
-    options = from_python(group, {**given, **more})
-    return options, context(call, given, options_of(group), positional)
+    return from_python(group, {**given, **more}), context(call, given, options_of(group), positional)
 
 
 def context(

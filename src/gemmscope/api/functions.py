@@ -221,8 +221,7 @@ def gather_fleet(*runs: str | Path, tolerance: float | str | None = None) -> Fle
     """Gather the run files of single GPUs into one fleet: give a folder of run files, or the files. `tolerance`: the smallest
     difference from the median at which a GPU can be an outlier, 0.02 for 2%."""
     run = context("gemmscope.gather_fleet", {"runs": runs, "tolerance": tolerance}, positional=["runs"])
-    smallest = from_python(FleetOptions, {"tolerance": tolerance}).tolerance
-    return commands.fleet.gather_fleet(runs, smallest, run)
+    return commands.fleet.gather_fleet(runs, from_python(FleetOptions, {"tolerance": tolerance}).tolerance, run)
 
 
 @takes(ForecastOptions, without=("shapes",))
@@ -358,8 +357,7 @@ def compare_runs(
 
 def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) -> None:
     """Write one page from results or run files: .html, or .md for Markdown."""
-    listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
-    documents, messages = commands.report.report(listed)
+    documents, messages = commands.report.report([runs] if isinstance(runs, (str, Path, Result)) else list(runs))
     ending = Path(path).suffix.lower()
     if ending not in writers.SEVERAL:
         hint = f"use a path that ends in {' or '.join(writers.SEVERAL)}"

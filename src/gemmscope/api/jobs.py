@@ -172,8 +172,9 @@ class Job(ModelRun):
                 limit.
         """
         given = locals()
-        named = [*names(on_gpus), *names(gpu or ())]
-        options, context = prepared(f"{self.call}.sweep", given, ForecastOptions, ["on_gpus"], gpu=named)
+        options, context = prepared(
+            f"{self.call}.sweep", given, ForecastOptions, ["on_gpus"], gpu=[*names(on_gpus), *names(gpu or ())]
+        )
         options = options.but(sweep=axes_of(given, FORECAST_SIZES))
         return commands.forecast.sweep(self.model_arguments, self.arguments, options, context)
 

@@ -90,8 +90,9 @@ def load(
         source = accepted(read_text(text, "the dictionary"), options.get("ignore_key", ()))
         layers = options.get("mtp_layers")
         source = source if layers is None else with_prediction_layers(source, layers)
-        call = as_text("gemmscope.load", {**given, "model": ...}, positional=["model"])
-        return Model(source, {}, call.replace("Ellipsis", "{...}"))
+        return Model(
+            source, {}, as_text("gemmscope.load", {**given, "model": ...}, positional=["model"]).replace("Ellipsis", "{...}")
+        )
     named = sorted(options.keys() - {"mtp_layers", "ignore_key"})
     if model is not None and named:
         raise UserError(f"the model is named twice: {model} and {', '.join(named)}", "use only one of them")

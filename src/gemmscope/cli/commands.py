@@ -18,6 +18,8 @@ from gemmscope.cli.output import (
     FleetOutputs,
     OutputOptions,
     PageOptions,
+    SettingsOptions,
+    StepOutputs,
     StreamedFiles,
     check_page,
     check_targets,
@@ -98,7 +100,7 @@ def bench(sweep: SweepOptions, model: ModelOptions, run: RunOptions, options: Be
     return FALLBACK if options.strict and result.has("fallback") else 0
 
 
-def step(sweep: StepSweepOptions, model: ModelOptions, run: RunOptions, options: StepOptions, outputs: PageOptions) -> int:
+def step(sweep: StepSweepOptions, model: ModelOptions, run: RunOptions, options: StepOptions, outputs: StepOutputs) -> int:
     """Predict the training step in every recipe."""
     context = outputs.context([*model.files(), options.mix, options.fleet])
     if sweep.sweep:
@@ -185,7 +187,7 @@ def explore(model: ModelOptions, options: ExploreOptions) -> int:
     return 0
 
 
-def plan(model: ModelOptions, options: PlanOptions, outputs: FigureOptions) -> int:
+def plan(model: ModelOptions, options: PlanOptions, outputs: SettingsOptions) -> int:
     """Find the fastest layout of a model on a number of GPUs."""
     _one_thread()
     context = outputs.context(model.files())
@@ -194,7 +196,7 @@ def plan(model: ModelOptions, options: PlanOptions, outputs: FigureOptions) -> i
     return 0
 
 
-def numerics(options: NumericsOptions, model: ModelOptions, run: RunOptions, outputs: FigureOptions) -> int:
+def numerics(options: NumericsOptions, model: ModelOptions, run: RunOptions, outputs: SettingsOptions) -> int:
     """Compute the quantization error of every linear in every recipe."""
     context = outputs.context([options.recording, options.speed, *_files_of(options.checkpoint), *model.files()])
     _check_model_named(model, run)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from gemmscope import commands, writers
 from gemmscope.errors import UserError, option, shown
@@ -33,6 +33,7 @@ class OutputOptions(Options):
     GROUP: ClassVar[str] = "Output"
 
     detail: Annotated[bool, Option("Print every table and note, not only the summary.")] = False
+    quiet: Annotated[bool, Option("Print only the answer, in a sentence.")] = False
     json: Annotated[str | None, Option("Write the result as a run file (JSON).", metavar=PATH)] = None
     csv: Annotated[str | None, Option("Write every table as CSV, with unrounded numbers.", metavar=PATH)] = None
     markdown: Annotated[str | None, Option("Write everything as Markdown.", metavar=PATH)] = None
@@ -72,6 +73,24 @@ class FigureOptions(OutputOptions):
         return {**super().targets(), "output": self.output}
 
 
+class EmitOptions(Options):
+    """Settings of a training framework instead of the summary."""
+
+    GROUP: ClassVar[str] = "Output"
+
+    emit: Annotated[
+        str | None,
+        Option(
+            "Print only the settings of the recommendation for this framework, to paste.",
+            choices=("megatron", "bridge", "torchtitan", "torchao", "transformer_engine"),
+        ),
+    ] = None
+
+
+class SettingsOptions(FigureOptions, EmitOptions):
+    """Where a result with settings to paste goes."""
+
+
 class PageOptions(FigureOptions):
     """The options for outputs with the HTML page, for results that are written while they are measured."""
 
@@ -83,6 +102,10 @@ class PageOptions(FigureOptions):
         """The files to write, the page included."""
         check_page("html", self.html)
         return {**super().targets(), **({"html": self.html} if self.html is not None else {})}
+
+
+class StepOutputs(PageOptions, EmitOptions):
+    """Where the result of a step goes."""
 
 
 class FleetOutputs(PageOptions):
@@ -122,10 +145,20 @@ def deliver(result: "Result", outputs: OutputOptions) -> None:
             failures.append(error)
     try:
         if not any(map(to_stdout, targets.values())):
-            writers.terminal.show(document(), detail=outputs.detail)
+            _show(document(), outputs)
     finally:
         if failures:
             raise failures[0]
+
+
+def _show(document: Any, outputs: OutputOptions) -> None:
+    """Print the settings that were asked for, the answer alone, or the document."""
+    if (emit := getattr(outputs, "emit", None)) is not None:
+        write("-", f"{document.settings_for(emit)}\n")
+    elif outputs.quiet:
+        writers.terminal.show_texts([document.answer])
+    else:
+        writers.terminal.show(document, detail=outputs.detail)
 
 
 def to_stdout(where: str | Path) -> bool:

@@ -132,8 +132,11 @@ def with_verdict(result: CompareResult) -> CompareResult:
     limit."""
     verdicts = [row.changes[-1].verdict for row in result.rows]
     slower, faster, close = (verdicts.count(verdict) for verdict in ("slower", "faster", "too close to call"))
-    changed = finding("compare-changed", slower=slower, faster=faster, close=close)
-    findings = [changed if slower or faster else finding("compare-equal", rows=close)]
+    findings = [
+        finding("compare-changed", slower=slower, faster=faster, close=close)
+        if slower or faster
+        else finding("compare-equal", rows=close)
+    ]
     if missing := verdicts.count("missing"):
         findings.append(finding("compare-missing", rows=missing))
     if result.limit is not None:
@@ -211,8 +214,9 @@ def differing(tables: Sequence[dict[str, str]]) -> dict[str, tuple[str, ...]]:
 
 def _differences(runs: Sequence[MeasuredResult]) -> tuple[EnvironmentDifference, ...]:
     """What differs between the runs besides their times."""
-    facts = differing([_facts(run) for run in runs])
-    values = {name: texts for name, texts in facts.items() if all(texts) or name not in WHICH_CHIP}
+    values = {
+        name: texts for name, texts in differing([_facts(run) for run in runs]).items() if all(texts) or name not in WHICH_CHIP
+    }
     sweeps = [run for run in runs if isinstance(run, SweepResult)]
     chips = [{point.place: point.uuid or point.gpu for point in run.sweeps[0].points if not point.reason} for run in sweeps]
     before = chips[0] if chips else {}

@@ -95,14 +95,17 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
 def main_precision(diagnosis: TraceDiagnosis) -> str:
     """The precision in which most of the linears run: low precision counts wherever it is used; empty if unknown."""
     evidence = diagnosis.evidence
-    items = evidence.low if evidence.is_low else evidence.high
-    return next(iter(largest_sums((item.gemm.precision, item.share) for item in items)), "")
+    return next(
+        iter(largest_sums((item.gemm.precision, item.share) for item in (evidence.low if evidence.is_low else evidence.high))), ""
+    )
 
 
 def _rows(diagnosis: TraceDiagnosis) -> int:
     """Rows of most GEMMs of the forward pass, which are the tokens of a micro-batch; 0 if unknown."""
-    sizes = [item.gemm.size for item in diagnosis.evidence.gemms if item.gemm.pass_name == "fprop" and item.gemm.size]
-    rows = Counter(size[0] for size in sizes)
+    rows = Counter(
+        size[0]
+        for size in [item.gemm.size for item in diagnosis.evidence.gemms if item.gemm.pass_name == "fprop" and item.gemm.size]
+    )
     return rows.most_common(1)[0][0] if rows else 0
 
 
@@ -157,8 +160,10 @@ def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str |
     precision = max(rows, key=lambda row: row.time_ms).precision
     delayed = any(item.work_class.facts.kernel_class == "update" for item in diagnosis.evidence.items)
     alike = [name for name, one in recipes().items() if one.precision("fprop").in_traces == precision]
-    usual = [name for name in alike if len(alike) == 1 or recipe_named(name).delayed == delayed]
-    chosen = next((name for name in usual if name in known), None)
+    chosen = next(
+        (name for name in [name for name in alike if len(alike) == 1 or recipe_named(name).delayed == delayed] if name in known),
+        None,
+    )
     if chosen is None:
         raise UserError(
             f"{origin} has no recipe that runs {precision} as this trace does", f"choose one: {option('recipe', known[-1])}"
@@ -187,8 +192,13 @@ def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None
     findings += _largest_difference("prediction-largest-difference", parts, step_ms)
     base = run.step.of(BASELINE)
     if base is not None and name != BASELINE:
-        gain = base.step_ms.value / predicted.step_ms.value
-        findings.append(finding("prediction-speedup", speedup=base.step_ms.value / step_ms, predicted=gain))
+        findings.append(
+            finding(
+                "prediction-speedup",
+                speedup=base.step_ms.value / step_ms,
+                predicted=(base.step_ms.value / predicted.step_ms.value),
+            )
+        )
     return StepComparison(
         title=f"Comparison with the prediction in {origin}",
         expected=f"predicted, {name}",

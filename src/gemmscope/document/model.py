@@ -12,8 +12,10 @@ from typing import Any
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatCell, HeatMap, RankChart, ScatterChart, WaterfallChart
 from gemmscope.document.table import Cell, Facts, Table
+from gemmscope.errors import UserError
 from gemmscope.findings import Finding, Level
 from gemmscope.interval import Interval
+from gemmscope.recipe.frameworks import frameworks
 from gemmscope.text import printable
 
 __all__ = [
@@ -140,6 +142,14 @@ class Document:
     next_purpose: str = ""  # what to do next
     next_command: str = ""  # the command that does it
     name: str = ""  # of the run file, where there is one
+
+    def settings_for(self, framework: str) -> str:
+        """The settings of the recommendation for a framework; a `UserError` if there are none."""
+        known, title = self.advice.ready_to_paste if self.advice is not None else {}, frameworks()[framework].title
+        if title not in known:
+            why = f"there are settings for {', '.join(known)}" if known else f"nothing to set: {self.answer}"
+            raise UserError(f"there are no settings for {title}", why)
+        return known[title]
 
     def tables(self) -> list[Table]:
         """Every table, those of charts included, in reading order."""

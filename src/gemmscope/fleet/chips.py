@@ -92,8 +92,10 @@ def label_groups(chips: Sequence[Chip]) -> None:
     limits = {product: set(own) for product, own in grouped((chip.product, _limit(chip)) for chip in chips).items()}
     for chip in chips:
         limit = _limit(chip)
-        several = f", {limit} W" if limit is not None else ", power limit unknown"
-        chip.learn(group=chip.product + several * (len(limits[chip.product]) > 1))
+        chip.learn(
+            group=chip.product
+            + (f", {limit} W" if limit is not None else ", power limit unknown") * (len(limits[chip.product]) > 1)
+        )
 
 
 def _limit(chip: Chip) -> int | None:

@@ -44,8 +44,7 @@ class Reference:
 
 def _counted(tables: Sequence[Mapping[str, Any]]) -> dict[str, Counter[Any]]:
     """How often each value of each name occurs."""
-    values = grouped(item for table in tables for item in table.items())
-    return {name: Counter(own) for name, own in values.items()}
+    return {name: Counter(own) for name, own in grouped(item for table in tables for item in table.items()).items()}
 
 
 def _usual(counts: Counter[Any]) -> Any:
@@ -95,8 +94,10 @@ def _health(own: Sequence[Chip], others: Reference) -> Iterator[Finding]:
         there = others.health.get(name)
         if there is None or name in rule_data()["evidence"]["ignored_health"]:
             continue
-        here = Counter(value for chip in own if (value := chip.condition.health.get(name)) is not None)
-        value, usual = _usual(here), others.usual_health[name]
+        value, usual = (
+            _usual(Counter(value for chip in own if (value := chip.condition.health.get(name)) is not None)),
+            others.usual_health[name],
+        )
         if isinstance(value, int) and isinstance(usual, int):  # counters, widths: how many are at least as far from the usual one
             numbers = {other: count for other, count in there.items() if isinstance(other, int)}
             alike = sum(count for other, count in numbers.items() if (other >= value if value > usual else other <= value))
@@ -141,8 +142,9 @@ def different(table: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, A
     >>> different({"a": "1", "c": "3"}, {"a": "1", "b": "2"})
     {'c': '3', 'b': ''}
     """
-    own = {name: value for name, value in table.items() if usual.get(name) != value}
-    return own | {name: "" for name in usual if name not in table}
+    return {name: value for name, value in table.items() if usual.get(name) != value} | {
+        name: "" for name in usual if name not in table
+    }
 
 
 def fleet_differences(chips: Sequence[Chip]) -> list[EnvironmentDifference]:

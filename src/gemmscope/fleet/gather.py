@@ -118,8 +118,9 @@ def _chips(runs: Iterable[Run]) -> tuple[list[Chip], RunSummary | None, list[Fle
         except ValidationError as error:
             where = ".".join(str(part) for part in error.errors(include_url=False, include_context=False)[0]["loc"])
             failure = f"its result cannot be read ({shown(where)})"
-            place = run.gpu.place or run.gpu.file or "?"
-            unreadable.append(run.gpu.model_copy(update={"place": place, "failure": failure, "file": ""}))
+            unreadable.append(
+                run.gpu.model_copy(update={"place": (run.gpu.place or run.gpu.file or "?"), "failure": failure, "file": ""})
+            )
             continue
         gpu = _gpu(run.gpu, own.device)
         name = gpu.file or gpu.place
@@ -157,8 +158,9 @@ def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Map
     names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     if "command" in names:  # everything else differs with it
         names = ["command"]
-    named = names[:MOST_DIFFERENCES_NAMED]
-    texts = [f"{key}: {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in named]
+    texts = [
+        f"{key}: {' and '.join(_plain(side.get(key)) for side in (before, after))}" for key in names[:MOST_DIFFERENCES_NAMED]
+    ]
     more = f" and {len(names) - len(texts)} more differences" if len(names) > len(texts) else ""
     raise UserError(
         f"{first} and {name} did not measure the same: {'; '.join(texts)}{more}",
@@ -208,8 +210,9 @@ class _Group:
         """How many chips the rule calls fast, alone or with their node."""
         calls = [call for call in self.calls.calls if call.ratio.value > 1]
         nodes = {call.node for call in calls if call.gpu < 0}
-        on_nodes = sum(chip.gpu.node in nodes for chip in self.chips)
-        return on_nodes + sum(call.gpu >= 0 and call.node not in nodes for call in calls)
+        return sum(chip.gpu.node in nodes for chip in self.chips) + sum(
+            call.gpu >= 0 and call.node not in nodes for call in calls
+        )
 
     def outside(self, name: str) -> NDArray[np.bool_]:
         """The chips that the rule calls in this figure, alone or with their node. A chip that is called in one time counts in all
@@ -232,8 +235,7 @@ class _Group:
             outside = self.outside(figure.name)[known]
             speeds, errors = column.speeds[known], column.errors[known]
             healthy = errors[~outside & np.isfinite(errors)]
-            noise = float(np.sqrt(np.mean(healthy**2))) if len(healthy) else 0.0
-            spread = chip_spread(speeds[~outside], noise, column.freedom)
+            spread = chip_spread(speeds[~outside], (float(np.sqrt(np.mean(healthy**2))) if len(healthy) else 0.0), column.freedom)
             test: RuleOutcome | None = self.calls.figures.get(figure.name)
             center, another = self._center(column, speeds), another_gpu(speeds, outside)
             yield FleetFigure(
@@ -303,8 +305,7 @@ class _Group:
 
 def _groups(chips: Sequence[Chip], tolerance: float) -> list[_Group]:
     """The groups, each with its outliers: the allowed false alarms are divided among those that can be tested."""
-    members = grouped((chip.gpu.group, chip) for chip in chips)
-    groups = [_Group(name, own) for name, own in members.items()]
+    groups = [_Group(name, own) for name, own in grouped((chip.gpu.group, chip) for chip in chips).items()]
     testable = [group for group in groups if group.testable]
     for group in testable:
         group.call(rule_data()["false_alarms"] / len(testable), tolerance)

@@ -71,8 +71,7 @@ class MeasuredFleet:
         runs = []
         for key, (place, outcome) in self.outcomes.done.items():
             file = self.folder / self.measurements[key].file if self.folder is not None else None
-            name = str(file) if file is not None and file.is_file() else ""
-            runs.append(Run(outcome, _gpu(place, file=name)))
+            runs.append(Run(outcome, _gpu(place, file=(str(file) if file is not None and file.is_file() else ""))))
         return runs
 
     def failed(self) -> list[FleetGpu]:

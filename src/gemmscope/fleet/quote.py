@@ -67,8 +67,7 @@ def quoted_spread(fleet: FleetResult, result: BenchResult | StepResult) -> list[
             f"measure the same recipes on 3 GPUs or more: gemmscope fleet{' --step' * (own.of == 'step')}",
         )
     gpus = max(figure.gpus for figure in fleet.figures if figure.group == group)
-    code = "fleet-another-gpu" if same else "fleet-another-gpu-about"
-    return [finding(code, ranges=ranges, gpus=gpus, group=group)]
+    return [finding(("fleet-another-gpu" if same else "fleet-another-gpu-about"), ranges=ranges, gpus=gpus, group=group)]
 
 
 def _group(fleet: FleetResult, own: RunSummary) -> str:

@@ -82,8 +82,7 @@ def critical_value(count: int, alarms: float) -> float:
         low, high = counts[above - 1], counts[above]
         share = (1 / low - 1 / count) / (1 / low - 1 / high)
         row = ratios[above - 1] * (1 - share) + ratios[above] * share
-    ratio = float(np.interp(log(alarms), rates, row[::-1]))
-    return ratio * NormalDist().inv_cdf(1 - alarms / 2 / count)
+    return float(np.interp(log(alarms), rates, row[::-1])) * NormalDist().inv_cdf(1 - alarms / 2 / count)
 
 
 @cache
@@ -178,8 +177,7 @@ def _shares(names: Sequence[str], baseline: str) -> dict[str, float]:
 
 def _nodes(nodes: Sequence[str], sample: Sample, least: int) -> dict[str, list[int]]:
     """The measured GPUs of every node that has several; empty if these are too few to compare."""
-    known = np.flatnonzero(np.isfinite(sample.speeds)).tolist()
-    members = grouped((nodes[gpu], gpu) for gpu in known if nodes[gpu])
+    members = grouped((nodes[gpu], gpu) for gpu in np.flatnonzero(np.isfinite(sample.speeds)).tolist() if nodes[gpu])
     several = {node: own for node, own in members.items() if len(own) >= rule_data()["least_gpus_of_node"]}
     return several if len(several) >= least else {}
 
@@ -187,8 +185,7 @@ def _nodes(nodes: Sequence[str], sample: Sample, least: int) -> dict[str, list[i
 def _node_sample(sample: Sample, members: Sequence[list[int]]) -> Sample:
     """The median speed of every node."""
     speeds = [[speed for speed in sample.speeds[own].tolist() if isfinite(speed)] for own in members]
-    medians = np.array([median(own) if own else nan for own in speeds])
-    return Sample(sample.name, medians, np.full(len(members), nan))
+    return Sample(sample.name, np.array([median(own) if own else nan for own in speeds]), np.full(len(members), nan))
 
 
 def _node_calls(
@@ -204,8 +201,7 @@ def _node_calls(
             if np.mean(relative >= 0.5) < rule_data()["least_share_of_node"]:  # some of its GPUs are slow, not the node
                 continue
             own = [gpu for gpu in members if figures[worst].outside[gpu] and np.sign(figures[worst].deviations[gpu]) == side]
-            error = MEDIAN_ERROR * figures[worst].scale / sqrt(len(members))
-            calls.append(_call(-1, node, hits, worst, position, error, own))
+            calls.append(_call(-1, node, hits, worst, position, (MEDIAN_ERROR * figures[worst].scale / sqrt(len(members))), own))
     return calls
 
 

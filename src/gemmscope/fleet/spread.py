@@ -48,8 +48,9 @@ def chip_spread(speeds: Floats, noise: float = 0.0, freedom: float = inf) -> Int
     least, most = (removed * removed_share for removed_share in _chi_squared_interval(freedom))
     chips = total - removed
     bottom = chips - sqrt((total - low) ** 2 + (most - removed) ** 2)
-    top = chips + sqrt((high - total) ** 2 + (removed - least) ** 2)
-    return Interval(*(sqrt(max(variance, 0.0)) for variance in (chips, bottom, top)))
+    return Interval(
+        *(sqrt(max(variance, 0.0)) for variance in (chips, bottom, (chips + sqrt((high - total) ** 2 + (removed - least) ** 2))))
+    )
 
 
 def _variance_interval(values: Floats, variance: float) -> tuple[float, float]:
@@ -162,6 +163,9 @@ def _distance(ordered: Floats, rank: int) -> float:
     own = np.arange(1, len(ordered) + 1)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        pairs = int((np.searchsorted(ordered, ordered + middle, side="right") - own).sum())
-        low, high = (low, middle) if pairs >= rank else (middle, high)
+        low, high = (
+            (low, middle)
+            if int((np.searchsorted(ordered, ordered + middle, side="right") - own).sum()) >= rank
+            else (middle, high)
+        )
     return high

@@ -213,8 +213,9 @@ def rounded(estimate: Interval) -> Interval:
     >>> rounded(Interval(1.23456789, 1.2, None))
     Interval(value=1.23457, low=1.2, high=None)
     """
-    ends = (estimate.value, estimate.low, estimate.high)
-    value, low, high = (float(f"{end:.{DIGITS}g}") if end is not None else None for end in ends)
+    value, low, high = (
+        float(f"{end:.{DIGITS}g}") if end is not None else None for end in (estimate.value, estimate.low, estimate.high)
+    )
     return Interval(value or 0.0, low, high)
 
 

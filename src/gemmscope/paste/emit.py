@@ -38,7 +38,14 @@ def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
                 "torchtitan": [pattern for block in blocks for pattern in block["torchtitan"]],
                 "torchao": [pattern for block in blocks for pattern in block["torchtitan"] + block["hugging_face"]],
             }.get(framework.name, left_out)
-            plain: dict[str, Any] = {"converter": "float8", "nearest": False, "notes": (), "mix": None, "higher": ""}
+            plain: dict[str, Any] = {
+                "recipe": recipe,
+                "converter": "float8",
+                "nearest": False,
+                "notes": (),
+                "mix": None,
+                "higher": "",
+            }
             text = templates().get_template(framework.paste["recipe"])
             texts[framework.title] = text.render(name=name, left_out=names, **plain).rstrip()
     return texts
@@ -87,6 +94,7 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
             .get_template(framework.paste["layout"])
             .render(
                 layout=layout,
+                recipe=layout.recipe,
                 global_batch=global_batch,
                 sequence_length=sequence_length,
                 experts=experts,

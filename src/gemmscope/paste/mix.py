@@ -91,7 +91,13 @@ def _torchtitan(mix: Mix, layers: int, titan: Mapping[str, Any]) -> str:
     notes = [] if mix.higher == BASELINE else [f"torchtitan keeps these in {BASELINE}: one converter has one recipe"]
     if any("experts" in name for name in names):
         notes.append("experts are converted only by quantize.grouped_mm: remove them from its fqns")
-    values = {"converter": titan["converter"], "name": titan["recipe"], "nearest": titan["nearest"], "notes": notes}
+    values = {
+        "converter": titan["converter"],
+        "name": titan["recipe"],
+        "nearest": titan["nearest"],
+        "notes": notes,
+        "recipe": mix.recipe,
+    }
     return _rendered("torchtitan.j2", {**values, "left_out": list(dict.fromkeys([*ends, *names]))})
 
 

@@ -209,8 +209,10 @@ class Linears(Part):
 
     def falls_back(self, name: str, mode: Mode, op: str = "") -> bool:
         """Whether any op (or this one) ran in a different precision than requested."""
-        cells = [self.op_time(case.op, name, mode) for case in self.cases if op in ("", case.op)]
-        return any(cell is not None and cell.fallbacks for cell in cells)
+        return any(
+            cell is not None and cell.fallbacks
+            for cell in [self.op_time(case.op, name, mode) for case in self.cases if op in ("", case.op)]
+        )
 
     def quantization_share(self, name: str) -> float | None:
         """The share of quantization in the linears' time in autocast mode; None where it is not known."""
@@ -276,8 +278,7 @@ def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     """
     best = _fastest(speedups) if speedups else BASELINE
     if best == BASELINE or speedups[best].value <= 1:
-        close = tuple(name for name, gain in speedups.items() if not gain.below_one)
-        return Winner(best=BASELINE, speedup=None, rivals=close)
+        return Winner(best=BASELINE, speedup=None, rivals=tuple(name for name, gain in speedups.items() if not gain.below_one))
     others = [BASELINE, *(name for name in speedups if name != best)]
     rivals = tuple(name for name in others if not _beats(speedups[best] if name == BASELINE else ratio(best, name)))
     return Winner(best=best, speedup=speedups[best], rivals=rivals)
@@ -304,14 +305,16 @@ def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Colle
     if not counted:
         return None
     best = _fastest(counted)
-    rivals = tuple(name for name in counted if name != best and not _beats(ratio(best, name)))
-    return Winner(best=best, speedup=counted[best], rivals=rivals)
+    return Winner(
+        best=best, speedup=counted[best], rivals=tuple(name for name in counted if name != best and not _beats(ratio(best, name)))
+    )
 
 
 def _fastest(speedups: Mapping[str, Interval]) -> str:
     """The fastest of those that are certainly faster than BF16; of all, if none is."""
-    certain = [name for name, speedup in speedups.items() if speedup.above_one]
-    return max(certain or speedups, key=lambda name: speedups[name].value)
+    return max(
+        [name for name, speedup in speedups.items() if speedup.above_one] or speedups, key=lambda name: speedups[name].value
+    )
 
 
 def too_close(ratio: Interval | None) -> bool:

@@ -129,8 +129,7 @@ class LinearError(Part):
 
 def counted_linears(linears: Sequence[LinearError]) -> list[LinearError]:
     """The linears that count in the error of a recipe: those in layers, or all if there are no layers. A head stays in BF16."""
-    inside = [linear for linear in linears if linear.layer is not None]
-    return inside or list(linears)
+    return [linear for linear in linears if linear.layer is not None] or list(linears)
 
 
 class RecipeError(Part):

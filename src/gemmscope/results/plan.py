@@ -55,8 +55,11 @@ class PlanLayout(Part):
     @property
     def splits(self) -> str:
         """How the model is split, in a table: `TP4 PP8 VP5`; replicas or FSDP alone: `DP64`."""
-        sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp, "EP": self.ep}
-        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        parts = [
+            f"{name}{size}"
+            for name, size in {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp, "EP": self.ep}.items()
+            if size > 1
+        ]
         if self.ep > 1 and self.etp != self.tp:
             parts.append(f"ETP{self.etp}")
         return " ".join(parts) or f"DP{self.dp}"

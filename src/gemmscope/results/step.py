@@ -180,8 +180,10 @@ class StepTimes(Part):
     @property
     def unranked(self) -> tuple[str, ...]:
         """Recipes that are not recommended: those that do not fit, and those that may not, unless no other one is left."""
-        left = {time.recipe for time in self.recipes} - {*self.unfit, *self.may_not_fit}
-        return (*self.unfit, *(self.may_not_fit if left else ()))
+        return (
+            *self.unfit,
+            *(self.may_not_fit if ({time.recipe for time in self.recipes} - {*self.unfit, *self.may_not_fit}) else ()),
+        )
 
     @property
     def batch_unit(self) -> str:

@@ -171,8 +171,7 @@ class SweepResult(ModelResult):
 
     @property
     def where(self) -> str:
-        types = list(dict.fromkeys(gpu.name for gpu in self.gpus if gpu.name))
-        return ", ".join(types) or "this machine"
+        return ", ".join(list(dict.fromkeys(gpu.name for gpu in self.gpus if gpu.name))) or "this machine"
 
 
 def break_evens(points: Sequence[SweepPoint], recipes: Sequence[str]) -> tuple[BreakEven, ...]:
