@@ -112,7 +112,7 @@ def test_only_the_settings(run: Run) -> None:
     assert "FORECAST" not in megatron.out
     assert run(f"{PLAN} --emit bridge").out.startswith("mixed_precision=")
     titan = run(f"{PLAN} --emit torchtitan").out
-    assert '# torchtitan does not have FP8Current: this is the nearest that it has\nrecipe_name = "tensorwise"\n' in titan
+    assert '# FP8Current is not in torchtitan: this is the nearest that it has\nrecipe_name = "tensorwise"\n' in titan
     other = run(f"{PLAN} --emit torchao")
     assert other.code == 2
     assert "there are no settings for torchao there are settings for Megatron-LM" in " ".join(other.err.split())

@@ -73,7 +73,8 @@ def shapes(model: ModelOptions, run: RunOptions, options: ShapesOptions, outputs
     if options.list_presets:
         writers.terminal.show_table(commands.known.model_table())
         return 0
-    result = commands.shapes.shapes(_job(model, run), options, outputs.context(model.files()))
+    context = outputs.context(model.files())
+    result = commands.shapes.shapes(_job(model, run), options, context)
     deliver(result, outputs)
     return CHECK_FAILED if result.check is not None and not result.check.equal else 0
 
@@ -170,10 +171,8 @@ def forecast(model: ModelOptions, run: ClusterOptions, options: ForecastOptions,
         with signals.defer_signals():  # also while the points that were computed are written
             deliver(commands.forecast.sweep(model.given(), run.given() | given_gpus, options, context), outputs)
         return 0
-    deliver(
-        commands.forecast.forecast((_job(model, run, **given_gpus) if options.shapes is None else None), options, context),
-        outputs,
-    )
+    job = _job(model, run, **given_gpus) if options.shapes is None else None
+    deliver(commands.forecast.forecast(job, options, context), outputs)
     return 0
 
 
@@ -200,11 +199,8 @@ def numerics(options: NumericsOptions, model: ModelOptions, run: RunOptions, out
     """Compute the quantization error of every linear in every recipe."""
     context = outputs.context([options.recording, options.speed, *_files_of(options.checkpoint), *model.files()])
     _check_model_named(model, run)
-    return (
-        0
-        if commands.numerics.run_numerics(options, context, job=_job(model, run) if model.given() else None).recipes
-        else NOTHING_MEASURED
-    )
+    result = commands.numerics.run_numerics(options, context, job=_job(model, run) if model.given() else None)
+    return 0 if result.recipes else NOTHING_MEASURED
 
 
 def calibrate(options: CalibrateOptions) -> int:
@@ -249,10 +245,8 @@ def compare(options: CompareOptions, outputs: OutputOptions) -> int:
 
 def report(options: ReportOptions) -> int:
     """Make one self-contained page from run files of any command."""
-    output, folder = (
-        REPORT if (options.output is None and options.markdown is None and options.figures is None) else options.output,
-        options.figures,
-    )
+    alone = options.output is None and options.markdown is None and options.figures is None
+    output, folder = REPORT if alone else options.output, options.figures
     targets = {name: place for name, place in (("output", output), ("markdown", options.markdown)) if place is not None}
     check_targets(targets, options.runs)
     check_page("output", output)
@@ -514,10 +508,5 @@ def _files_of(checkpoint: str | None) -> list[str]:
         return []
     path = Path(checkpoint)
     folder = path if path.is_dir() else path.parent if path.suffix == ".json" else None
-    return [
-        checkpoint,
-        *map(
-            str,
-            ([file for pattern in ("*.safetensors", "*.json") for file in folder.glob(pattern)] if folder is not None else []),
-        ),
-    ]
+    beside = [file for pattern in ("*.safetensors", "*.json") for file in folder.glob(pattern)] if folder is not None else []
+    return [checkpoint, *map(str, beside)]
