@@ -7,8 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: demo test lint types unit docs docs-check package benchmark api schema pictures clean
 
 demo: $(VENV)/.installed
-	$(BIN)/gemmscope forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
-		--micro_batch_size 31 --sequence_length 512 --gpu b300,h200 -o forecast-demo.png
+	$(BIN)/gemmscope forecast llama-3.1-8b b300 h200 --quiet -o forecast-demo.png
 
 test: lint types unit
 
