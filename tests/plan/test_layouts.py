@@ -66,6 +66,13 @@ def test_what_is_excluded_is_counted() -> None:
     assert pruning.examples["batch"] == "micro-batch 3 of 4 sequences"
 
 
+def test_stages_with_unequal_layers_have_virtual_stages_without_an_empty_piece() -> None:
+    runs = layouts_of("deepseek-v3", 256, 512, 4096, pp=(4,), tp=(1,), ep=(64,))
+    assert {run.pp_layers for run in runs} == {(16, 15, 15, 15)}
+    assert {run.vp for run in runs} == {1, 2, 4, 8}
+    assert {1, 16} <= {run.vp for run in layouts_of("llama-3.1-405b", 512, 512, pp=(8,), tp=(8,))}  # beside the embedding
+
+
 def test_what_is_given_is_all_that_is_searched() -> None:
     runs = layouts_of("llama-3.1-70b", 64, 256, tp=(2, 4), pp=(4,), vp=(1, 5), recompute=("full",), zero=(3,), cp=(4,))
     assert {(run.tp, run.pp, run.cp, run.recompute, run.zero) for run in runs} == {

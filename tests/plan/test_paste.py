@@ -88,6 +88,9 @@ def test_every_recipe_has_settings_or_a_comment(name: str) -> None:
 def test_uneven_stages() -> None:
     even = layout_to_paste(layout(pp=8, vp=2, pp_layers=(15, *[16] * 6, 15)), 32, 8192, 126, experts=False)
     assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in even["Megatron-LM"]
-    last = layout_to_paste(layout(pp=4, pp_layers=(16, 16, 16, 13)), 32, 8192, 61, experts=False)
-    assert "--decoder-last-pipeline-num-layers 13" in last["Megatron-LM"]
-    assert "model.num_layers_in_last_pipeline_stage=13" in last["Megatron-Bridge"]
+    sizes = "--num-layers 61 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8"
+    for virtual in (1, 4, 8):  # a script's own reader has the same stages
+        texts = layout_to_paste(layout(pp=4, vp=virtual, pp_layers=(16, 15, 15, 15)), 32, 8192, 61, experts=False)
+        read = read_text(f"torchrun pretrain_gpt.py {sizes} {texts['Megatron-LM']}", "train.sh").run_settings
+        assert (read["pp_layers"], read.get("vp", 1)) == ((16, 15, 15, 15), virtual)
+        assert "\"model.pipeline_model_parallel_layout='Et" in texts["Megatron-Bridge"]

@@ -167,15 +167,6 @@ def pipeline_layers(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(spread(layers, pp))
 
 
-def virtual_layers(layers: int, pp: int) -> int:
-    """The layers of a stage that virtual stages divide: the most of any stage, as the embedding and the head count as layers.
-
-    >>> virtual_layers(80, 8), virtual_layers(126, 8), virtual_layers(61, 4)
-    (10, 16, 16)
-    """
-    return max(pipeline_layers(layers, pp))
-
-
 def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
     return RunSpec(
         **{"sequence_parallel": split["tp"] > 1, **space.settings, "sequence_length": task.sequence_length, **split, **rest}
@@ -207,11 +198,12 @@ def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: P
 
 
 def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:
-    """How many pieces a stage can consist of. The interleaved schedule needs a multiple of pp micro-batches."""
-    pp = split["pp"]
-    stage = virtual_layers(len(task.model.layers), pp)
+    """How many pieces a stage can consist of: divisors of its most layers, as the embedding and the head count as layers. The
+    interleaved schedule needs a multiple of pp micro-batches."""
+    pp, stages = split["pp"], pipeline_layers(len(task.model.layers), split["pp"])
+    stage = max(stages)
     for virtual in space.values("vp", divisors(stage) if pp > 1 else (1,)):
-        if virtual > 1 and (pp == 1 or stage % virtual or batches % pp):
+        if virtual > 1 and (pp == 1 or stage % virtual or batches % pp or stages[-1] < virtual == stages[0]):  # or an empty piece
             pruning.add("virtual", f"vp {virtual}, pp {pp}, gradient accumulation {batches}")
         else:
             yield virtual
