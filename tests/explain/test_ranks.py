@@ -93,7 +93,7 @@ def test_a_second_straggler_is_named(tmp_path: Path) -> None:
         builders.append(builder)
     comparison = compared(tmp_path, builders)
     assert comparison.straggler == 2
-    assert fact(comparison.findings, "ranks-more-stragglers", "delays") == pytest.approx({"1": 1.0})
+    assert fact(comparison.findings, "ranks-more-stragglers", "delays") == pytest.approx({"rank 1": 1.0})
 
 
 def test_clocks_of_several_machines_may_differ(tmp_path: Path) -> None:

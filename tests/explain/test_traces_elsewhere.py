@@ -190,4 +190,4 @@ def test_a_misaligned_gemm_without_correlations() -> None:
 def test_the_tensor_cores_of_a_v100_stand_idle() -> None:
     cause = diagnosis("resnet_fp32_v100").causes[0]
     assert fact(cause.evidence, "cause-full-precision", "formats") == ["FP16"]
-    assert fact(cause.evidence, "cause-full-precision", "kinds") == ["GEMMs", "convolutions"]
+    assert fact(cause.evidence, "cause-full-precision", "kinds") == "GEMMs and convolutions"

@@ -77,7 +77,6 @@ def explain(
         steps=diagnosis.view.count,
         steps_found_by=diagnosis.view.steps.found_by,
         each_step=diagnosis.each_step,
-        inference=trace.phase.without_optimizer,
         phase=trace.phase.name,
         judged=trace.phase.judged,
         account=diagnosis.account,

@@ -45,36 +45,24 @@ def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
 
 def _full_precision(step: StepEvidence) -> Iterator[Cause]:
     """GEMMs and convolutions in FP32 on a GPU whose tensor cores multiply in TF32, BF16 or FP16."""
-    faster = [name for name in (TF32, BF16, FP16) if step.gpu is not None and step.gpu.has(name)]
-    items = [item for item in step.items if item.multiplies_in(FP32)]
+    gpu, items = step.gpu, [item for item in step.items if item.multiplies_in(FP32)]
+    peaks = {name: gpu.peaks.get(name.lower(), 0.0) for name in (TF32, BF16, FP16)} if gpu is not None else {}
+    faster = [name for name, peak in peaks.items() if gpu is not None and peak > gpu.peaks.get("fp32", 0.0)]
     time_ms = step.ms(items)
-    if not faster or time_ms <= FULL * step.account.busy_ms or step.gpu is None:
+    if gpu is None or not faster or time_ms <= FULL * step.account.busy_ms:
         return
-    best = max(faster, key=lambda name: step.gpu.peak(name) or 0.0 if step.gpu is not None else 0.0)
-    sized = [item for item in items if item.gemm.flops > 0]
-    least = {item.index: step.gpu.least_us(best, item.gemm.flops, item.gemm.bytes_in(best)) for item in sized}
-    saved_ms = (
-        step.ms(items)
-        - sum(min(least.get(item.index) or item.share / ASSUMED_GAIN, item.share) for item in items) / 1000 / step.view.count
-    )
-    rate = (
-        [
-            finding(
-                "cause-full-precision-rate",
-                tflops=tflops(sized),
-                formats=faster,
-                peaks={name: step.gpu.peak(name) or 0.0 for name in faster},
-            )
-        ]
-        if sized
-        else []
-    )
+    best, sized = max(faster, key=lambda name: peaks[name]), [item for item in items if item.gemm.flops > 0]
+    least = {item.index: gpu.least_us(best, item.gemm.flops, item.gemm.bytes_in(best)) for item in sized}
+    left_us = sum(min(least.get(item.index) or item.share / ASSUMED_GAIN, item.share) for item in items)
     kinds = [
         name for name, own in (("GEMMs", True), ("convolutions", False)) if any(item.work_class.is_gemm == own for item in items)
     ]
-    evidence = [finding("cause-full-precision", kinds=kinds, formats=faster, **step.time_facts(time_ms)), *rate]
+    evidence = [finding("cause-full-precision", kinds=" and ".join(kinds), formats=faster, **step.time_facts(time_ms))]
+    if sized:
+        shown = {name: peaks[name] for name in faster}
+        evidence.append(finding("cause-full-precision-rate", tflops=tflops(sized), peaks=shown))
     evidence += [finding("cause-full-precision-assumed", gain=ASSUMED_GAIN)] if len(sized) < len(items) else []
-    yield step.cause("full-precision", saved_ms, evidence, items, "", FP32)
+    yield step.cause("full-precision", time_ms - left_us / 1000 / step.view.count, evidence, items, "", FP32)
 
 
 def _not_low(step: StepEvidence) -> Cause:

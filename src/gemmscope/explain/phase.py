@@ -32,9 +32,6 @@ class TracePhase:
         """Whether the trace shows that nothing is trained to the end."""
         return self.name not in ("", TRAINING)
 
-    def uses(self, *frameworks: str) -> bool:
-        return any(name in self.frameworks for name in frameworks)
-
 
 def recognized(
     names: Collection[str], calls: Collection[str], frames: Collection[str], sequences: int, operators: bool

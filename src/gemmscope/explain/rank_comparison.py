@@ -15,9 +15,8 @@ from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import RankTime
 
-UNEVEN = 0.05  # more computation than the mean
-LATE = 0.03  # of the step: what the others wait for the straggler
-TELLING = 0.25  # of its delay: a cause that makes up less is not named
+# More computation than the mean; of the step, what the others wait for a straggler; of its delay, a reason that is named
+UNEVEN, LATE, TELLING = 0.05, 0.03, 0.25
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _straggler(
         collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(waits),
         most_ms=max(waits),
     )  # fmt: skip
-    more = {str(time.rank): time.delay_ms or 0.0 for time in others if (time.delay_ms or 0.0) >= LATE * own.step_ms}
+    more = {f"rank {time.rank}": time.delay_ms or 0.0 for time in others if (time.delay_ms or 0.0) >= LATE * own.step_ms}
     return [straggler, *([finding("ranks-more-stragglers", delays=more)] if more else []), *_why_late(own, others, by_rank)]
 
 

@@ -13,8 +13,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.grouping import grouped
 from gemmscope.results.explain import Cause
 
-WAITING = 0.05  # of the step
-LONG_CALL = 0.1  # of the step
+WAITING, LONG_CALL = 0.05, 0.1  # of the step
 REPEATED = {"convolutions": "convolution", "casts": "quantization"}  # classes that are counted where forward is recomputed
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
@@ -23,8 +22,7 @@ BACKWARD_NAMES = ("bprop", "bwd", "backward", "Backward")
 # Parts that low precision does not speed up: the share of GPU time from which each is a cause, what is usual, and its classes
 FUSED = ("elementwise", "norms", "activations")
 SMALL_MESSAGE, BUCKET = 1 << 20, 25 << 20  # bytes: what takes the time of its start, and DistributedDataParallel's default
-SHORT_COLLECTIVE_US = 100.0
-MANY = 20  # per step
+SHORT_COLLECTIVE_US, MANY = 100.0, 20  # of one collective without a description; per step
 # The cause that the owner of idle time makes
 OWNERS = {
     **{entry["name"]: entry["cause"] for entry in HOST_ACTIVITIES}, **dict.fromkeys(LATE, "host"),
@@ -93,7 +91,7 @@ def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
 def _host_bound(step: StepEvidence, late: Sequence[Gap], time: float) -> tuple[str, list[Finding]]:
     """Why launches are late: the CPU waits for the GPU again and again, launches experts one by one, or is simply slower."""
     account, code = step.account, "host"
-    evidence = [finding("cause-late-launches", times=step.per_step(late))]
+    evidence: list[Finding] = []
     in_experts = sum(gap.time for gap in late if gap.scope.inside(*EXPERT_NAMES)) / 1000 / step.view.count
     after_sync = sum(gap.time for gap in late if gap.why != LATE[0]) / 1000 / step.view.count
     if (syncs := _synchronizations(step)) >= MOST_SYNCS:

@@ -67,7 +67,7 @@ class StepEvidence:
         amd = "amd" in entry and is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
         phase = self.view.trace.phase
         advice = [line for name in phase.frameworks for line in entry.get(name, ()) if not amd]
-        others = [line for name, lines in entry.get("without", {}).items() if not phase.uses(name) for line in lines]
+        others = [line for name, lines in entry.get("without", {}).items() if name not in phase.frameworks for line in lines]
         spans = [(gap.begin, gap.end, label) for gap in gaps]
         if label and not gaps:
             spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
@@ -265,11 +265,6 @@ class GpuRates:
         known = precision_in_traces().get(BF16 if precision.endswith(WEIGHTS) else precision)
         return next((self.peaks[name] for name in (known.rates if known else ()) if name in self.peaks), None)
 
-    def has(self, precision: str) -> bool:
-        """Whether this format itself has a rate above that of FP32: tensor cores multiply in it."""
-        names = precision_in_traces()[precision].rates[:1]
-        return any(self.peaks.get(name, 0.0) > self.peaks.get("fp32", 0.0) for name in names)
-
     def least_us(self, precision: str, flops: float, size_bytes: float) -> float | None:
         """What a GEMM takes at the usual rate, or at the bandwidth of the memory."""
         times = self.times_us(precision, flops, size_bytes)
@@ -334,9 +329,6 @@ def compute_capability(properties: dict[str, Any]) -> float | None:
     return float(f"{major}.{minor}") if whole else None
 
 
-NOTICEABLE = 0.03  # of the step
-
-
 @dataclass(frozen=True)
 class RecordingCost:
     """How much longer the recorded steps of a trace took than steps without the profiler, which slows launches. `trace_me` times
@@ -364,7 +356,7 @@ class RecordingCost:
     @property
     def unknown(self) -> bool:
         """Whether the step might be faster without the profiler, and nobody timed it."""
-        slows = bool(self.trace.slowing_options) and self.host_ms > NOTICEABLE * self.account.step_ms
+        slows = bool(self.trace.slowing_options) and self.host_ms > NAMED * self.account.step_ms
         return slows and self.plain_ms is None
 
     @property
@@ -383,5 +375,5 @@ class RecordingCost:
         facts = {"step_ms": self.account.step_ms, "host_ms": self.host_ms}
         if self.unknown:
             yield finding("recording-may-slow", options=sorted(self.trace.slowing_options), **facts)
-        elif self.excess_ms > NOTICEABLE * self.account.step_ms:
+        elif self.excess_ms > NAMED * self.account.step_ms:
             yield finding("recording-slows", plain_ms=self.plain_ms or 0.0, excess_ms=self.excess_ms, **facts)

@@ -29,9 +29,9 @@ from gemmscope.explain.timeline import BLOCKING, Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
-RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle
+# A call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle; its own time
+RELEASED_US, OWN_US = 50.0, 10.0
 LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
-OWN_US = 10.0  # such a call takes so long by itself
 # Work that waited for another stream begins so soon after the end there, or within this share of its wait
 AT_ONCE_US, AT_ONCE = 20.0, 0.1
 USUAL_GAP_US = 5.0  # between two kernels of a stream

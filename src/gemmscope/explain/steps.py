@@ -22,10 +22,9 @@ from gemmscope.grouping import grouped
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
-SIMILAR = 1.25  # a first step longer than this many times the median of the others is left out
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
-SLOWEST = 1.1  # and longer than this many times the slowest of the others
-APART = 4.0  # the same with only two steps, which may differ more
+# A first step is left out that is longer than this many times the median of the others and the slowest; with two steps, the other
+SIMILAR, SLOWEST, APART = 1.25, 1.1, 4.0
 
 
 @dataclass(frozen=True)

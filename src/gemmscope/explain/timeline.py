@@ -37,8 +37,7 @@ HOST_IDLE = (
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
 BLOCKING = "WithStream"  # hipMemcpyWithStream; cudaMemcpyAsync from pageable memory is busy on the CPU instead
-PROMPT_US = 100.0  # from the end of a launch to the begin of the work, where nothing delays it
-SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
+PROMPT_US, SHORT_US = 100.0, 10.0  # from the end of a launch to the begin of its work, and between two kernels, if nothing delays
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
 

@@ -281,8 +281,6 @@ class ExplainResult(Result):
     steps_found_by: str
     each_step: tuple[TracedStep, ...] = ()
     """All steps of the trace, in order."""
-    inference: bool = False
-    """The trace has neither a backward pass nor an optimizer."""
     phase: str = ""
     """What the trace shows: training, a forward pass, an inference server, …; empty if nothing shows it."""
     judged: bool = True
