@@ -56,7 +56,7 @@ def test_a_forecast_is_what_the_command_writes(tmp_path: Path) -> None:
     assert "FORECAST" in str(result)
     shown = result._repr_html_()
     assert "<table>" in shown
-    assert 'src="data:image/png;base64,iVBOR' in shown
+    assert 'src="data:image/webp;base64,UklGR' in shown
     for name in ("f.json", "f.md", "f.csv", "f.html", "f.png", "f.PNG"):
         result.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000

@@ -57,7 +57,7 @@ def parts(value: Any) -> list[Any]:
 @every_result
 def test_one_short_line(kind: str) -> None:
     result = results()[kind]
-    assert repr(result).startswith(f"<{type(result).__name__} of ")
+    assert repr(result).startswith(f"<{type(result).__name__}: {document(result).answer[:40]}")
     for part in parts(result):
         assert "\n" not in repr(part)
         if isinstance(part, (BaseModel, Samples)):

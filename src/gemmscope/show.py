@@ -17,6 +17,13 @@ from gemmscope.say import say
 from gemmscope.writers import WRITERS, figure, tables, terminal
 from gemmscope.writers.html import notebook_html
 
+NOTEBOOK_DPI = 120  # pictures in a notebook are stored in it
+
+
+def answer(result: Result) -> str:
+    """The answer in a sentence."""
+    return document(result).answer
+
 
 def text(result: Result, *, detail: bool = False) -> str:
     """What the command would print."""
@@ -26,7 +33,7 @@ def text(result: Result, *, detail: bool = False) -> str:
 def notebook(result: Result) -> str:
     """The answer, the main charts and the main table as HTML, the rest collapsed."""
     told = document(result)
-    return notebook_html(told, figure.image(_main_figure(told), ".png") if told.charts() else b"")
+    return notebook_html(told, figure.image(_main_figure(told), ".webp", NOTEBOOK_DPI) if told.charts() else b"")
 
 
 def _main_figure(told: Document) -> Document:

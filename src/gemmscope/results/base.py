@@ -125,7 +125,11 @@ class Result(Part):
         return frames
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {shortened(repr(self.command), LONGEST_REPR - 40)}>"
+        try:
+            said = str(_show().answer(self))
+        except Exception:  # of a damaged file: a repr never fails
+            said = f"of {self.command!r}"
+        return f"<{type(self).__name__}: {shortened(said, LONGEST_REPR - 30)}>"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""

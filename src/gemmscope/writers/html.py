@@ -90,9 +90,9 @@ def explorer(data: Mapping[str, Any]) -> str:
     )
 
 
-def notebook_html(document: Document, png: bytes = b"") -> str:
+def notebook_html(document: Document, picture: bytes = b"") -> str:
     """The answer, the main tables, and the charts as a picture: what a notebook shows."""
-    return _templates().get_template("notebook.html.j2").render(document=document, png=base64.b64encode(png).decode())
+    return _templates().get_template("notebook.html.j2").render(document=document, picture=base64.b64encode(picture).decode())
 
 
 @cache
@@ -105,7 +105,7 @@ def _templates() -> Environment:
         "slug": slug,
         "emphasize": emphasize,
         "without": without,
-        "first_rows": lambda table: first_rows(table, MOST_ROWS),
+        "first_rows": lambda table, most=MOST_ROWS: first_rows(table, most),
     }
     templates.tests["table"] = lambda block: isinstance(block, Table)
     return templates

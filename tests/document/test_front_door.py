@@ -1,0 +1,108 @@
+"""What a reader sees first: answers that agree with themselves, figures that show what they say, no repeated words."""
+
+from __future__ import annotations
+
+import pytest
+
+import gemmscope as gs
+from gemmscope.commands.report import answers, report
+from gemmscope.document import document
+from gemmscope.document.charts import BarChart, CurveChart, HeatMap
+from gemmscope.document.combine import own_baseline
+from gemmscope.document.model import Document
+from gemmscope.interval import Interval
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.plan import PlanPoint
+from gemmscope.writers.plots import _break_even
+from support.plan_files import plan_result
+
+MODEL = "llama-3.1-8b"
+
+
+@pytest.fixture(scope="module")
+def several() -> ForecastResult:
+    return gs.load(MODEL).on(1, 8192).forecast("h100", "h200", "b200", recipes="fp8current")
+
+
+def of_shell(result: ForecastResult, command: str) -> Document:
+    """Its document, as if it came from the command line."""
+    return document(result.model_copy(update={"command": command}))
+
+
+def test_a_plan_recommends_what_fits_in_any_case() -> None:
+    """The fastest layout is recommended unless its memory is tight and another one is as fast as far as is known."""
+    point = plan_result().points[0]
+    first, *others = point.layouts
+    close = next(layout for layout in others if layout.close)
+
+    def best(*layouts: object) -> object:
+        return PlanPoint.model_copy(point, update={"layouts": tuple(layouts)}).best
+
+    tight, safe = (first.model_copy(update={"tight": True}), close.model_copy(update={"tight": False}))
+    slower = Interval(1.3, 1.2, 1.4)
+    assert best(first.model_copy(update={"tight": False}), safe).recipe == first.recipe
+    assert best(tight, safe) is safe
+    assert best(tight, safe.model_copy(update={"slowdown": slower})) is tight
+    assert best(tight, safe.model_copy(update={"tight": True})) is tight
+
+
+def test_what_does_not_fit_is_named_and_not_measured(several: ForecastResult) -> None:
+    shown = of_shell(several, f"gemmscope forecast --preset {MODEL} --gpu h100,h200,b200")
+    assert shown.title.endswith("on h200, b200; does not fit on h100")
+    assert shown.next_command.startswith("gemmscope step")
+    alone = of_shell(several.model_copy(update={"gpus": several.gpus[:1]}), f"gemmscope forecast --preset {MODEL} --gpu h100")
+    assert alone.next_command == f"gemmscope plan --preset {MODEL} --gpu h100 --gpus 8"
+    assert "find a layout that fits" in alone.next_purpose
+
+
+def test_a_forecast_has_no_run(several: ForecastResult) -> None:
+    assert own_baseline([document(several)]) == "Speedup over BF16 on the same GPU"
+
+
+def test_forecast_is_said_once(several: ForecastResult) -> None:
+    one = several.model_copy(update={"gpus": several.gpus[1:2]})
+    lines = answers(report([one, one.model_copy()])[0])
+    assert len(lines) == 2
+    assert all(line.count("FORECAST") == 1 for line in lines)
+
+
+def test_sizes_without_a_point_are_noted() -> None:
+    swept = gs.load(MODEL).on(1, 8192).sweep("h200", micro_batch_size=[1, 2, 8], recipes="fp8current")
+    [chart] = [chart for chart in document(swept).charts() if isinstance(chart, CurveChart)]
+    assert chart.note.startswith("Not drawn: micro_batch_size 8 (")
+    assert "sequence_length 8192" in document(swept).context
+
+
+def test_the_break_even_line_is_between_speedups() -> None:
+    """Not around points that do not fit."""
+    import matplotlib.pyplot as plt
+
+    swept = gs.load(MODEL).on(1).sweep("h200", micro_batch_size=[1, 8], sequence_length=[4096, 8192], recipes="fp8current")
+    [chart] = [chart for chart in document(swept).charts() if isinstance(chart, HeatMap)]
+    assert any(cell.value is None for row in chart.cells for cell in row)
+    _, panel = plt.subplots()
+    assert _break_even(panel, chart) == []
+    plt.close("all")
+
+
+def test_labels_have_the_digits_of_their_intervals() -> None:
+    charts = [chart for chart in document(plan_result()).charts() if isinstance(chart, BarChart)]
+    bars = [bar for chart in charts for bar in chart.bars if bar.total is not None and bar.total.half_width > 0.05]
+    assert bars
+    for bar in bars:
+        digits = bar.time.removesuffix(" ms").replace(",", "")
+        assert len(digits.strip("0.")) <= 3, bar.time
+
+
+def test_memory_of_a_plan_ends_at_that_of_the_gpu() -> None:
+    result = plan_result()
+    [chart] = [chart for chart in document(result).charts() if isinstance(chart, CurveChart)]
+    assert chart.limit == result.memory_gb
+    assert max(float(place) for place in chart.places) <= chart.limit
+    assert "GB" in chart.axis
+
+
+def test_in_python_a_result_says_its_answer(several: ForecastResult) -> None:
+    assert repr(several).startswith("<ForecastResult: FORECAST: fastest is b200.")
+    assert len(several._repr_html_()) < 150_000
+    assert len(plan_result()._repr_html_()) < 150_000
