@@ -159,4 +159,6 @@ def test_a_notebook_shows_the_answer_first(kind: str) -> None:
         assert places[0] < html.index("<img") < places[1]
         assert html.count("<img") == 1
     assert html[: places[2]].count("<table>") == 1  # the main table; the others are collapsed
-    assert html.count("<table>") == len(told.tables()) + (told.summary is not None)
+    shown = [table for section in told.sections[:8] for table in section.tables()]
+    assert html.count("<table>") == len(shown) + (told.summary is not None)
+    assert ("more sections: result.frames()" in html) == (len(told.sections) > 8)
