@@ -14,8 +14,11 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import damage  # noqa: E402
+import gemmscope  # noqa: E402
+from gemmscope.document import document  # noqa: E402
 from gemmscope.numerics.evaluation.gradients import with_arriving_errors  # noqa: E402
 from gemmscope.numerics.evaluation.mixes import with_mix  # noqa: E402
+from gemmscope.numerics.recording import read_recording  # noqa: E402
 from gemmscope.results.numerics import NumericsResult  # noqa: E402
 from support.recorded import measure_few  # noqa: E402
 
@@ -96,3 +99,53 @@ def test_a_gradient_that_is_all_error_counts_in_the_mix(trained: tuple[Any, Nume
     assert mixed.chosen is not None
     layer, linear = damage.cells_of(harmless)
     assert linear in mixed.chosen.linears or layer < mixed.chosen.first_layers or layer >= 2 - mixed.chosen.last_layers
+
+
+def test_a_probe_measures_the_divergence_in_the_training_itself(
+    trained: tuple[Any, NumericsResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model, batches), _ = trained
+    measure_few(monkeypatch)
+    model.train()
+    state = torch.get_rng_state()
+    with gemmscope.record_tensors(
+        model, tmp_path / "r.safetensors", steps=1, after=0, probe=lambda: model(input_ids=batches[0]).logits
+    ) as recording:
+        model(input_ids=batches[0], labels=batches[0]).loss.backward()
+        recording.step()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(module.training for module in model.modules())
+    probes = {(one.recipe, one.layer): one for one in read_recording(tmp_path / "r.safetensors").probes}
+    assert {recipe for recipe, _ in probes} == {"FP8Current", "FP8Block", "MXFP8", "NVFP4"}
+    units = damage.units_of(model)
+    every = [unit for own in units.values() for unit in own]
+    first = [unit for path, own in units.items() if damage.layer_of(path) == 0 for unit in own]
+    truth = damage.divergences(model, {"all": every, "first": first}, batches[:1])
+    assert probes["NVFP4", None].divergence == pytest.approx(truth["all"], rel=1e-3)
+    assert probes["NVFP4", 0].divergence == pytest.approx(truth["first"], rel=1e-3)
+    assert (probes["NVFP4", None].linears, probes["NVFP4", 0].linears) == (14, 7)
+    result = gemmscope.quantization_errors(tmp_path / "r.safetensors", recipes=["NVFP4"])
+    shown = {(one.recipe, one.layer): one for one in result.probed}
+    assert shown["NVFP4", None].predicted == pytest.approx(shown["NVFP4", None].measured, rel=0.7)
+    assert shown["MXFP8", None].predicted is None
+    assert "Damage, predicted and measured" in [table.title for table in document(result).tables()]
+
+
+def test_a_probe_that_fails_costs_nothing_else(
+    trained: tuple[Any, NumericsResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model, batches), _ = trained
+    measure_few(monkeypatch)
+
+    def fails() -> torch.Tensor:
+        raise RuntimeError("no batch")
+
+    for probe, message in ((fails, "no batch"), (lambda: model(input_ids=batches[0]), "must return logits")):
+        with gemmscope.record_tensors(model, tmp_path / "r.safetensors", steps=1, after=0, probe=probe) as recording:
+            model(input_ids=batches[0], labels=batches[0]).loss.backward()
+            recording.step()
+        said = capsys.readouterr().err
+        assert "nothing was probed, the recording is complete" in said
+        assert message in said
+        assert read_recording(tmp_path / "r.safetensors").probes == ()
+        assert all(module.training for module in model.modules())

@@ -21,6 +21,7 @@ from gemmscope.document.numerics_tables import (
     mix_name,
     mix_table,
     operand_table,
+    probed_table,
     recipe_map,
     recipe_table,
     stale_table,
@@ -281,7 +282,7 @@ def _sections(result: NumericsResult, marked: str) -> tuple[Section, ...]:
     by_recipe = recipe_map(result, marked, main=scatter is None and not maps)
     return sections(
         {
-            "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked)],
+            "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked), probed_table(result, marked)],
             "Layers and linears": [*maps, worst_table(result, marked)],
             "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
             "Delayed scaling": [stale_table(result, marked)],

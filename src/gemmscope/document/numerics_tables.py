@@ -366,6 +366,19 @@ def stale_table(result: NumericsResult, marked: str) -> Table:
     )
 
 
+def probed_table(result: NumericsResult, marked: str) -> Table:
+    """What a probe measured, beside what is predicted."""
+    return table(
+        f"{marked}Damage, predicted and measured",
+        result.probed,
+        Column("Recipe", lambda one: one.recipe),
+        Column("Layers", lambda one: "all" if one.layer is None else str(one.layer)),
+        Column("Predicted", lambda one: one.predicted, ".2g"),
+        Column("Measured", lambda one: one.measured, ".2g"),
+        note=phrase("numerics-probed"),
+    )
+
+
 def depth_charts(result: NumericsResult, marked: str) -> Iterator[CurveChart]:
     """The error of the output of every layer, and of its gradient, with a recipe in all linears at once."""
     for title, values in (

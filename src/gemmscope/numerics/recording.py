@@ -145,6 +145,18 @@ class LinearFacts(Part):
         return tuple(step for step in self.steps if step.outputs)
 
 
+class ProbeFacts(Part):
+    """A measured divergence of the model's predictions."""
+
+    recipe: str
+    layer: int | None = None
+    """The only layer in low precision; null: all of them."""
+    divergence: float
+    """KL, in nats for each prediction."""
+    linears: int = 0
+    """Calls of linears that were quantized."""
+
+
 class RecordingFacts(Part):
     """The metadata of a recording."""
 
@@ -162,6 +174,8 @@ class RecordingFacts(Part):
     notes: tuple[str, ...] = ()
     """What could not be recorded."""
     linears: tuple[LinearFacts, ...] = ()
+    probes: tuple[ProbeFacts, ...] = ()
+    """What the user's own forward pass measured, if it was asked for."""
 
 
 def nonfinite_values(tensor: TensorName) -> str:

@@ -221,6 +221,16 @@ class MixedPrecision(Part):
     """Framework → lines to paste for the chosen mix."""
 
 
+class ProbedDamage(Part):
+    """The divergence of the model's predictions, as a probe measured it and as it is predicted."""
+
+    recipe: str
+    layer: int | None = None
+    """The only layer in low precision; null: all of them."""
+    measured: float
+    predicted: float | None = None
+
+
 class NumericsResult(Result):
     """Quantization error of every linear, pass and recipe."""
 
@@ -239,6 +249,7 @@ class NumericsResult(Result):
     """The smallest error first."""
     linears: tuple[LinearError, ...] = ()
     stale: tuple[StaleScale, ...] = ()
+    probed: tuple[ProbedDamage, ...] = ()
     depth: tuple[DepthError, ...] = ()
     speed_origin: Origin | None = None
     speed_of: Literal["step", "linears"] | None = None

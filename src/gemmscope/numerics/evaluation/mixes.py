@@ -33,7 +33,7 @@ from gemmscope.paste.mix import mix_to_paste
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.recipe.support import run_together
 from gemmscope.results.base import ModelSummary
-from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, NumericsResult
+from gemmscope.results.numerics import LinearError, Mix, MixedPrecision, NumericsResult, ProbedDamage
 from gemmscope.roles import role_named
 
 MOST_ENDS = 16  # first layers, and last layers; with more, it is simpler to keep a linear
@@ -240,12 +240,21 @@ def with_mix(
         update={
             "recipes": recipes,
             "mixed": mixed,
+            "probed": tuple(one.model_copy(update={"predicted": predicted_damage(table, one)}) for one in result.probed),
             "findings": tuple(findings),
             "speed_origin": speeds.origin,
             "speed_of": speeds.of,
             "speed_gpu": speeds.gpu,
         }
     )
+
+
+def predicted_damage(table: ErrorTable, probed: ProbedDamage) -> float | None:
+    """The predicted damage of what a probe measured; None where it is not known."""
+    if probed.recipe not in table.damage or probed.layer not in (None, *table.layers):
+        return None
+    damage = table.damage[probed.recipe]
+    return float(damage.sum() if probed.layer is None else damage[table.layers.index(probed.layer)].sum())
 
 
 def _stays_in_baseline(table: ErrorTable) -> Iterator[Finding]:

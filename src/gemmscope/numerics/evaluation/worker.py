@@ -29,7 +29,7 @@ from gemmscope.numerics.recording import LinearFacts, RecordingFacts, read_recor
 from gemmscope.process import messages_to_parent
 from gemmscope.reading import called
 from gemmscope.recipe.recipes import recipe
-from gemmscope.results.numerics import NumericsResult
+from gemmscope.results.numerics import NumericsResult, ProbedDamage
 from gemmscope.workload.ops import OPERANDS
 
 THREADS = 8  # on any machine: sums over threads depend on how many there are
@@ -90,6 +90,7 @@ def about(facts: RecordingFacts, request: ErrorsRequest) -> NumericsResult:
         origin=facts.origin,
         model_name=facts.model,
         steps=facts.steps,
+        probed=tuple(ProbedDamage(recipe=one.recipe, layer=one.layer, measured=one.divergence) for one in facts.probes),
         tokens=tokens.pop() if len(tokens) == 1 else TOKENS if facts.source == "synthetic" else None,
         layers=len({linear.layer for linear in facts.linears if linear.layer is not None}),
         device=torch.cuda.get_device_name(request.device) if request.device.startswith("cuda") else request.device,

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, in_a_line
 from gemmscope.grouping import grouped
 from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
 from gemmscope.numerics.in_training.experts import ExpertHooks
 from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, LinearHooks, kind_of, module_weights
 from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
+from gemmscope.numerics.in_training.probe import measured_divergences
 from gemmscope.numerics.names import CHUNK, LinearName, few_experts, few_of, name_linears, unwrapped
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts, earlier_maxima, write_recording
+from gemmscope.numerics.recording import LinearFacts, ProbeFacts, RecordingFacts, earlier_maxima, write_recording
 from gemmscope.say import say
 from gemmscope.training import Guard
 from gemmscope.units import counted
@@ -46,6 +47,7 @@ class ModelRecorder:
         self._capture: StepCapture | None = None
         self._hooks: list[LinearHooks | ExpertHooks] = []
         self._problems: dict[str, str] = {}
+        self._model = model if settings["probe"] is not None else None
 
     def begin_step(self, step: int, number: int) -> None:
         """Hook the linears. A part of them is measured, another one in each of the recorded steps."""
@@ -86,10 +88,23 @@ class ModelRecorder:
         facts = RecordingFacts(
             source="recording", model=self._model_name, seed=self._settings["seed"], rank=self._settings["rank"],
             steps=tuple(sorted({step.step for linear in linears for step in linear.steps})), notes=self._notes, linears=linears,
-            packages={"torch": torch.__version__, **self._settings["packages"]},
+            packages={"torch": torch.__version__, **self._settings["packages"]}, probes=self._probed(),
         )  # fmt: skip
         write_recording(path, facts)
         return ""
+
+    def _probed(self) -> tuple[ProbeFacts, ...]:
+        """What the user's forward pass gives, once with each recipe and each layer. What fails there is said, and costs nothing
+        else."""
+        if self._model is None:
+            return ()
+        say("gemmscope: probe: the forward pass that was given runs up to 25 times, without gradients")
+        try:
+            layers = {key: linear.layer for key, linear in self._linears.items()}
+            return tuple(measured_divergences(self._model, layers, self._settings["probe"]))
+        except Exception as error:
+            say(f"gemmscope: nothing was probed, the recording is complete: {in_a_line(error)}")
+            return ()
 
     def _described(self, key: str, linear: LinearFacts) -> LinearFacts:
         """The facts for the file."""

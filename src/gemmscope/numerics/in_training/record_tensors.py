@@ -15,7 +15,7 @@ what compiled modules do not show is not recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,9 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
     modules, as Megatron has for a pipeline stage. `seed`: of the tokens that are drawn. `samples`: in how many of the recorded
     steps each linear is measured, at least; the work of a step grows with it. `ranks`: the processes of a distributed job that
     write a file; with more than one, each file name includes the rank. `megabytes` is ignored: files are small, whatever it says.
-    """
+    `probe`: a function that runs the model on batches that training has not seen, and returns the logits. After the recorded
+    steps, it runs with every recipe in all layers, and with the coarsest one in one layer at a time, without gradients: the
+    measured damage."""
 
     @known_keywords
     def __init__(
@@ -55,6 +57,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         seed: int = 0,
         samples: int = 1,
         ranks: tuple[int, ...] = (0,),
+        probe: Callable[[], Any] | None = None,
     ) -> None:
         if not all(hasattr(one, "named_modules") for one in (model if isinstance(model, (list, tuple)) else [model])):
             raise ValueError(f"model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
@@ -72,7 +75,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         self.recorded = self._entered = False
         self._guard = Guard("no tensors are recorded", self._release)
         self._settings: dict[str, Any] = {
-            "steps": steps, "samples": samples, "seed": seed, "rank": rank, "packages": package_versions()
+            "steps": steps, "samples": samples, "seed": seed, "probe": probe, "rank": rank, "packages": package_versions()
         }  # fmt: skip
         self._model = model
         self._wanted = rank in ranks
@@ -146,5 +149,6 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
     def _release(self) -> None:
         """Remove everything from the model, and forget it."""
         recorder, self._recorder, self._model, self._next = self._recorder, None, None, -1
+        self._settings["probe"] = None
         if recorder is not None:
             recorder.remove()
