@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import damage  # noqa: E402
 import gemmscope  # noqa: E402
 from gemmscope.document import document  # noqa: E402
-from gemmscope.numerics.evaluation.gradients import with_arriving_errors  # noqa: E402
+from gemmscope.numerics.evaluation.error_table import with_arriving_errors  # noqa: E402
 from gemmscope.numerics.evaluation.mixes import with_mix  # noqa: E402
 from gemmscope.numerics.recording import read_recording  # noqa: E402
 from gemmscope.results.numerics import NumericsResult  # noqa: E402

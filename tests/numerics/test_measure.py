@@ -14,12 +14,11 @@ from hypothesis import strategies as st  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from gemmscope.numerics import measure  # noqa: E402
-from gemmscope.numerics.evaluation.gradients import completed  # noqa: E402
+from gemmscope.numerics.evaluation.error_table import completed  # noqa: E402
 from gemmscope.numerics.evaluation.linear_errors import growth_of_maxima, linear_error  # noqa: E402
 from gemmscope.numerics.measure import Drawn, LinearMeasurement, WeightPieces, weight_numbers  # noqa: E402
-from gemmscope.numerics.measured import operand_numbers, step_facts  # noqa: E402
 from gemmscope.numerics.quantizers import operands  # noqa: E402
-from gemmscope.numerics.recording import LinearFacts, StepFacts, TensorFacts, earlier_maxima  # noqa: E402
+from gemmscope.numerics.recording import LinearFacts, StepFacts, TensorFacts, earlier_maxima, operand_numbers, step_facts  # noqa: E402  # noqa: E402
 from gemmscope.results.numerics import PassError  # noqa: E402
 
 RECIPES = ("FP8Current", "FP8Block", "MXFP8", "NVFP4", "FP8Rowwise")

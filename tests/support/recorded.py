@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemmscope
 from gemmscope.numerics import measure
-from gemmscope.numerics.measured import step_facts
-from gemmscope.numerics.recording import LinearFacts
+from gemmscope.numerics.recording import LinearFacts, step_facts
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from gemmscope.gpu.specs import gpu as gpu_named
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import linear_cases, rank_workload
 from gemmscope.numerics.evaluation.error_findings import error_findings
-from gemmscope.numerics.evaluation.gradients import completed
+from gemmscope.numerics.evaluation.error_table import completed
 from gemmscope.numerics.evaluation.mixes import with_mix
 from gemmscope.numerics.evaluation.requests import (
     ComputedErrors,

@@ -10,7 +10,7 @@ Of fprop, the damage is measured, too: half of the sum over tokens of ‚ü®dY_t, Œ
 of the model's predictions (an empirical Fisher term), for a loss that is a sum over tokens. Of wgrad, the tokens are divided
 into `GROUPS` parts: what the errors of all parts have in common is bias, the rest is noise, and so is the gradient's own.
 
-What is returned are sums on the tensors' device, which `measured.py` makes numbers of. Nothing is read back here, no random
+What is returned are sums on the tensors' device, which `recording.py` makes numbers of. Nothing is read back here, no random
 number of the training is used, and nothing depends on a value."""
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemmscope.numerics.measured import GROUPS
 from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, libraries_of, operands
-from gemmscope.numerics.recording import variant_name
+from gemmscope.numerics.recording import GROUPS, variant_name
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 

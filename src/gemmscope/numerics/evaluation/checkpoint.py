@@ -21,9 +21,8 @@ from torch import Tensor
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.evaluation.requests import ModelLinears
 from gemmscope.numerics.measure import tensor_numbers, weight_numbers
-from gemmscope.numerics.measured import operand_numbers, tensor_facts
 from gemmscope.numerics.names import LinearName, few_experts, name_linears
-from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, nonfinite_values
+from gemmscope.numerics.recording import METADATA, LinearFacts, RecordingFacts, nonfinite_values, operand_numbers, tensor_facts
 from gemmscope.numerics.safetensors import StoredTensor, TensorFile, read_header
 from gemmscope.reading import LIMITS, called, parse_json, read_text
 from gemmscope.units import counted

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from gemmscope.numerics.measure import LinearMeasurement
-from gemmscope.numerics.measured import step_facts
 from gemmscope.numerics.names import number_of
-from gemmscope.numerics.recording import LinearFacts, RecordingFacts
+from gemmscope.numerics.recording import LinearFacts, RecordingFacts, step_facts
 from gemmscope.roles import key_of
 
 TOKENS = 1024

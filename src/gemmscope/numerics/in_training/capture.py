@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from gemmscope.errors import in_a_line
 from gemmscope.numerics.in_training.hooks import Hook, unchanged
 from gemmscope.numerics.measure import LinearMeasurement, amax_of
-from gemmscope.numerics.measured import step_facts
 from gemmscope.numerics.names import number_of
-from gemmscope.numerics.recording import StepFacts, TensorFacts
+from gemmscope.numerics.recording import StepFacts, TensorFacts, step_facts
 from gemmscope.training import Guard
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 

@@ -46,7 +46,7 @@ class QuantizedLinears(TorchFunctionMode):  # type: ignore[misc]
 def measured_divergences(model: nn.Module, layers: Mapping[str, int | None], run: Run) -> Iterator[ProbeFacts]:
     """The divergence (KL) of the predictions that `run` returns: with every recipe in all linears of the layers, then one layer
     at a time in the recipe of the fewest bits. `layers`: path of a linear, or of an expert, → its layer."""
-    weights = {path: found for path in layers if (found := _weight(model, path)) is not None}
+    weights = {path: own for path in layers if (own := _weight(model, path)) is not None}
     inside = {path: layer for path, layer in layers.items() if layer is not None and path in weights}
     known = [
         name for name, one in recipes().items() if one.quantizes and "transformer_engine" in one.backends and not one.delayed
