@@ -18,7 +18,7 @@ import pytest
 from gemmscope.pool import ray_actor
 from gemmscope.pool.place_messages import PLACE_WORKER, PlaceSetup, unit_line
 from gemmscope.pool.pool import Unit
-from gemmscope.pool.ray_actor import FOLDER, PlaceActor, remove_unused, unpack
+from gemmscope.pool.ray_actor import FOLDER, PlaceActor, remove_abandoned, remove_unused, unpack
 from gemmscope.pool.ray_bridge import pack_code
 from support.pools import Script
 from support.processes import MARKER, alive, left_running, wait_until
@@ -176,6 +176,18 @@ def test_what_others_left_or_prepared(temporary: Path) -> None:
     assert list(foreign.iterdir()) == []
     mine.unlink()
     foreign.rmdir()
+
+
+def test_a_bundle_whose_actors_were_killed_is_removed_at_the_end(temporary: Path) -> None:
+    """An actor has a few seconds to remove what it unpacked; on a busy machine that is not always enough."""
+    folder, lock = unpack(make_small_zip(), "0123456789abcdef")
+    remove_abandoned(temporary)
+    assert folder.exists()  # its actor lives
+    os.close(lock)
+    remove_abandoned(temporary, "0123456789abcdef")
+    assert folder.exists()
+    remove_abandoned(temporary)
+    assert not folder.exists()
 
 
 def make_small_zip() -> bytes:

@@ -181,10 +181,10 @@ def remove_unused(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
-def remove_abandoned(parent: Path, digest: str) -> None:
-    """Remove other bundles that actors of this user have left: those that nobody has locked."""
+def remove_abandoned(parent: Path, keep: str = "none") -> None:
+    """Remove bundles that actors of this user have left: those that nobody has locked. `keep`: the digest of one that stays."""
     for path in parent.glob(f"{FOLDER}{os.getuid()}-*"):
-        if path.name.endswith(digest) or not re.fullmatch(rf"{FOLDER}\d+-[0-9a-f]{{16}}", path.name):
+        if path.name.endswith(keep) or not re.fullmatch(rf"{FOLDER}\d+-[0-9a-f]{{16}}", path.name):
             continue
         with suppress(OSError):
             remove_unused(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))

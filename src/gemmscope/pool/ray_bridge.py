@@ -24,6 +24,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Coroutine, Iterable, Iterator
@@ -462,6 +463,7 @@ def main() -> None:
         if ray is not None:
             asyncio.run(Bridge(ray, request, outgoing, pack_code()).run())
             ray.shutdown()
+            ray_actor.remove_abandoned(Path(tempfile.gettempdir()))  # of actors on this machine that had no time to
 
 
 if __name__ == "__main__":
