@@ -353,7 +353,7 @@ def report(case: str, loop: dict[str, list[float]], graphs: dict[str, list[float
             f" | graph {replayed:8.2f} {base[1] / replayed:5.3f}x"
             f" | step {value(own.get('step_ms'))} {value(own.get('speedup'))}"
             f" | GPU {value(own.get('gpu_ms'))} {value(own.get('gpu_speedup'))} {own.get('gpu_time_from')}"
-            f" | launch {value(own.get('launch_ms'))} | late {own.get('late_rounds')} of {own.get('rounds')}"
+            f" | launch {value(own.get('host_ms'))} | late {own.get('late_rounds')} of {own.get('rounds')}"
         )
         rows[recipe] = {"loop_ms": times, "graph_ms": graphs.get(recipe), "step": own}
     for finding in result.get("findings", ()):

@@ -12,8 +12,10 @@ from gemmscope.explain.recorded_trace import read_trace
 from support.traces import BF16, FP8, Builder, codes, fact, shared_trace
 
 
-def recorded(path: Path, kernel: str, late_us: float, *, shapes: bool = True, **head: object) -> TraceDiagnosis:
-    """Three steps of ten GEMMs of 100 us, each of which begins `late_us` after the one before has ended."""
+def recorded(
+    path: Path, kernel: str, late_us: float, *, shapes: bool = True, kernel_us: float = 100.0, **head: object
+) -> TraceDiagnosis:
+    """Three steps of ten GEMMs of `kernel_us`, each of which begins `late_us` after the one before has ended."""
     trace, moment = Builder(), 10_000.0
     for step in range(3):
         first = moment
@@ -21,8 +23,8 @@ def recorded(path: Path, kernel: str, late_us: float, *, shapes: bool = True, **
             key = {"External id": 100 * step + number + 1}
             sizes = {"Input Dims": [[8192, 4096], [4096, 4096]]} if shapes else {}
             trace.mark("aten::mm", moment - 7, 6, "cpu_op", args={**key, **sizes})
-            trace.kernel(kernel, moment, 100.0, launched=moment - 5, args=key)
-            moment += 100.0 + late_us
+            trace.kernel(kernel, moment, kernel_us, launched=moment - 5, args=key)
+            moment += kernel_us + late_us
         trace.mark(f"ProfilerStep#{step}", first - 9, moment - first)
         trace.mark("Optimizer.zero_grad#SGD", first - 9, 1)
     return trace.diagnose(path, **head)
@@ -40,6 +42,13 @@ def test_no_speedup_of_a_step_that_recording_slowed(tmp_path: Path) -> None:
     assert "twin-speedup" not in codes(comparison.findings)
     assert fact(comparison.findings, "twin-recording", "files") == ["fast.json"]
     assert comparison.parts[-1].speedup is None
+
+
+def test_kernels_without_durations_have_no_speedup(tmp_path: Path) -> None:
+    """As damaged traces have them: the GPU is never busy."""
+    slow = recorded(tmp_path / "slow.json", BF16, 60.0)
+    comparison = with_twin(slow, recorded(tmp_path / "fast.json", FP8, 60.0, kernel_us=0.0))
+    assert not {"twin-speedup", "twin-recording"} & set(codes(comparison.findings))
 
 
 def test_steps_timed_without_the_profiler_correct_idle_time_and_comparisons(tmp_path: Path) -> None:

@@ -48,9 +48,10 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
         for part, speedup in zip(sides, speedups, strict=True)
     ]
     before_ms, after_ms = (recording.step_ms for recording in recordings)
-    findings = [finding("twin-speedup", speedup=before_ms / after_ms, before_ms=before_ms, after_ms=after_ms)]
-    if slowed:
-        busy = slow.account.busy_ms, fast.account.busy_ms
+    busy, findings = (slow.account.busy_ms, fast.account.busy_ms), []
+    if not slowed:
+        findings = [finding("twin-speedup", speedup=before_ms / after_ms, before_ms=before_ms, after_ms=after_ms)]
+    elif all(busy):
         findings = [finding("twin-recording", files=slowed, speedup=busy[0] / busy[1], before_ms=busy[0], after_ms=busy[1])]
     if after.get("GEMMs") and before.get("GEMMs"):
         findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))

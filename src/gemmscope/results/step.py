@@ -109,8 +109,8 @@ class StepTime(Part):
     """GPU time: the step where launches are never late."""
     gpu_speedup: Interval | None = None
     """Of the GPU time over that of BF16."""
-    launch_ms: Annotated[Interval | None, NUMBER, Field(validation_alias=AliasChoices("launch_ms", "host_ms"))] = None
-    """Launch time: what the CPU takes to launch the step."""
+    launch_ms: Annotated[Interval | None, NUMBER, Field(alias="host_ms")] = None
+    """Launch time: what the CPU takes to launch the step. In run files it has its first name, `host_ms`."""
     gpu_time_from: Literal["graph", "timely rounds", "kernels"] | None = None
     """How the GPU time of a measured step was measured: the step as a CUDA graph, the rounds in which the CPU launched early
     enough, or the timestamps of its kernels."""
