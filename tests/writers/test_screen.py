@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.console import Console
 
 from gemmscope.document import document
 from gemmscope.document.model import Document
 from gemmscope.document.table import Cell, Head, Table
 from gemmscope.writers import terminal
+from gemmscope.writers.markdown import pipe_table
 from gemmscope.writers.terminal import fitted, table_lines
 from support.results import RESULTS
 
@@ -97,3 +100,38 @@ def test_on_a_terminal_without_utf_8_and_without_color(monkeypatch: pytest.Monke
     assert "FP8Delayed is fastest" in shown
     assert "\x1b" not in shown
     assert "\\u" not in shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_answer_recommends_is_marked(name: str) -> None:
+    """Bold in Markdown and where a terminal has colours; plain text is the same with and without the mark."""
+    doc = told(name)
+    tables = [table for table in (doc.summary, *doc.tables()) if table is not None and table.marked]
+    for marked in tables:
+        place = [column.name for column in marked.columns].index("Recipe")
+        recipes = {marked.rows[row][place].text for row in marked.marked}
+        said = " ".join([doc.answer, *doc.because])
+        assert name == "plan of several models" or all(recipe in said for recipe in recipes)
+        assert len(marked.marked) < len(marked.rows)
+        unmarked = replace(marked, marked=())
+        assert [line.plain for line in table_lines(marked, 2000)] == [line.plain for line in table_lines(unmarked, 2000)]
+        bold = sum("bold" in str(span.style) for line in table_lines(marked, 2000) for span in line.spans)
+        heads = sum("bold" in str(span.style) for line in table_lines(unmarked, 2000) for span in line.spans)
+        assert bold == heads + len(marked.marked) * len(marked.columns)
+        best = [line for line in pipe_table(marked).splitlines()[2:] if line.startswith("| **")]
+        assert [line.replace("**", "") for line in best] == [pipe_table(unmarked).splitlines()[2 + row] for row in marked.marked]
+    if re.match(r"(FORECAST: )?(Use|Stay with) ", doc.answer) and doc.kind in ("step", "forecast"):
+        assert doc.summary is not None
+        assert doc.summary.marked
+        assert tables[0] is doc.summary
+    if "oo close to call:" in doc.answer:
+        assert not tables
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_colours_are_the_terminals(colours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    out = io.StringIO()
+    screen = terminal.Screen(out, 100) if not colours else Console(file=out, width=100, force_terminal=True, _environ={})
+    terminal.show(told("forecast"), console=screen)
+    assert ("\x1b[1m" in out.getvalue()) is colours

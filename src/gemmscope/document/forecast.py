@@ -36,6 +36,7 @@ from gemmscope.document.step_parts import (
     over_common,
     over_other_gpu,
     per_gpu,
+    recommended,
     speedup_value,
     step_answer,
     step_chart,
@@ -264,7 +265,11 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     rows = [(gpu, name) for gpu in gpus for name in gpu.linears.recipes]
     what = "linears of one micro-batch on one rank" + (", and the training step" if first is not None else "")
     note = phrase("forecast-means", unit=first.unit.capitalize()) if first is not None else ""
-    return table(f"FORECAST: {what} [90% error bar]", rows, *columns, note=note)
+    return table(f"FORECAST: {what} [90% error bar]", rows, *columns, note=note, recommended=_recommended)
+
+
+def _recommended(row: tuple[GpuForecast, str]) -> bool:
+    return row[0].step is not None and recommended(row[0].step, row[1])
 
 
 StepRow = tuple[str, StepTimes, StepTime]

@@ -76,6 +76,7 @@ def summary(result: PlanResult) -> Table | None:
         *_numbers(result, {"MFU": 4, "Days": 3, "Speed": 3, "Cost": 2}),
         note=" ".join([*notes, _cost_note(result)]).strip(),
         sparse=True,
+        recommended=lambda layout: layout is point.best,
     )
 
 
@@ -180,6 +181,7 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note
         Column("Remarks", _remarks),
         note=f"{note}{costs}".strip(),
         sparse=True,
+        recommended=lambda layout: any(layout is point.best for point in result.points),
     )
 
 

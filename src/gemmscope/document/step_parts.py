@@ -44,6 +44,14 @@ def speedup_value(time: StepTime) -> Value:
     return BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else time.speedup
 
 
+def recommended(times: StepTimes, recipe: str) -> bool:
+    """Whether the answer says to use this recipe: none is where it is too close to call, or may not fit."""
+    winner = times.winner
+    if winner is None or len(times.recipes) < 2 or winner.best in times.may_not_fit:
+        return False
+    return recipe == winner.best and BASELINE not in winner.rivals and not (recipe == BASELINE and winner.rivals)
+
+
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
     return table(
@@ -59,6 +67,7 @@ def step_table(times: StepTimes) -> Table:
         Column("Launch ms", lambda time: time.launch_ms, "ms"),
         Column("Peak memory", lambda time: time.peak_bytes, "GB"),
         sparse=True,
+        recommended=lambda time: recommended(times, time.recipe),
     )
 
 
@@ -104,6 +113,7 @@ def step_summary(steps: Mapping[str, StepTimes]) -> Table | None:
         Column("Cost", lambda row: row[2].cost.money if row[2].cost else None, "amount", drop=2),
         note=note,
         sparse=True,
+        recommended=lambda row: recommended(row[1], row[2].recipe),
     )
 
 

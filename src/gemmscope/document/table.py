@@ -42,12 +42,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Table:
-    """`note` is a sentence below the title."""
+    """`note` is a sentence below the title; `marked` are the places of the rows that the answer recommends."""
 
     title: str
     columns: tuple[Head, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+    marked: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
@@ -207,18 +208,21 @@ def table(
     note: str = "",
     more: Iterable[Mapping[str, Value]] = (),
     sparse: bool = False,
+    recommended: Callable[[Row], bool] | None = None,
 ) -> Table:
     """A table with a row for each of `rows`. `more`: rows below them, with values for some columns, by their heads.
 
-    `sparse`: leave out the columns without text in any row.
+    `sparse`: leave out the columns without text in any row. `recommended`: whether the answer recommends what a row is about.
 
     >>> table("Squares", [1, 2], Column("n", str), Column("n²", lambda n: n * n, "d"), more=[{"n": "sum", "n²": 5}]).rows[-1]
     (Cell(text='sum', value=None, low=None, high=None, level=''), Cell(text='5', value=5.0, low=None, high=None, level=''))
     """
     shown = [column for column in columns if column.when]
-    lines = [tuple(write(column.cell(row), column.unit) for column in shown) for row in rows]
+    listed = list(rows)
+    lines = [tuple(write(column.cell(row), column.unit) for column in shown) for row in listed]
     lines += [tuple(write(row.get(column.head), column.unit) for column in shown) for row in more]
-    whole = Table(title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note)
+    marked = tuple(place for place, row in enumerate(listed) if recommended is not None and recommended(row))
+    whole = Table(title, tuple(Head(one.head, bool(one.unit), one.drop) for one in shown), tuple(lines), note, marked)
     if not sparse or not lines:
         return whole
     return whole.only([place for place in range(len(shown)) if any(line[place].text.strip("-") for line in lines)])

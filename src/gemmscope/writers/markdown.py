@@ -66,10 +66,16 @@ def titled(table: Table) -> str:
 
 
 def pipe_table(table: Table) -> str:
-    """A Markdown table, without the title."""
+    """A Markdown table, without the title; what is recommended is bold."""
     heads = f"| {' | '.join(_plain(column.name) for column in table.columns)} |"
     rule = "|" + "|".join(" ---: " if column.numeric else " --- " for column in table.columns) + "|"
-    return "\n".join([heads, rule, *[f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]])
+    lines = []
+    for place, row in enumerate(table.rows):
+        texts = [_plain(cell.text) for cell in row]
+        lines.append(
+            f"| {' | '.join(text and f'**{text}**' for text in texts) if place in table.marked else ' | '.join(texts)} |"
+        )
+    return "\n".join([heads, rule, *lines])
 
 
 def _messages(messages: Sequence[Message]) -> str:

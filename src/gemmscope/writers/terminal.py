@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import IO
 
 from rich.cells import cell_len, set_cell_size
@@ -129,7 +130,7 @@ def _detail(document: Document, width: int) -> Iterator[Text]:
 
 
 def _table(table: Table, width: int) -> Iterator[Text]:
-    yield from table_lines(Table(table.title, table.columns, table.rows[:MOST_ROWS], table.note), width)
+    yield from table_lines(replace(table, rows=table.rows[:MOST_ROWS]), width)
     if len(table.rows) > MOST_ROWS:
         yield Text(f"… and {len(table.rows) - MOST_ROWS:,} more rows: --csv and --json write them all", "dim")
 
@@ -223,7 +224,7 @@ def _grid(table: Table, width: int) -> list[Text]:
     rule = Text("─" * min(sum(widths) + GAP * (len(widths) - 1), width), "dim")
     return [
         *[*_row(head, table.columns, widths, bold=True), rule],
-        *(line for row in table.rows for line in _row(row, table.columns, widths)),
+        *(line for place, row in enumerate(table.rows) for line in _row(row, table.columns, widths, bold=place in table.marked)),
     ]
 
 
@@ -235,7 +236,7 @@ def _row(cells: Sequence[Cell], columns: Sequence[Head], widths: Sequence[int], 
         for place, (cell, column, pieces, width) in enumerate(zip(cells, columns, wrapped, widths, strict=True)):
             piece = pieces[number] if number < len(pieces) else ""
             padded = " " * (width - cell_len(piece)) + piece if column.numeric else set_cell_size(piece, width)
-            line.append((" " * GAP if place else "") + padded, "bold" if bold else STYLES[cell.level])
+            line.append((" " * GAP if place else "") + padded, f"{'bold ' * bold}{STYLES[cell.level]}")
         line.rstrip()
         lines.append(line)
     return lines
