@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-MOST = 41_000
+MOST = 40_000
 # The benchmark that writes the page says so in its first lines.
 WRITTEN = ("measured/steps.md", "measured/forecasts.md", "measured/h200.md", "measured/explain.md")
 REFERENCE = (
