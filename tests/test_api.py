@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +65,28 @@ def test_a_forecast_is_what_the_command_writes(tmp_path: Path) -> None:
         result.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
     assert gs.read(tmp_path / "f.json").to_json() == result.to_json()
+
+
+def test_explore_writes_the_page_of_the_command(tmp_path: Path) -> None:
+    model, page = gs.load(**SIZES, gated_mlp=True), tmp_path / "page.html"
+    model.explore("h200", output=page, gpu_count=1, micro_batch_size=1, sequence_length="4k")
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = "--gpu h200 --gpus 1 --micro-batch-size 1 --sequence-length 4096 --gated-mlp -o".split()
+    command = [sys.executable, "-m", "gemmscope", "explore", *sizes, *options, tmp_path / "other.html"]
+    subprocess.run(command, check=True, capture_output=True)
+    data, wanted = (explored(path) for path in (page, tmp_path / "other.html"))
+    assert sorted(data.pop("command").split()) == sorted(wanted.pop("command").split())
+    assert data == wanted
+    with pytest.raises(UserError, match=r"page\.json is not the name of a page"):
+        gs.load("llama-3.2-1b").explore("h200", output="page.json")
+    assert data["points"]
+
+
+def explored(path: Path) -> dict[str, Any]:
+    """The data of a page."""
+    packed = max(re.findall(r"[A-Za-z0-9+/=]{200,}", path.read_text()), key=len)
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    return data
 
 
 def test_sweeps_take_lists() -> None:

@@ -69,6 +69,7 @@ def test_dir_shows_the_api() -> None:
     [
         lambda: gs.load("gpt2").on(1, 64).bench(precison=0.1),
         lambda: gs.load("gpt2").plan("h100", 8, layres=2),
+        lambda: gs.load("gpt2").explore("h100", stcak="nvidia"),
         lambda: gs.bench_gemms(share_gpus=True),
         lambda: gs.explain_trace("x.json", stepps=3),
         lambda: gs.trace_me("x.json", stepps=3),

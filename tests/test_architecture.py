@@ -153,6 +153,7 @@ FILES_WRITTEN = {  # every call that writes a file, and what it writes
     "writers/__init__.py": ["replacing"],  # pages and figures of several run files, and what a command computes for one file
     "writers/figure.py": ["save", "savefig"],
     "api/functions.py": ["save"],
+    "api/models.py": ["save"],  # the page of explore
     "explain/trace_file.py": ["replacing"],
     "numerics/safetensors.py": ["replacing"],  # a recording
     "forecast/calibration.py": ["write_text"],

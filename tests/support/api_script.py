@@ -23,6 +23,10 @@ def every_function() -> None:
         vary={"hidden": [5120, 6144]}, tokens="2T", price=2.5, cuda_graphs=True, network="infiniband-ndr", nvlink_domain=8,
     )  # fmt: skip
     report(plan.best, model.spec)
+    model.explore(
+        "h200", ["b200"], output=Path("page.html"), gpu_count=16, stack="nvidia", micro_batch_size=[1, 2], sequence_length="4k",
+        tokens="2T", price=2.5, recipes="mxfp8", left_out="NVFP4",
+    )  # fmt: skip
     shapes = job.shapes(check=False)
     forecast = job.forecast("b300", ["h200"], gpu_count=8, price={"h200": 2.5}, mix=Path("mix.json"), modes=["autocast"])
     job.forecast(gpu="b300,h200", state="burst", keep_higher="first=1", cache_weights=True, tokens=1e12, price=2)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gemmscope import commands
+from gemmscope import commands, writers
 from gemmscope.api.calls import Names, as_text, prepared, takes
 from gemmscope.api.jobs import Job
-from gemmscope.errors import UserError, in_a_line
+from gemmscope.errors import UserError, in_a_line, in_shell, option
 from gemmscope.job.load import load_model, model_run, with_prediction_layers
 from gemmscope.model import presets
 from gemmscope.model.hf_keys import accepted
 from gemmscope.model.readers import read_text
 from gemmscope.model.spec import ModelSource, ModelSpec
 from gemmscope.options.declare import from_python
-from gemmscope.options.estimating import PlanOptions
+from gemmscope.options.estimating import ExploreOptions, PlanOptions
 from gemmscope.options.job import JobOptions, ModelOptions
+from gemmscope.options.values import names
 from gemmscope.results.plan import PlanResult
 
 ON = "on(micro_batch_size=1, sequence_length=8192)"
@@ -295,3 +297,49 @@ class Model:
         """
         options, context = prepared(f"{self.call}.plan", locals(), PlanOptions, ["gpu"])
         return commands.plan.plan(self.source, options, context)
+
+    @takes(ExploreOptions, without=("gpu", "modes"))
+    def explore(
+        self,
+        *gpus: str | Iterable[str],
+        # options
+        recipes: Names | None = None,
+        left_out: Names | None = None,
+        gpu_count: int | str = 8,
+        stack: Names | None = None,
+        micro_batch_size: int | str | Sequence[int] | None = None,
+        sequence_length: int | str | Sequence[int] | None = None,
+        tokens: float | str = 1000000000000.0,
+        price: float | str | None = None,
+        output: str | Path = "explore.html",
+    ) -> None:
+        """Write a page with controls for GPU, software, layout, batch and recipe: `model.explore("h200", "b200")`.
+
+        Options:
+            recipes: Recipes to compare, such as fp8current,mxfp8. BF16 is always included. [default: all that the GPU supports]
+            left_out: Recipes to skip.
+            gpu_count: Number of GPUs of the layouts, beside one GPU.
+            stack: Software stacks, beside an unnamed one. [default: nvidia,torchtitan,pytorch]
+            micro_batch_size: Micro-batch sizes. [default: 1,2,4,8]
+            sequence_length: Sequence lengths. [default: a quarter, half and all of the usual one]
+            tokens: Training tokens, to estimate the cost of the full run: 2T, 15.5T or 1e12 (k, M, B and T are powers of 1000).
+            price: Price of one GPU-hour.
+            output: The page.
+        """
+        given: dict[str, Any] = locals()
+        sizes = {name: given[name] for name in ("micro_batch_size", "sequence_length") if given[name] is not None}
+        read = {name: ",".join(map(str, [size] if isinstance(size, (int, str)) else size)) for name, size in sizes.items()}
+        options, context = prepared(f"{self.call}.explore", given, ExploreOptions, ["gpus"], gpu=names(gpus), **read)
+        if Path(options.output).suffix.lower() != ".html":
+            raise UserError(f"{options.output} is not the name of a page", option("output", "explore.html"))
+        named = self.arguments or {"config": "CONFIG.json"}  # a dictionary has no name
+        context = replace(context, command=shlex.join(["gemmscope", "explore", *_flags(named)]))  # the page names commands
+        writers.save(options.output, writers.html.explorer(commands.explore.explore(self.source, options, context)))
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments of `load` as words of a command."""
+    for name, value in arguments.items():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            yield in_shell(option(name))
+            yield from [] if one is True else [str(one)]

@@ -283,10 +283,14 @@ class ExploreOptions(RecipeOptions):
     gpu: Annotated[
         list[str],
         Option(
-            "GPUs of the page: h200, b200 and others.", metavar="NAME,...", names="gpu/specs.toml", parse=names, in_python=False
+            "GPUs of the page: h200, b200 and others.",
+            metavar="NAME,...",
+            names="gpu/specs.toml",
+            parse=names,
+            accepts="Names | None",
         ),
     ] = ()  # type: ignore[assignment]
-    gpus: Annotated[int, Option("Number of GPUs of the layouts, beside one GPU.", in_python=False)] = 8
+    gpus: Annotated[int, Option("Number of GPUs of the layouts, beside one GPU.", keyword="gpu_count")] = 8
     stack: Annotated[
         list[str] | None,
         Option(
@@ -295,7 +299,7 @@ class ExploreOptions(RecipeOptions):
             names="forecast/coefficients/stacks.toml stacks",
             parse=lower_names,
             default="nvidia,torchtitan,pytorch",
-            in_python=False,
+            accepts="Names | None",
         ),
     ] = None
     micro_batch_size: Annotated[list[int] | None, _part("micro_batch_size", "Micro-batch sizes.", "1,2,4,8", "Run")] = None
@@ -303,10 +307,10 @@ class ExploreOptions(RecipeOptions):
         list[int] | None, _part("sequence_length", "Sequence lengths.", "a quarter, half and all of the usual one", "Run")
     ] = None
     tokens: Annotated[float, TOKENS] = 1e12
-    price: Annotated[float | None, Option("Price of one GPU-hour.", in_python=False)] = None
-    output: Annotated[str, Option("The page.", metavar="PATH|-", flags=("--output", "-o"), in_python=False, group="Output")] = (
-        "explore.html"
-    )
+    price: Annotated[float | None, Option("Price of one GPU-hour.")] = None
+    output: Annotated[
+        str, Option("The page.", metavar="PATH|-", flags=("--output", "-o"), accepts="str | Path", group="Output")
+    ] = "explore.html"
 
 
 class NumericsOptions(Options):
