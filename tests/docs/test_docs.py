@@ -240,13 +240,14 @@ def test_accuracy_page_says_what_its_table_says() -> None:
     assert f"({max(medians)}% and 16%)" in page
 
 
-def test_python_examples_run() -> None:
+def test_python_examples_run(tmp_path: Path) -> None:
     """The examples of the API page, without the lines that need a GPU or files."""
     text = (ROOT / "docs" / "api.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if "  # needs " not in line]
-    child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
+    assert (tmp_path / "explore.html").stat().st_size > 10_000
     assert "b300 NVFP4" in child.stdout
 
 
