@@ -25,6 +25,7 @@ LINES = {  # measuring commands would measure with values that are valid
     "calibrate": ("", WRONG),
     "numerics": ("--synthetic normal --preset gpt2 --micro-batch-size 1 --sequence-length 8", WRONG),
     "compare": ("first.json second.json", WRONG),
+    "explore": ("mixtral-8x7b h200", WRONG),
     "explain": ("trace.json --preset mixtral-8x7b --micro-batch-size 1 --sequence-length 8", WRONG),
 }
 

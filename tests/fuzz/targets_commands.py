@@ -70,7 +70,7 @@ OUTPUTS = {"perfetto", "folder", "json", "csv", "markdown", "output", "html", "f
 """Options that name what is written."""
 VALUES = {
     "", "N", "X", "NAME", "NAME,...", "N,...", "N,N,...", "NAME=A:B:STEP", "all|N,N,...", "N|all|N,N,...", "PERCENT", "SECONDS",
-    "ADDRESS", "0|1|2|3", "N,MxKxN,...", "N|MxKxN", "first=N,last=N,NAME", "NAME|GB/S", "X|NAME=X,...", "NAME=N,N,...",
+    "ADDRESS", "0|1|2|3", "N,MxKxN,...", "N|MxKxN", "first=N,last=N,NAME", "NAME|GB/S", "X|NAME=X,...", "NAME=N,N,...", "WORD",
 }  # fmt: skip
 """How values are written that are no files, besides lists of choices."""
 BESIDE = {"forecast": ["--gpu", "h200"], "plan": ["--gpu", "h200", "--gpus", "4", "--global-batch", "8"]}

@@ -68,6 +68,6 @@ def framework_titles(names: Collection[str]) -> list[str]:
     """How frameworks are called.
 
     >>> framework_titles(["ddp", "dlrm"])
-    ['DistributedDataParallel', 'DLRM (torchrec, FBGEMM)']
+    ['DLRM (torchrec, FBGEMM)', 'DistributedDataParallel']
     """
     return [rule["title"] for rule in RULES["framework"] if rule["name"] in names]

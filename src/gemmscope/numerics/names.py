@@ -171,7 +171,7 @@ def few_of(numbers: Iterable[int], seed: int, *parts: str | int) -> tuple[int, .
     """A few experts that stand for all of them: the same ones for all linears of a layer.
 
     >>> few_of(range(8), 0, 3, "mlp.experts"), few_of([5], 0)
-    ((1, 2, 5, 6), (5,))
+    ((0, 1, 4, 5), (5,))
     """
     drawn = sorted(numbers, key=lambda number: number_of(seed, *parts, number))[:EXPERTS]
     return tuple(sorted(drawn))
