@@ -70,7 +70,7 @@ def options_of(command: str) -> dict[str, bool]:
     }
 
 
-OPTIONS = {command: options_of(command) for command in COMMANDS}
+OPTIONS = {command: options_of(command) or {"--help": False} for command in COMMANDS}
 
 
 @st.composite
