@@ -244,6 +244,19 @@ def test_other_batches_are_named(tmp_path: Path) -> None:
     assert "a.json: micro-batch 31; b.json: micro-batch 8" in message.text
 
 
+def test_a_trace_does_not_name_its_model(run: Run, tmp_path: Path) -> None:
+    """Beside a run of a model, one warning; beside another trace or bare GEMMs there is nothing to mistake."""
+    trace, forecast = put(tmp_path, "trace.json", "explain"), put(tmp_path, "forecast.json", "forecast")
+    assert run(f"report {forecast} {trace} -o {tmp_path}/page.html").code == 0
+    said = "Nothing on this page shows that trace.json and forecast.json belong together: a trace does not name its model."
+    assert (tmp_path / "page.html").read_text().count(said) == 1
+    _, [message] = report([forecast, trace])
+    assert (message.level, message.text) == ("warning", said)
+    for other in (put(tmp_path, "other.json", "explain syncs"), put(tmp_path, "bare.json", "bench of bare GEMMs")):
+        assert report([other, trace])[1] == []
+    assert report([forecast])[1] == []
+
+
 def test_too_many_runs(tmp_path: Path) -> None:
     paths = [put(tmp_path, f"{index}.json", "bench with a fallback") for index in range(9)]
     with pytest.raises(UserError, match="9 runs are too many"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
+from gemmscope import units
 from gemmscope.document.common import phrase
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
 from gemmscope.document.table import BASELINE_CELL, Column, Table, across, grouped, table
@@ -181,9 +182,10 @@ def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, D
 
 
 def check_together(documents: Sequence[Document]) -> list[Message]:
-    """Raise a `UserError` if the runs do not belong on one page. Return a message if their batches differ.
+    """Raise a `UserError` if the runs do not belong on one page. Return a message if their batches differ, or if a trace stands
+    beside a model.
 
-    Different batches may be compared on purpose, but the reader must know.
+    Different batches may be compared on purpose, but the reader must know. A trace does not name its model.
     """
     if len(documents) > MOST_RUNS:
         raise UserError(f"{len(documents)} runs are too many for one page", f"give at most {MOST_RUNS}")
@@ -193,10 +195,13 @@ def check_together(documents: Sequence[Document]) -> list[Message]:
     differing = [
         name for name in next(iter(batches.values()), {}) if len({str(batch.get(name)) for batch in batches.values()}) > 1
     ]
-    if not differing:
-        return []
     runs = "; ".join(f"{name}: " + ", ".join(f"{key} {batch[key]}" for key in differing) for name, batch in batches.items())
-    return [Message.of(finding("runs-differ", runs=runs))]
+    traces = [document.name for document in documents if document.kind == "explain"]
+    named = [document.name for document in documents if document.subject.model]
+    messages = [Message.of(finding("runs-differ", runs=runs))] if differing else []
+    if traces and named:
+        messages.append(Message.of(finding("trace-of-any-model", traces=units.listed(traces), runs=units.listed(named))))
+    return messages
 
 
 def _must_belong_together(first: Document, second: Document) -> None:
