@@ -49,7 +49,14 @@ def test_a_job_of_torchtitan_with_flags_of_today():
         " activation-checkpoint:selective",
         "x.sh",
     )
-    expected = {"tp": 8, "dp": 4, "sequence_length": 4096, "micro_batch_size": 4, "gradient_accumulation": 2, "recompute": "selective"}
+    expected = {
+        "tp": 8,
+        "dp": 4,
+        "sequence_length": 4096,
+        "micro_batch_size": 4,
+        "gradient_accumulation": 2,
+        "recompute": "selective",
+    }
     assert {name: source.run_settings[name] for name in expected} == expected
     assert source.global_batch == 32
     assert source.model.layers[0].attention.stored_fused  # Q, K and V are one linear
