@@ -247,7 +247,6 @@ def test_python_examples_run(tmp_path: Path) -> None:
     lines = [line for block in blocks for line in block.splitlines() if "  # needs " not in line]
     child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
-    assert (tmp_path / "explore.html").stat().st_size > 10_000
     assert "b300 NVFP4" in child.stdout
 
 

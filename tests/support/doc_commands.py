@@ -77,6 +77,8 @@ def reason_not_to_run(command: str) -> str:
     arguments = command.split()
     if arguments[1] in ("bench", "step", "fleet", "calibrate"):
         return "needs a GPU"
+    if arguments[1] == "explore":
+        return "takes ten seconds: tests/writers/test_explorer.py makes a small page"
     if arguments[1] == "numerics":
         return "imports torch, and needs a recording: tests/cli/test_numerics_cli.py runs it"
     if "--check" in arguments:

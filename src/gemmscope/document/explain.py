@@ -7,7 +7,6 @@ from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, WaterfallChart
 from gemmscope.document.common import command_facts, facts, phrase, sections
 from gemmscope.document.explain_tables import (
-    LONGEST_NAME,
     attention_table,
     causes_table,
     classes_table,
@@ -28,10 +27,7 @@ from gemmscope.document.model import Card, Document, KeyFigure, Message, Subject
 from gemmscope.document.step_parts import part_segments
 from gemmscope.document.table import Table
 from gemmscope.interval import Interval
-from gemmscope.results.base import shortened
 from gemmscope.results.explain import Cause, ExplainResult, StepComparison
-
-MOST_KERNELS = 2  # that a cause names
 
 
 def explain_document(result: ExplainResult, name: str = "") -> Document:
@@ -133,8 +129,7 @@ def _summary(result: ExplainResult) -> Table:
 
 def _evidence(cause: Cause) -> str:
     """What shows the cause, and its main kernels."""
-    names = [shortened(name, LONGEST_NAME) for name in cause.kernels[:MOST_KERNELS]]
-    kernels = [phrase("explain-cause-kernels", kernels=", ".join(names))] if names else []
+    kernels = [phrase("explain-cause-kernels", kernels=", ".join(cause.kernels))] if cause.kernels else []
     return " ".join([*(finding.text for finding in cause.evidence), *kernels])
 
 

@@ -219,7 +219,7 @@ class StepEvidence:
         return self.ms(item for item in self.casts if not item.work_class.fused) + CAST_SHARE * self.ms(fused)
 
 
-def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:
+def main_kernels(items: Iterable[TimedWork], count: int = 2) -> tuple[str, ...]:
     """The names of the kernels that took the most time."""
     names = largest_sums((item.work.name, item.share) for item in items)
     return tuple(map(short_name, list(names)[:count]))

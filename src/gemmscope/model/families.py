@@ -84,7 +84,7 @@ def _language_settings(facts: Mapping[str, Any], language: Mapping[str, Any]) ->
 
 def _letters(name: str) -> str:
     """What a family is called: `gemma` of gemma9, but not of gemmini."""
-    return re.split("[^a-z]", name)[0]
+    return re.split("[^a-z]", name, maxsplit=1)[0]
 
 
 def built_like(config: Mapping[str, Any]) -> str:
@@ -99,7 +99,8 @@ def built_like(config: Mapping[str, Any]) -> str:
     architecture = str(listed[0]).partition("For")[0].lower() if isinstance(listed, list) and listed else ""
     by_architecture = [name for name in known_model_types() if re.sub(r"[_-]", "", name) == architecture]
     given = str(config.get("model_type")).lower()
-    relatives = [name for name in known_model_types() if _letters(name) == _letters(given)]
+    letters = _letters(given)
+    relatives = [name for name in known_model_types() if _letters(name) == letters]
     by_name = closest(given, relatives, cutoff=0.75)
     by_keys = [name for key, name in _KEYS["resembles"].items() if key in config]
     return next(iter([*by_architecture, *by_name, *by_keys]), "")
