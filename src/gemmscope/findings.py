@@ -95,18 +95,20 @@ class _Sentence(Formatter):
         if "|" in format_spec:
             one, _, several = format_spec.partition("|")
             return one if (len(value) if isinstance(value, (list, tuple)) else value) == 1 else several
-        if isinstance(value, (list, tuple)):
-            return units.names(map(units.kernel_name if format_spec == "kernel" else str, value))
-        if isinstance(value, dict):
-            return ", ".join(f"{name} {self.format_field(number, format_spec)}" for name, number in value.items())
-        if isinstance(value, Interval):
-            return units.speedup(value)
-        if format_spec == "ms":
-            return f"{units.milliseconds(value)} ms"
-        if format_spec == "%":
-            return units.percent(value)
+        match value:
+            case list() | tuple():
+                return units.names(map(units.kernel_name if format_spec == "kernel" else str, value))
+            case dict():
+                return ", ".join(f"{name} {self.format_field(number, format_spec)}" for name, number in value.items())
+            case Interval():
+                return units.speedup(value)
+        match format_spec.split():
+            case ["ms"]:
+                return f"{units.milliseconds(value)} ms"
+            case ["%"]:
+                return units.percent(value)
+            case ["count", *noun]:
+                return units.counted(value, " ".join(noun))
         if format_spec.endswith("fx"):
             return f"{value:{format_spec[:-1]}}x"
-        if format_spec.startswith("count "):
-            return units.counted(value, format_spec.removeprefix("count "))
         return str(super().format_field(value, format_spec))

@@ -117,14 +117,15 @@ def _parts(pieces: Sequence[_Piece], pass_of: Sequence[str], casts: str, of_x: i
     after_gemm = False
     for piece in pieces:
         facts, part = piece.facts, "other"
-        if facts.kernel_class == "gemm":
-            gemms += piece.starts_gemm
-            part = pass_of[max(gemms - 1, 0)]
-        elif facts.kernel_class == "quantize" and casts == "once":
-            part = "dY" if gemms else "X" if ended < of_x else "W"
-        elif facts.kernel_class == "quantize":  # of the next GEMM, unless it scales the output of the last one or no GEMM follows
-            scaled = gemms - 1 if after_gemm and facts.scales_output else gemms
-            part = f"for {pass_of[min(scaled, len(pass_of) - 1)]}"
+        match facts.kernel_class:
+            case "gemm":
+                gemms += piece.starts_gemm
+                part = pass_of[max(gemms - 1, 0)]
+            case "quantize" if casts == "once":
+                part = "dY" if gemms else "X" if ended < of_x else "W"
+            case "quantize":  # of the next GEMM, unless it scales the output of the last one or no GEMM follows
+                scaled = gemms - 1 if after_gemm and facts.scales_output else gemms
+                part = f"for {pass_of[min(scaled, len(pass_of) - 1)]}"
         ended += facts.kernel_class == "quantize" and facts.ends_tensor
         after_gemm = facts.kernel_class == "gemm"
         yield part

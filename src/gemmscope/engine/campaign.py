@@ -230,22 +230,23 @@ class Campaign(ABC, Generic[Results]):
             if isinstance(message, Fatal):
                 raise WorkerEndedError("error", message.why, hint=message.hint)
             self._note(message)
-            if isinstance(message, Done):
-                if not enough:
-                    self._enough(attempt.tasks, at_once=True)
-                return True
-            if isinstance(message, Failed) and message.kind == attempt.ends_at:
-                return True
-            if isinstance(message, (Sampled, Round)) and not enough:
-                enough = self._enough(attempt.tasks)
-                if enough and not self.ends_itself:
-                    self._note(Done())
+            match message:
+                case Done():
+                    if not enough:
+                        self._enough(attempt.tasks, at_once=True)
                     return True
-                if enough:
-                    worker.close_input()
-                elif (now := self.wanted(self.rule.open, tasks)) != sent:
-                    worker.tell(now)
-                    sent = now
+                case Failed(kind=kind) if kind == attempt.ends_at:
+                    return True
+                case Sampled() | Round() if not enough:
+                    enough = self._enough(attempt.tasks)
+                    if enough and not self.ends_itself:
+                        self._note(Done())
+                        return True
+                    if enough:
+                        worker.close_input()
+                    elif (now := self.wanted(self.rule.open, tasks)) != sent:
+                        worker.tell(now)
+                        sent = now
         return True  # a signal
 
     def _survive(self, death: WorkerEndedError, tasks: list[str], attempt: Attempt) -> bool:
@@ -278,14 +279,15 @@ class Campaign(ABC, Generic[Results]):
 
     def _note(self, message: Message) -> None:
         """Write a message to the journal, then use it."""
-        if isinstance(message, Hello):
-            self._greeted = True
-            _must_be_alike(self.results.hello, message)
-        elif isinstance(message, Begin):
-            self._at = message.task
-        elif isinstance(message, Sampled) and not self._clock_runs:
-            self.rule.start_clock()
-            self._clock_runs = True
+        match message:
+            case Hello():
+                self._greeted = True
+                _must_be_alike(self.results.hello, message)
+            case Begin(task):
+                self._at = task
+            case Sampled() if not self._clock_runs:
+                self.rule.start_clock()
+                self._clock_runs = True
         problem = self.recording.write(self.part, message)
         self.results.take(message)
         self.on_message(message, self.results)

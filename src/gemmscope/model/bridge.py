@@ -152,16 +152,14 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Ma
     if own:  # the base class of a family: its defaults are known, its sizes are not
         names = [*REQUIRED, "ffn_hidden_size"] if "is_hybrid_model" not in own else ["hidden_size"]
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
-    if not missing:
-        return
-    suggestion = "" if own else did_you_mean(provider, provider_classes())
-    raise UserError(
-        f"model._target_ is {provider[:80]}, a class with default sizes that are not known here; missing: {', '.join(missing)}"
-        if not own
-        else f"model._target_ is {provider}, a class without sizes; missing: {', '.join(missing)}",
-        f"{suggestion}add them under model: (null for what the model does not have), "
-        "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint, which has them all",
-    )
+    if missing:
+        which = "a class without sizes" if own else "a class with default sizes that are not known here"
+        suggestion = "" if own else did_you_mean(provider, provider_classes())
+        raise UserError(
+            f"model._target_ is {provider[:80]}, {which}; missing: {', '.join(missing)}",
+            f"{suggestion}add them under model: (null for what the model does not have), "
+            "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint, which has them all",
+        )
 
 
 def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[str, str]:

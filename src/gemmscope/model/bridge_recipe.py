@@ -209,13 +209,16 @@ def _section(record: Record, deepest: int = 4) -> dict[str, object]:
 
 def _plain(value: object, deepest: int) -> object:
     """A value as a YAML file would have it; `Unknown` where the code does not show it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, deepest - 1) if deepest else None for item in value]
-    if isinstance(value, Record):
-        known = deepest > 0 and value.known()
-        return _section(value, deepest) if known else Unknown(value.name[:60], value.hidden or "it is an object")
-    if isinstance(value, (Code, Import)):
-        return Unknown(value.node.name if isinstance(value, Code) else value.name, "it is code")
+    match value:
+        case list() | tuple():
+            return [_plain(item, deepest - 1) if deepest else None for item in value]
+        case Record():
+            known = deepest > 0 and value.known()
+            return _section(value, deepest) if known else Unknown(value.name[:60], value.hidden or "it is an object")
+        case Code(node):
+            return Unknown(node.name, "it is code")
+        case Import():
+            return Unknown(value.name, "it is code")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec, QkNorm
-from gemmscope.model.limits import check_size, divisors_text, head_size
+from gemmscope.model.limits import check_divides, check_size, divisors_text, head_size
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers, as `layer_types` names them."""
@@ -177,11 +177,12 @@ def number_of_experts(family: FamilyConfig) -> int:
         return experts
     given, chosen = family.value(key), family.value("topk_group")
     groups = check_size(key, 1 if given is None else given, "experts", "correct it in the config")
-    if experts % groups:
-        raise UserError(
-            f"{experts} experts cannot be split into {key} = {groups} equal groups",
-            f"numbers of groups that divide {experts}: {divisors_text(experts)}",
-        )
+    check_divides(
+        groups,
+        experts,
+        f"{experts} experts cannot be split into {key} = {groups} equal groups",
+        f"numbers of groups that divide {experts}",
+    )
     if experts < 2 * groups:
         raise UserError(
             f"{key} = {groups} leaves fewer than two experts in a group, but routing scores a group by two of its experts",
@@ -202,27 +203,30 @@ def feed_forwards(family: FamilyConfig, hidden: int, count: int) -> list[MlpSpec
 
 def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have experts."""
-    rule, first, end, step, dense = family.facts.get("moe_layers"), 0, count, 1, list[Any]()
-    if rule == "period":
-        chosen = periodic(family, "expert_layer", count)
-        return chosen if family.size("num_experts") > 1 else [False] * count
-    if rule == "mlp_layer_types" and (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
-        return [kind == "sparse" for kind in kinds]
-    if rule == "numbered" and (numbers := layer_numbers(family, "moe_layers")) is not None:
-        return [index in numbers for index in range(count)]
-    if rule == "numbered":
-        step = family.size("interleave_moe_layer_step", "layers")
-    elif rule == "sparse_step":
-        step = family.size("decoder_sparse_step", "layers")
-        dense = layer_numbers(family, "mlp_only_layers") or [] if family.value("mlp_only_layers") else []
-        end = 0 if family.optional_size("num_experts") == 0 else count
-    elif rule == "interval":
-        step, first = family.size("moe_layer_interval", "layers"), family.size("moe_layer_start_index")
-        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
-    elif rule in ("after_first", "mlp_layer_types"):
-        first = family.number("dense_first") or 0
-    elif rule is None or (rule == "if_any" and family.size("num_experts") == 0):
-        end = 0
+    first, end, step, dense = 0, count, 1, list[Any]()
+    match family.facts.get("moe_layers"):
+        case "period":
+            chosen = periodic(family, "expert_layer", count)
+            return chosen if family.size("num_experts") > 1 else [False] * count
+        case "mlp_layer_types" if (kinds := per_layer(family, "mlp_layer_types", count)) is not None:
+            return [kind == "sparse" for kind in kinds]
+        case "numbered" if (numbers := layer_numbers(family, "moe_layers")) is not None:
+            return [index in numbers for index in range(count)]
+        case "numbered":
+            step = family.size("interleave_moe_layer_step", "layers")
+        case "sparse_step":
+            step = family.size("decoder_sparse_step", "layers")
+            dense = layer_numbers(family, "mlp_only_layers") or [] if family.value("mlp_only_layers") else []
+            end = 0 if family.optional_size("num_experts") == 0 else count
+        case "interval":
+            step, first = family.size("moe_layer_interval", "layers"), family.size("moe_layer_start_index")
+            end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
+        case "after_first" | "mlp_layer_types":
+            first = family.number("dense_first") or 0
+        case "if_any":
+            end = count if family.size("num_experts") else 0
+        case None:
+            end = 0
     return [first <= index < end and (index + 1) % step == 0 and index not in dense for index in range(count)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gemmscope.errors import UserError
-from gemmscope.model.limits import Checked, Size, check_size, divisors_text
+from gemmscope.model.limits import Checked, Size, check_divides, check_size
 from gemmscope.roles import role
 
 QkNorm = Literal["head", "each_head", "full"]
@@ -106,16 +106,19 @@ class AttentionSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compressed is not None and self.out_width % self.compressed.out_groups:
-            raise UserError(
+        if self.compressed is not None:
+            check_divides(
+                self.compressed.out_groups,
+                self.out_width,
                 f"the attention's output, {self.out_width} wide, cannot be split into o_groups = {self.compressed.out_groups}",
-                f"numbers of groups that divide it: {divisors_text(self.out_width)}",
+                "numbers of groups that divide it",
             )
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
-                f"numbers of key/value heads that divide {self.heads}: {divisors_text(self.heads)}",
-            )
+        check_divides(
+            self.kv_heads,
+            self.heads,
+            f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
+            f"numbers of key/value heads that divide {self.heads}",
+        )
         if self.latent and self.latent.rope_dim > self.head_dim:
             raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the query head ({self.head_dim})")
 
@@ -202,11 +205,12 @@ class MixerSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads % self.groups:
-            raise UserError(
-                f"the mixer's {self.heads} heads are not a multiple of its {self.groups} groups (key heads)",
-                f"numbers of groups that divide {self.heads}: {divisors_text(self.heads)}",
-            )
+        check_divides(
+            self.groups,
+            self.heads,
+            f"the mixer's {self.heads} heads are not a multiple of its {self.groups} groups (key heads)",
+            f"numbers of groups that divide {self.heads}",
+        )
 
     @property
     def name(self) -> str:

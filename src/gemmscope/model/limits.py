@@ -72,9 +72,20 @@ def divisors_text(number: int, most: int = 12) -> str:
     >>> divisors_text(12), divisors_text(12, most=2)
     ('1, 2, 3, 4, 6, 12', '1, 2, …')
     """
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    known = sorted({*small, *(number // divisor for divisor in small)})
+    known = divisors(number)
     return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, the smallest first."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def check_divides(parts: int, size: int, message: str, hint: str) -> None:
+    """Raise a `UserError` with this message unless `parts` divides `size`; its hint ends with the numbers that do."""
+    if size % parts:
+        raise UserError(message, f"{hint}: {divisors_text(size)}")
 
 
 def head_size(hidden: int, heads: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.layer_spec import AttentionSpec, IndexerSpec, MixerSpec
-from gemmscope.model.limits import LARGEST, divisors_text
+from gemmscope.model.limits import LARGEST, check_divides
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, all_but_every
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -150,11 +150,12 @@ def mamba_mixer(settings: MegatronSettings, hidden: int) -> MixerSpec:
             f"add for example {settings.example('mamba_num_heads')}",
         )
     heads, groups = heads or 2 * hidden // head_dim, settings.size("mamba_num_groups", "heads", 8)
-    if heads % groups:
-        raise UserError(
-            f"{settings.spell('mamba_num_groups')} = {groups} does not divide the {heads} heads of a Mamba layer",
-            f"numbers of groups that divide {heads}: {divisors_text(heads)}",
-        )
+    check_divides(
+        groups,
+        heads,
+        f"{settings.spell('mamba_num_groups')} = {groups} does not divide the {heads} heads of a Mamba layer",
+        f"numbers of groups that divide {heads}",
+    )
     return MixerSpec(
         kind="ssd",
         heads=heads,
@@ -172,12 +173,13 @@ def delta_mixer(settings: MegatronSettings) -> MixerSpec:
     """The mixer of a gated delta net, as Megatron builds it."""
     heads = settings.size("linear_num_value_heads", "heads", 32)
     groups = settings.size("linear_num_key_heads", "heads", 16)
-    if heads % groups:
-        raise UserError(
-            f"{settings.spell('linear_num_value_heads')} = {heads} is not a multiple of "
-            f"{settings.spell('linear_num_key_heads')} = {groups}",
-            f"numbers of key heads that divide {heads}: {divisors_text(heads)}",
-        )
+    check_divides(
+        groups,
+        heads,
+        f"{settings.spell('linear_num_value_heads')} = {heads} is not a multiple of "
+        f"{settings.spell('linear_num_key_heads')} = {groups}",
+        f"numbers of key heads that divide {heads}",
+    )
     return MixerSpec(
         kind="gated delta rule",
         heads=heads,

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
-from gemmscope.model.limits import check_size, divisors_text
+from gemmscope.model.limits import check_divides, check_size, divisors_text
 from gemmscope.model.megatron_hybrid import (
     ATTENTION,
     DELTA,
@@ -145,12 +145,12 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, l
             ),
         )
     groups = settings.size("num_query_groups", "heads", heads)
-    if heads % groups:
-        raise UserError(
-            f"{settings.spell('num_attention_heads')} = {heads} is not a multiple of "
-            f"{settings.spell('num_query_groups')} = {groups}",
-            f"numbers of query groups that divide {heads}: {divisors_text(heads)}",
-        )
+    check_divides(
+        groups,
+        heads,
+        f"{settings.spell('num_attention_heads')} = {heads} is not a multiple of {settings.spell('num_query_groups')} = {groups}",
+        f"numbers of query groups that divide {heads}",
+    )
     qkv_bias = bias or settings.flag("add_qkv_bias")
     qk_norm = settings.flag("qk_layernorm")
     return AttentionSpec(
@@ -258,16 +258,15 @@ def _require_sizes(settings: MegatronSettings, pattern: HybridPattern | None, un
     if pattern and not {ATTENTION, LATENT, SPARSE}.intersection(pattern.layers + pattern.prediction):
         not_needed.add("num_attention_heads")
     missing = [name for name in REQUIRED if name not in not_needed and not settings.given(name)]
-    if not missing:
-        return
-    wanted = [settings.spell(name) for name in missing]
-    # Very similar: --hiden-size, but not --hidden-dropout.
-    similar = {name: closest(name, unknown_names, 1, cutoff=0.801) for name in wanted}
-    misspelled = [f"{close[0]} (did you mean {name}?)" for name, close in similar.items() if close]
-    raise UserError(
-        f"the file has no {' and no '.join(wanted)}" + (f"; it has {', '.join(misspelled)}" if misspelled else ""),
-        f"add for example {', '.join(settings.example(name) for name in missing)}",
-    )
+    if missing:
+        wanted = [settings.spell(name) for name in missing]
+        # Very similar: --hiden-size, but not --hidden-dropout.
+        similar = {name: closest(name, unknown_names, 1, cutoff=0.801) for name in wanted}
+        misspelled = [f"{close[0]} (did you mean {name}?)" for name, close in similar.items() if close]
+        raise UserError(
+            f"the file has no {' and no '.join(wanted)}" + (f"; it has {', '.join(misspelled)}" if misspelled else ""),
+            f"add for example {', '.join(settings.example(name) for name in missing)}",
+        )
 
 
 def model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Finding]:

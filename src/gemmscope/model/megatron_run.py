@@ -25,7 +25,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.model.limits import LARGEST, divisors_text
+from gemmscope.model.limits import LARGEST, check_divides, divisors_text
 from gemmscope.model.megatron_hybrid import PATTERNS, hybrid_pattern
 from gemmscope.model.megatron_model import model_findings, model_spec
 from gemmscope.model.megatron_settings import FACTS, MegatronSettings, Unknown
@@ -231,12 +231,14 @@ def _stage_layers(settings: MegatronSettings, layers: int, stages: int, parts: l
     embedding, loss = (settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     if not (embedding or loss):
         return None
-    per_stage, remainder = divmod(layers + embedding + loss, stages)
-    if remainder:
-        raise UserError(
-            f"{layers} layers, with embedding and loss counted as one each, cannot be split evenly over {stages} stages",
-            f"pipeline sizes that divide {layers + embedding + loss}: {divisors_text(layers + embedding + loss)}",
-        )
+    counted = layers + embedding + loss
+    check_divides(
+        stages,
+        counted,
+        f"{layers} layers, with embedding and loss counted as one each, cannot be split evenly over {stages} stages",
+        f"pipeline sizes that divide {counted}",
+    )
+    per_stage = counted // stages
     return (per_stage - embedding, *(per_stage,) * (stages - 2), per_stage - loss)
 
 

@@ -14,6 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -201,49 +202,51 @@ class Follower:
             self._statement(node, frame)
 
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
-        if isinstance(node, (Function, ast.ClassDef)):
-            frame.names[node.name] = Code(node, frame.module, {} if frame.names is frame.module.names else frame.names)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            self._import(node, frame)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            value = self._value(node.value, frame) if node.value is not None else None
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target]) if node.value is not None else ():
-                self._assign(target, value, frame)
-        elif isinstance(node, ast.AugAssign):
-            left = self._value(node.target, frame)
-            self._assign(node.target, self._combined(node, node.op, left, self._value(node.value, frame)), frame)
-        elif isinstance(node, ast.Expr):
-            self._value(node.value, frame)
-        elif isinstance(node, (ast.Return, ast.Raise)):
-            value = self._value(node.value, frame) if isinstance(node, ast.Return) and node.value is not None else None
-            if isinstance(node, ast.Raise):
-                value = Record(_written(node), hidden="the code ends with an error")
-            if self.branches == frame.branches:
-                raise _Return(value)
-            if isinstance(node, ast.Return):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                frame.names[node.name] = Code(node, frame.module, {} if frame.names is frame.module.names else frame.names)
+            case ast.Import() | ast.ImportFrom():
+                self._import(node, frame)
+            case ast.Assign(targets, value):
+                result = self._value(value, frame)
+                for target in targets:
+                    self._assign(target, result, frame)
+            case ast.AnnAssign(target, _, ast.expr() as value):
+                self._assign(target, self._value(value, frame), frame)
+            case ast.AugAssign(target, kind, value):
+                combined = self._combined(node, kind, self._value(target, frame), self._value(value, frame))
+                self._assign(target, combined, frame)
+            case ast.Expr(value):
+                self._value(value, frame)
+            case ast.Return(value):
+                result = self._value(value, frame) if value is not None else None
+                if self.branches == frame.branches:
+                    raise _Return(result)
                 frame.uncertain = True
-        elif isinstance(node, ast.If):
-            truth = self._truth(self._value(node.test, frame))
-            if truth is None:
-                self._in_branch(node.body, frame)
-                self._in_branch(node.orelse, frame)
-            else:
-                self._run(node.body if truth else node.orelse, frame)
-        elif isinstance(node, ast.For):
-            self._loop(node, frame)
-        elif isinstance(node, (ast.With, ast.AsyncWith)):
-            self._run(node.body, frame)
-        elif isinstance(node, ast.Try):
-            self._run([*node.body, *node.orelse], frame)
-            for handler in node.handlers:
-                self._in_branch(handler.body, frame)
-            self._run(node.finalbody, frame)
-        elif isinstance(node, (ast.Global, ast.Nonlocal)):
-            for name in node.names:
-                frame.module.names[name] = Record(name, hidden="a function sets it")
-        else:  # while, match
-            for part in getattr(node, "cases", [node]):
-                self._in_branch([*getattr(part, "body", ()), *getattr(part, "orelse", ())], frame)
+            case ast.Raise():
+                if self.branches == frame.branches:
+                    raise _Return(Record(_written(node), hidden="the code ends with an error"))
+            case ast.If(test, body, otherwise):
+                truth = self._truth(self._value(test, frame))
+                if truth is None:
+                    self._in_branch(body, frame)
+                    self._in_branch(otherwise, frame)
+                else:
+                    self._run(body if truth else otherwise, frame)
+            case ast.For():
+                self._loop(node, frame)
+            case ast.With(_, body) | ast.AsyncWith(_, body):
+                self._run(body, frame)
+            case ast.Try():
+                self._run([*node.body, *node.orelse], frame)
+                for handler in node.handlers:
+                    self._in_branch(handler.body, frame)
+                self._run(node.finalbody, frame)
+            case ast.Global(names) | ast.Nonlocal(names):
+                frame.module.names.update({name: Record(name, hidden="a function sets it") for name in names})
+            case _:  # while, match
+                for part in getattr(node, "cases", [node]):
+                    self._in_branch([*getattr(part, "body", ()), *getattr(part, "orelse", ())], frame)
 
     def _in_branch(self, body: Sequence[ast.stmt], frame: Frame) -> None:
         """Follow statements that may not run."""
@@ -281,18 +284,18 @@ class Follower:
                 hidden = Record(f"{_written(target)}[{index}]", hidden=value.hidden if isinstance(value, Record) else "")
                 self._assign(part, items[index] if items is not None else hidden, frame)
             return
-        if isinstance(target, ast.Name):
-            self._put(frame.names, target.id, value, self.branches > frame.branches)
-        elif isinstance(target, ast.Attribute):
-            holder = self._value(target.value, frame)
-            if isinstance(holder, Record):
-                self._put(holder.values, target.attr, value, self.branches > 0)
-        elif isinstance(target, ast.Subscript):
-            holder, key = self._value(target.value, frame), self._value(target.slice, frame)
-            if isinstance(holder, dict) and isinstance(key, (str, int)):
-                self._put(holder, key, value, self.branches > 0)
-            elif isinstance(holder, list):
-                holder[:] = [Record(_written(target), hidden="the code sets an item of the list")]
+        match target:
+            case ast.Name(name):
+                self._put(frame.names, name, value, self.branches > frame.branches)
+            case ast.Attribute(owner, name):
+                if isinstance(holder := self._value(owner, frame), Record):
+                    self._put(holder.values, name, value, self.branches > 0)
+            case ast.Subscript(owner, place):
+                match self._value(owner, frame), self._value(place, frame):
+                    case dict() as holder, str() | int() as key:
+                        self._put(holder, key, value, self.branches > 0)
+                    case list() as holder, _:
+                        holder[:] = [Record(_written(target), hidden="the code sets an item of the list")]
 
     def _put(self, names: dict[Any, object], name: object, value: object, uncertain: bool) -> None:
         same = name in names and is_plain(value) and is_plain(names[name]) and names[name] == value
@@ -301,53 +304,49 @@ class Follower:
     # ---- expressions
 
     def _value(self, node: ast.expr, frame: Frame) -> object:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Name):
-            value = frame.names.get(node.id, frame)
-            value = self._lookup(frame.module, node.id) if value is frame else value
-            exists = node.id in frame.names or node.id in frame.module.names or value is not None
-            return self.resolve(value) if exists else Record(node.id, hidden="the file does not define it")
-        if isinstance(node, ast.Attribute):
-            holder = self._value(node.value, frame)
-            if isinstance(holder, Record):
-                return holder.get(node.attr)
-            if isinstance(holder, Import):
-                return self.resolve(Import(holder.importer, holder.module, node.attr))
-        elif isinstance(node, ast.Call):
-            return self._called(node, frame)
-        elif isinstance(node, (ast.List, ast.Tuple, ast.Set)) and not any(isinstance(item, ast.Starred) for item in node.elts):
-            items = [self._value(item, frame) for item in node.elts]
-            if is_bounded(items):
-                return tuple(items) if isinstance(node, ast.Tuple) else items
-        elif isinstance(node, ast.NamedExpr):
-            self._assign(node.target, value := self._value(node.value, frame), frame)
-            return value
-        elif isinstance(node, ast.Dict):
-            return self._dictionary(node, frame)
-        elif isinstance(node, ast.BinOp):
-            return self._combined(node, node.op, self._value(node.left, frame), self._value(node.right, frame))
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._combined(node, node.ops[0], self._value(node.left, frame), self._value(node.comparators[0], frame))
-        elif isinstance(node, ast.BoolOp):
-            return self._either(node, frame)
-        elif isinstance(node, ast.UnaryOp):
-            value = self._value(node.operand, frame)
-            truth = self._truth(value)
-            if isinstance(node.op, ast.Not) and truth is not None:
-                return not truth
-            if isinstance(node.op, ast.USub) and isinstance(value, (int, float)):
-                return -value
-        elif isinstance(node, ast.IfExp):
-            truth = self._truth(self._value(node.test, frame))
-            if truth is not None:
-                return self._value(node.body if truth else node.orelse, frame)
-        elif isinstance(node, ast.Subscript):
-            return self._item(node, frame)
-        elif isinstance(node, ast.JoinedStr):
-            return self._text(node, frame)
-        elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)) and len(node.generators) == 1:
-            return self._comprehension(node, frame)
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name(name):
+                value = frame.names[name] if name in frame.names else self._lookup(frame.module, name)
+                exists = name in frame.names or name in frame.module.names or value is not None
+                return self.resolve(value) if exists else Record(name, hidden="the file does not define it")
+            case ast.Attribute(owner, name):
+                match self._value(owner, frame):
+                    case Record() as holder:
+                        return holder.get(name)
+                    case Import(importer, module):
+                        return self.resolve(Import(importer, module, name))
+            case ast.Call():
+                return self._called(node, frame)
+            case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
+                items = [self._value(item, frame) for item in elements]
+                if is_bounded(items) and not any(isinstance(item, ast.Starred) for item in elements):
+                    return tuple(items) if isinstance(node, ast.Tuple) else items
+            case ast.NamedExpr(target, inner):
+                self._assign(target, value := self._value(inner, frame), frame)
+                return value
+            case ast.Dict():
+                return self._dictionary(node, frame)
+            case ast.BinOp(left, kind, right) | ast.Compare(left, [kind], [right]):
+                return self._combined(node, kind, self._value(left, frame), self._value(right, frame))
+            case ast.BoolOp():
+                return self._either(node, frame)
+            case ast.UnaryOp(ast.Not(), operand):
+                if (truth := self._truth(self._value(operand, frame))) is not None:
+                    return not truth
+            case ast.UnaryOp(ast.USub(), operand):
+                if isinstance(number := self._value(operand, frame), (int, float)):
+                    return -number
+            case ast.IfExp(test, body, otherwise):
+                if (truth := self._truth(self._value(test, frame))) is not None:
+                    return self._value(body if truth else otherwise, frame)
+            case ast.Subscript():
+                return self._item(node, frame)
+            case ast.JoinedStr():
+                return self._text(node, frame)
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp() if len(node.generators) == 1:
+                return self._comprehension(node, frame)
         return Record(_written(node), hidden=COMPUTED)
 
     def _dictionary(self, node: ast.Dict, frame: Frame) -> object:
@@ -396,16 +395,12 @@ class Follower:
 
     def _item(self, node: ast.Subscript, frame: Frame) -> object:
         holder = self._value(node.value, frame)
+        place: Any = self._value(node.slice, frame)
         if isinstance(node.slice, ast.Slice):
-            ends = [self._value(end, frame) if end is not None else None for end in (node.slice.lower, node.slice.upper)]
-            numbers = [end for end in ends if end is None or isinstance(end, int)]
-            if isinstance(holder, (list, tuple, str)) and len(numbers) == 2 and node.slice.step is None:
-                return holder[numbers[0] : numbers[1]]
-        elif isinstance(holder, (list, tuple, str, dict)):
-            try:
-                return holder[self._value(node.slice, frame)]  # type: ignore[index, call-overload]
-            except (LookupError, TypeError):
-                pass
+            place = slice(*(self._value(end, frame) if end is not None else None for end in (node.slice.lower, node.slice.upper)))
+        if isinstance(holder, (list, tuple, str, dict)) and getattr(node.slice, "step", None) is None:
+            with suppress(LookupError, TypeError):
+                return holder[place]
         return Record(_written(node), hidden=COMPUTED)
 
     def _text(self, node: ast.JoinedStr, frame: Frame) -> object:

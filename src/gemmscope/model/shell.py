@@ -264,7 +264,7 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
-"""Of numbers, in tests and in arithmetic."""
+"""Of numbers: those with a letter in tests, the others in arithmetic."""
 NUMBER = re.compile("-?[0-9]{1,15}")
 SHORT = re.compile(r"(?:^|[\n;])[ \t]*\[\[?[ \t][^\n]*\][ \t]*(?:&&|\|\|)")  # a condition without `if`
 LONG = re.compile(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b")
@@ -321,16 +321,19 @@ class Branches:
             return True
         if not word.opens or word.quoted:
             return False
-        if word.text in ("[", "[["):
-            self.stack.append(Condition("and", reading="test", collected=[word]))
-        elif word.text in ("if", "case"):
-            self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
-        elif word.text == "elif" and top is not None and top.kind == "if":
-            top.reading = "test"
-        elif word.text == "else" and top is not None and top.kind == "if":
-            top.enter(holds=True)
-        else:
-            return False
+        match word.text, top:
+            case "[" | "[[", _:
+                self.stack.append(Condition("and", reading="test", collected=[word]))
+            case "if", _:
+                self.stack.append(Condition("if", reading="test"))
+            case "case", _:
+                self.stack.append(Condition("case", reading="subject"))
+            case "elif", Condition("if") as condition:
+                condition.reading = "test"
+            case "else", Condition("if") as condition:
+                condition.enter(holds=True)
+            case _:
+                return False
         return True
 
     def _ends_short(self, top: Condition, word: Word) -> bool:
@@ -375,16 +378,14 @@ class Branches:
         operands = [self.shell.fill_in(word.text) for word in test[1:-1]]
         if any("$" in operand or "`" in operand for operand in operands):
             return None
-        if len(operands) == 2 and operands[0] in ("-z", "-n"):
-            return (operands[1] == "") == (operands[0] == "-z")
-        if len(operands) != 3:
-            return None
-        left, comparison, right = operands
-        if comparison in ("=", "==", "!="):
-            equal = fnmatchcase(left, right) if test[0].text == "[[" else left == right
-            return equal == (comparison != "!=")
-        if comparison.startswith("-") and comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
-            return COMPARISONS[comparison](int(left), int(right))
+        match operands:
+            case ["-z" | "-n" as wanted, text]:
+                return (text == "") == (wanted == "-z")
+            case [left, "=" | "==" | "!=" as comparison, right]:
+                equal = fnmatchcase(left, right) if test[0].text == "[[" else left == right
+                return equal == (comparison != "!=")
+            case [left, comparison, right] if comparison[:1] == "-" and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
+                return COMPARISONS[comparison](int(left), int(right)) if comparison in COMPARISONS else None
         return None
 
     def _arithmetic_holds(self, test: str) -> bool | None:

@@ -152,15 +152,15 @@ class LocalPool:
             self._died(slot, f"its process did not respond for {self._start_s:g} s: the GPU driver may hang", again=False)
 
     def _tell(self, slot: _Slot, event: Event) -> None:
-        if isinstance(event, PlaceFound):
-            slot.greeted = slot.ready = True
-            place = replace(slot.place, node=event.place.node, uuid=slot.place.uuid or event.place.uuid, facts=event.place.facts)
-            event = PlaceFound(place)
-        elif isinstance(event, (UnitDone, UnitFailed)):
-            slot.deaths = 0
-        elif isinstance(event, PlaceRefused):
-            slot.greeted, event = True, replace(event, node=slot.place.node)
-            self._close(slot)
+        match event:
+            case PlaceFound(found):
+                slot.greeted = slot.ready = True
+                event = PlaceFound(replace(slot.place, node=found.node, uuid=slot.place.uuid or found.uuid, facts=found.facts))
+            case UnitDone() | UnitFailed():
+                slot.deaths = 0
+            case PlaceRefused():
+                slot.greeted, event = True, replace(event, node=slot.place.node)
+                self._close(slot)
         self._waiting.append(event)
 
     def _died(self, slot: _Slot, why: str, *, again: bool = True) -> None:

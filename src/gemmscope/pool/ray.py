@@ -252,15 +252,16 @@ class RayPool:
                 self._waiting.append(PlaceLost(slot.key, f"its process sent an invalid message: {shown(line)}", again=True))
                 self._forget(number)
             return
-        if isinstance(event, PlaceFound):
-            event = self._greet(number, slot, event)
-        elif isinstance(event, PlaceRefused):
-            event = replace(event, place=self._place_of(slot))
-            self._forget(number)
-        elif not slot.key:
-            return
-        elif isinstance(event, UnitDone):
-            self._connections = 0
+        match event:
+            case PlaceFound():
+                event = self._greet(number, slot, event)
+            case PlaceRefused():
+                event = replace(event, place=self._place_of(slot))
+                self._forget(number)
+            case _ if not slot.key:
+                return
+            case UnitDone():
+                self._connections = 0
         self._waiting.append(event)
 
     def _greet(self, number: int, slot: _RaySlot, greeting: PlaceFound) -> PlaceFound:

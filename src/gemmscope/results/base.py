@@ -48,16 +48,13 @@ def short_repr(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, Interval):
-        return (
-            f"{value.value:.4g} [{value.low:.4g}, {value.high:.4g}]"
-            if None not in (value.low, value.high)
-            else f"{value.value:.4g}"
-        )
-    if isinstance(value, (tuple, list, dict)):
-        return f"{len(value)} item{'s' * (len(value) != 1)}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
+    match value:
+        case Interval(middle, low, high):
+            return f"{middle:.4g}" + (f" [{low:.4g}, {high:.4g}]" if low is not None and high is not None else "")
+        case tuple() | list() | dict():
+            return f"{len(value)} item{'s' * (len(value) != 1)}"
+        case float():
+            return f"{value:.4g}"
     return shortened(repr(value), 40) if isinstance(value, (str, int)) else f"{type(value).__name__}(…)"
 
 

@@ -82,13 +82,14 @@ Counts = Iterable[tuple[str, int]]
 def _kernels(ops: Iterable[Op]) -> Counts:
     """The kernels of mixers."""
     for op in ops:
-        if isinstance(op, Scan):
-            sizes = f"{op.heads} heads of {op.value_dim}, keys of {op.key_dim}"
-            if op.rule == "ssd":  # others repeat the keys for each head before the kernel, and have its chunks
-                sizes += f", {op.groups} groups, chunks of {op.chunk}"
-            yield f"{op.rule} on {op.batch} x {op.sequence}: {sizes}", op.count
-        elif isinstance(op, CausalConv):
-            yield f"channels of causal convolutions on {op.rows} tokens, kernel {op.kernel}", op.width * op.count
+        match op:
+            case Scan():
+                # others than SSD repeat the keys for each head before the kernel, and have its chunks
+                of_ssd = f", {op.groups} groups, chunks of {op.chunk}" if op.rule == "ssd" else ""
+                sizes = f"{op.heads} heads of {op.value_dim}, keys of {op.key_dim}{of_ssd}"
+                yield f"{op.rule} on {op.batch} x {op.sequence}: {sizes}", op.count
+            case CausalConv():
+                yield f"channels of causal convolutions on {op.rows} tokens, kernel {op.kernel}", op.width * op.count
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:

@@ -64,18 +64,19 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
     if _compares(accepted):
         images, texts = _images(config, batch, precision), _ids(batch, _given(sequence))
         return {"pixel_values": images, "input_ids": texts, "return_loss": True}
-    if name == "pixel_values":
-        inputs = {name: _images(config, batch, precision)}
-    elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
-    elif name == "input_values" and hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-        inputs = {name: _floats((batch, config.max_length, config.num_mel_bins), precision)}
-    elif name == "input_values" and not hasattr(config, "num_mel_bins"):  # sound as it was recorded
-        inputs = {name: _floats((batch, sequence or USUAL_SOUND), precision)}
-    elif name in ("input_ids", "decoder_input_ids"):
-        inputs = {"input_ids": _ids(batch, _given(sequence))}
-    else:
-        raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes are not in its config")
+    match name:
+        case "pixel_values":
+            inputs = {name: _images(config, batch, precision)}
+        case "input_features" if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+            inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
+        case "input_values" if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+            inputs = {name: _floats((batch, config.max_length, config.num_mel_bins), precision)}
+        case "input_values" if not hasattr(config, "num_mel_bins"):  # sound as it was recorded
+            inputs = {name: _floats((batch, sequence or USUAL_SOUND), precision)}
+        case "input_ids" | "decoder_input_ids":
+            inputs = {"input_ids": _ids(batch, _given(sequence))}
+        case _:
+            raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes are not in its config")
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
         longest = getattr(config, "max_target_positions", None)
         inputs["decoder_input_ids"] = _ids(batch, longest if sequence is None and longest else _given(sequence))

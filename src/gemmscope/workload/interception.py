@@ -81,22 +81,24 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
         if name == "aten::convolution":
             output = _in_layout_of(output, args[0], args[1])
         inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
-        if name in _GEMMS and all(value.layout == torch.strided for value in args if isinstance(value, torch.Tensor)):
-            first = 1 if name in _WITH_ADDEND else 0
-            recorder.gemm(args[first], args[first + 1], outputs[0])
-        elif name in ("aten::mv", "aten::addmv"):
-            matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
-            recorder.gemm(matrix, vector.unsqueeze(-1), outputs[0])
-        elif name == "aten::convolution":
-            recorder.convolution(output, args[0], args[1], transposed=args[6])
-        elif name == "aten::convolution_backward":
-            recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
-        else:
-            if self._between_gemms:
-                recorder.other(operator, args, inputs, outputs)
-            recorder.derive_weight(inputs, outputs)
-            return output
-        recorder.barrier(inputs, outputs)
+        is_barrier = True
+        match name:
+            case _ if name in _GEMMS and all(value.layout == torch.strided for value in args if isinstance(value, torch.Tensor)):
+                first = 1 if name in _WITH_ADDEND else 0
+                recorder.gemm(args[first], args[first + 1], outputs[0])
+            case "aten::mv" | "aten::addmv":
+                matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
+                recorder.gemm(matrix, vector.unsqueeze(-1), outputs[0])
+            case "aten::convolution":
+                recorder.convolution(output, args[0], args[1], transposed=args[6])
+            case "aten::convolution_backward":
+                recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
+            case _:
+                is_barrier = False
+        if is_barrier:
+            recorder.barrier(inputs, outputs)
+        elif self._between_gemms:
+            recorder.other(operator, args, inputs, outputs)
         recorder.derive_weight(inputs, outputs)
         return output
 
@@ -262,18 +264,23 @@ def _key(values: tuple[Any, ...] | list[Any], inputs: list[Tensor]) -> tuple[Any
     """Everything that the shapes of the outputs depend on."""
     key: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
-            if type(value) not in _PLAIN or value.device.type != "meta" or value.layout != torch.strided or value.is_complex():
+        match value:
+            case Tensor():
+                if type(value) not in _PLAIN or not _is_plain_meta(value):
+                    raise _UnknownError
+                inputs.append(value)
+                key.append((value.shape, value.stride(), value.dtype))
+            case list() | tuple():
+                key.append((len(value), *_key(value, inputs)))
+            case _ if isinstance(value, (int, float)) or type(value) in _HASHABLE:
+                key.append((type(value), value))  # 1, 1.0 and True are equal
+            case _:
                 raise _UnknownError
-            inputs.append(value)
-            key.append((value.shape, value.stride(), value.dtype))
-        elif isinstance(value, (list, tuple)):
-            key.append((len(value), *_key(value, inputs)))
-        elif isinstance(value, (int, float)) or type(value) in _HASHABLE:
-            key.append((type(value), value))  # 1, 1.0 and True are equal
-        else:
-            raise _UnknownError
     return tuple(key)
+
+
+def _is_plain_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta and tensor.layout == torch.strided and not tensor.is_complex()
 
 
 def _described(output: Any, storages: set[int]) -> Any:
@@ -282,7 +289,7 @@ def _described(output: Any, storages: set[int]) -> Any:
         return type(output), [_described(item, storages) for item in output]
     if output is None:
         return None
-    plain = type(output) is Tensor and output.device.type == "meta" and output.layout == torch.strided and not output.is_complex()
+    plain = type(output) is Tensor and _is_plain_meta(output)
     if not plain or output.storage_offset() or output.untyped_storage()._cdata in storages:
         raise _UnknownError
     return output.shape, output.stride(), output.dtype

@@ -34,34 +34,34 @@ def named_tensors(value: Any, name: str = "") -> Iterator[Named]:
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same value with every tensor changed; values without tensors stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
-        for key, item in value.items():
-            changed[key] = with_tensors(item, change)
-        return changed
-    if isinstance(value, (list, tuple)):
-        items = [with_tensors(item, change) for item in value]
-        if type(value) in (list, tuple):
-            return type(value)(items)
-        return type(value)(*items) if hasattr(value, "_fields") else value
-    if _is_dataclass(value):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, with_tensors(getattr(value, field.name), change))
-        return changed
+    match value:
+        case torch.Tensor():
+            return change(value)
+        case Mapping():
+            changed = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+            changed.update({key: with_tensors(item, change) for key, item in value.items()})
+            return changed
+        case list() | tuple():
+            items = [with_tensors(item, change) for item in value]
+            if type(value) in (list, tuple):
+                return type(value)(items)
+            return type(value)(*items) if hasattr(value, "_fields") else value
+        case _ if _is_dataclass(value):
+            changed = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(changed, field.name, with_tensors(getattr(value, field.name), change))
+            return changed
     return value
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        names = getattr(value, "_fields", ("",) * len(value))
-        yield from zip(names, value, strict=True)
-    elif _is_dataclass(value):
-        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    match value:
+        case Mapping():
+            yield from ((str(key), item) for key, item in value.items())
+        case list() | tuple():
+            yield from zip(getattr(value, "_fields", ("",) * len(value)), value, strict=True)
+        case _ if _is_dataclass(value):
+            yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
 
 
 def _is_dataclass(value: Any) -> bool:

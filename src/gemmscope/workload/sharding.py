@@ -22,7 +22,7 @@ from math import gcd, lcm
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model.layer_spec import MlpSpec, MoeSpec
-from gemmscope.model.limits import LARGEST, divisors_text
+from gemmscope.model.limits import LARGEST, check_divides, divisors, divisors_text
 from gemmscope.model.spec import ModelSpec, RunSpec
 
 
@@ -30,11 +30,12 @@ def check(model: ModelSpec, run: RunSpec) -> None:
     """Raise a `UserError` that lists the possible sizes if the model cannot be split like this."""
     _check_divides("tp", run.tp, _tensor_parallel_sizes(model, run))
     if run.expert_tp != run.tp:
-        if run.tp % run.expert_tp:
-            raise UserError(
-                f"{option('etp', run.expert_tp)} does not divide {option('tp', run.tp)}",
-                f"possible values of {option('etp')}: {divisors_text(run.tp)}",
-            )
+        check_divides(
+            run.expert_tp,
+            run.tp,
+            f"{option('etp', run.expert_tp)} does not divide {option('tp', run.tp)}",
+            f"possible values of {option('etp')}",
+        )
         _check_divides("etp", run.expert_tp, _expert_widths(model))
     _check_experts(model, run)
     _check_sequence(model, run)
@@ -411,7 +412,7 @@ def _nearest(run: RunSpec, given: Given, dp: int, above: int | None = None) -> l
     if given.global_batch is not None:
         per_rank, rest = divmod(given.global_batch, run.micro_batch_size * (given.gradient_accumulation or 1))
         exact = given.gradient_accumulation is not None
-        candidates = [per_rank] if exact else [step * part for part in _divisors(per_rank // step)]
+        candidates = [per_rank] if exact else [step * part for part in divisors(per_rank // step)]
         fitting = [size for size in candidates if 0 < size <= limit and not rest and per_rank % step == 0]
         if fitting:
             below, beyond = [size for size in fitting if size <= dp], [size for size in fitting if size >= above]
@@ -427,11 +428,6 @@ def _multiples(value: int, step: int, limit: int = sys.maxsize, above: int | Non
     """
     below, beyond = min(value, limit) // step * step, -(-(value if above is None else above) // step) * step
     return list(dict.fromkeys(size for size in (below, beyond) if step <= size <= limit))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _or(name: str, sizes: list[int], lead: str = "the nearest that works: ") -> str:

@@ -1,5 +1,6 @@
 """The totals of a workload: FLOPs per kind of layer, per micro-batch and per step, and the parameters."""
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -44,21 +45,22 @@ class Totals:
 
 def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
     """Add up a workload. In a traced one (`model` is None), kinds of layers are not known."""
-    sections: dict[str, float] = {}
+    sections: dict[str, float] = defaultdict(float)
     attention, other, batched, scans, needed = Work(), Work(), Work(), Work(), 0.0
     for op in workload.ops:
         if isinstance(op, (Linear, Attention, BatchedGemm, Convolution, IndexScores, Scan)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
-        if isinstance(op, Linear):
-            sections[op.section] = sections.get(op.section, 0) + op.total().flops
-        elif isinstance(op, BatchedGemm) and op.facts.part != "attention":
-            batched += op.total()
-        elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
-            attention += op.total()
-        elif isinstance(op, Scan):
-            scans += op.total()
-        else:
-            other += op.total()
+        match op:
+            case Linear():
+                sections[op.section] += op.total().flops
+            case BatchedGemm() if op.facts.part != "attention":
+                batched += op.total()
+            case Attention() | BatchedGemm() | IndexScores():
+                attention += op.total()
+            case Scan():
+                scans += op.total()
+            case _:
+                other += op.total()
     total, active = count_parameters(model) if model else (traced_parameters, traced_parameters)
     layers = {section: flops for section, flops in sections.items() if section not in (EMBEDDING, HEAD, STEP)} if model else {}
     return Totals(

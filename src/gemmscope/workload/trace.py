@@ -97,15 +97,17 @@ def _check_counts(config: Mapping[str, Any]) -> None:
     """A `UserError` where the config is so large, or has so many layers or labels at any depth, that building would not end."""
     inside: list[tuple[str, Any]] = list(config.items())
     while inside:
-        key, value = inside.pop()
-        if isinstance(value, Mapping):
-            inside.extend(value.items())
-        elif isinstance(value, list):
-            if len(value) > LONGEST_LIST:
-                raise UserError(f"{shown(key)} has {len(value)} entries, more than {LONGEST_LIST}", "correct it in the config")
-            inside.extend((key, item) for item in value)
-        elif isinstance(value, int) and (counted := COUNTS.search(key)) and value > (most := MOST_COUNTED[counted[0]]):
-            raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
+        match inside.pop():
+            case _, Mapping() as table:
+                inside.extend(table.items())
+            case key, list() as items:
+                if len(items) > LONGEST_LIST:
+                    raise UserError(
+                        f"{shown(key)} has {len(items)} entries, more than {LONGEST_LIST}", "correct it in the config"
+                    )
+                inside.extend((key, item) for item in items)
+            case key, int() as value if (counted := COUNTS.search(key)) and value > (most := MOST_COUNTED[counted[0]]):
+                raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
 
 
 def trace_module(reference: str, micro_batch: int | None, sequence: int | None) -> ModuleTrace:
