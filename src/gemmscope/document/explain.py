@@ -20,6 +20,7 @@ from gemmscope.document.explain_tables import (
     numbers_table,
     parts_table,
     ranks_table,
+    speedup_cell,
     steps_table,
     unknown_table,
 )
@@ -66,7 +67,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             Card(
                 title=cause.title,
                 cost=f"{cause.cost_ms:.2f} ms per step",
-                speedup=f"{cause.speedup_without:.2f}x",
+                speedup=speedup_cell(cause).text,
                 remedy=cause.advice,
                 evidence=_evidence(cause),
                 where=cause.where,

@@ -9,6 +9,7 @@ from gemmscope.document.table import Cell, Column, Table, Value, table, write
 from gemmscope.parts import StepPart
 from gemmscope.results.explain import (
     AttentionTotal,
+    Cause,
     CollectiveTotal,
     ExplainResult,
     GemmShapeTotal,
@@ -230,9 +231,16 @@ def causes_table(result: ExplainResult, *, short: bool = False) -> Table:
         Column("Where", lambda row: row[1].where, drop=2),
         Column("Cost, ms" if short else "Cost, ms per step", lambda row: row[1].cost_ms, ".2f"),
         Column("Share" if short else "Share of step", lambda row: row[1].cost_ms / step_ms, "%", drop=1),
-        Column("Speedup if fixed", lambda row: Cell(f"{row[1].speedup_without:.2f}x", row[1].speedup_without), "x"),
+        Column("Speedup if fixed", lambda row: speedup_cell(row[1]), "x"),
         sparse=short,
     )
+
+
+def speedup_cell(cause: Cause) -> Cell:
+    """What fixing a cause gains; the least and the largest gain where the trace cannot show it."""
+    low, high = cause.speedup_range or (cause.speedup_without, cause.speedup_without)
+    least = f"{low:.2f}x to " if f"{low:.2f}" != "1.00" else "up to "
+    return Cell(f"{least if high > low else ''}{high:.2f}x", cause.speedup_without, low, high)
 
 
 def comparison_table(comparison: StepComparison) -> Table:

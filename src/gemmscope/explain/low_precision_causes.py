@@ -14,12 +14,15 @@ from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 
-CAST_BYTES = (
-    6.0  # per element of X, W and dY: read twice (maximum, cast) and written in two layouts; each is in two of three GEMMs
-)
+# Bytes that casts move per element of X, W and dY, each in two of three GEMMs: read twice (maximum, cast) and written in two
+# layouts, as Transformer Engine does it; and with torchao, compiled (recorded on an H200)
+CAST_BYTES, UNFUSED_CAST_BYTES = 6.0, 14.0
+# Of GEMMs in FP8 over BF16: in blocks, and the ratio of the peaks; kernels that cast per GEMM (192 for 48 with current scaling)
+LEAST_RATIO, LARGEST_RATIO, CASTS_PER_GEMM = 1.5, 2.0, 4.0
 GAIN_LOST = 0.5  # of the GEMMs' gain
 EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
 COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
+COMPILED_AS_WELL = ("elementwise", "norms", "activations")
 SMALL_SHARE = 0.5
 # Least share of busy time; gain of tensor cores over FP32 where sizes are not known (NVIDIA's guide to mixed precision: up to 3x)
 FULL, ASSUMED_GAIN = 0.05, 2.0
@@ -66,13 +69,33 @@ def _full_precision(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _not_low(step: StepEvidence) -> Cause:
-    elements = sum(sum(map(prod, combinations(item.gemm.size, 2))) / 3 for item in step.gemms if item.gemm.size)
-    casts_us = CAST_BYTES * elements / step.gpu.bandwidth_tbps / 1e6 if step.gpu is not None else 0.0
-    saved = max(step.ms(step.gemms) * (1 - 1 / step.ratio) - casts_us / 1000 / step.view.count, 0.0)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
-    return step.cause("not-low", saved, evidence, step.gemms, "every layer")
+    return _converted(step, "not-low", evidence, step.gemms, "every layer", LEAST_RATIO, LARGEST_RATIO)
+
+
+def _converted(
+    step: StepEvidence, code: str, evidence: list[Finding], items: list[TimedWork], where: str, least: float, largest: float
+) -> Cause:
+    """What low precision would save in these GEMMs, minus the casts that it would need. `least`, `largest`: speedup of a GEMM."""
+    time, fused, apart = step.ms(items), *(_casts_ms(step, items, cast) for cast in (CAST_BYTES, UNFUSED_CAST_BYTES))
+    casts = fused if "transformer_engine" in step.view.trace.phase.frameworks else apart
+    costs = (
+        max(min(time * (1 - 1 / ratio) - cast for ratio, cast in ((least, fused), (step.ratio, apart))), 0.0),
+        time * (1 - 1 / largest) - fused,
+    )
+    cost, count = max(time * (1 - 1 / step.ratio) - casts, 0.0), step.per_step([one for one in items if not one.gemm.reduces])
+    return step.cause(code, cost, evidence, items, where, costs_ms=costs, more_launches=CASTS_PER_GEMM * count)
+
+
+def _casts_ms(step: StepEvidence, items: list[TimedWork], cast_bytes: float) -> float:
+    """Of the operands, by the bandwidth of the memory; without sizes, in proportion to the casts of the other GEMMs."""
+    sizes = [item.gemm.size for item in items if item.gemm.size]
+    if sizes and step.gpu is not None and step.gpu.bandwidth_tbps:
+        elements = sum(sum(map(prod, combinations(size, 2))) / 3 for size in sizes)
+        return cast_bytes * elements / step.gpu.bandwidth_tbps / 1e9 / step.view.count
+    return step.ms(items) / step.ratio * (min(step.casting_ms / step.ms(step.low), 0.5) if step.low else 0.0)
 
 
 def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
@@ -87,7 +110,7 @@ def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
     if kept and step.weight(kept) > 0.05 * step.known_weight:
         passes: list[str] = sorted({item.gemm.pass_name for item in kept})
         evidence = [finding("cause-high-backward", passes=passes, **_high_facts(step, kept)), _sizes(kept)]
-        yield step.cause("backward-high", _saved(step, kept), evidence, kept, "backward", "in BF16")
+        yield _converted(step, "backward-high", evidence, kept, "backward", step.ratio, step.ratio)
     counted = {item.index for item in kept}
     left = [item for item in step.high if item.index not in counted]
     if left and step.weight(left) > 0.05 * step.known_weight:
@@ -96,7 +119,7 @@ def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
             evidence.append(finding("cause-odd-sizes", sizes=list(map(str, odd))))
         names = sorted({item.gemm.layer for item in left if not item.gemm.layer.startswith("aten::")})
         where = ", ".join(name.lstrip("_") for name in names[:3])
-        yield step.cause("left-out", _saved(step, left), evidence, left, where, "in BF16")
+        yield _converted(step, "left-out", evidence, left, where, step.ratio, step.ratio)
 
 
 def _high_facts(step: StepEvidence, items: list[TimedWork]) -> dict[str, Fact]:
@@ -121,13 +144,6 @@ def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWo
     return kept
 
 
-def _saved(step: StepEvidence, items: list[TimedWork]) -> float:
-    """What low precision would save there, minus the casts that it would need in proportion."""
-    casts_per_low = min(step.casting_ms / step.ms(step.low), 0.5) if step.low else 0.0
-    time = step.ms(items)
-    return max(time * (1 - 1 / step.ratio) - time / step.ratio * casts_per_low, 0.0)
-
-
 def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
     eager = [item for item in step.casts if item.work_class.eager]
     time = step.ms(eager)
@@ -137,7 +153,9 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
             finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
             finding("cause-eager-cast-time", **step.time_facts(time), gemm_ms=step.ms(step.low)),
         ]
-        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear", removed=True)
+        cost, where = time * (1 - COMPILED), "around every converted linear"
+        others = step.ms(item for item in step.items if item.name in COMPILED_AS_WELL)
+        yield step.cause("unfused", cost, evidence, eager, where, removed=True, costs_ms=(cost, min(cost + others, time)))
 
 
 def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
@@ -156,12 +174,13 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
     if fused:
         evidence.append(finding("cause-fused-casts", time_ms=fused, share=CAST_SHARE))
     small = [item for item in step.low if item.gemm.size and min(item.gemm.size) < 1024]
-    cost = time - 0.25 * step.gain_ms
+    least, largest = (time - _casts_ms(step, step.low, cast) for cast in (UNFUSED_CAST_BYTES, CAST_BYTES))
+    cost = largest if "transformer_engine" in step.view.trace.phase.frameworks else least
     if step.weight(small) > SMALL_SHARE * step.weight(step.low):
         evidence.append(finding("cause-small-gemms", sizes=sizes_of(small)))
-        yield step.cause("small", cost, evidence, compiled)
+        yield step.cause("small", cost, evidence, compiled, costs_ms=(least, largest))
     else:
-        yield step.cause("quantization", cost, evidence, compiled, "around every converted linear")
+        yield step.cause("quantization", cost, evidence, compiled, "around every converted linear", costs_ms=(least, largest))
 
 
 def _recast(step: StepEvidence) -> Iterator[Cause]:

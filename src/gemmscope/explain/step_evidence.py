@@ -27,6 +27,10 @@ from gemmscope.toml import load_data
 USUAL = 0.7  # of the peak, where nobody has measured what large GEMMs reach on the GPU
 # A cause that gains less than so much of its cost gets a reason: the CPU, if that takes so much of the step that is left
 LESS, HOST_LIMIT = 0.6, 0.95
+# The same kernels took 8% longer on an H200 that was never idle than on one that was idle for half of the step, and attention 6%
+# less where the GEMMs around it ran in FP8 (tests/data/traces); `CHANGED`: from so much of the step that a fix gains
+CLOCKS, CHANGED = 0.08, 0.1
+SPREAD = 1.03  # of the least speedup: a smaller range is not shown
 GAINED = 1.005  # least speedup of a cause that is listed
 NAMED = 0.03  # of the step: causes that cost less are not reported
 WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
@@ -55,13 +59,14 @@ class StepEvidence:
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
         label: str = "", *, marked: Iterable[TimedWork] | None = None, shortened: Iterable[TimedWork] | None = None,
-        gaps: Sequence[Gap] = (), removed: bool = False,
+        gaps: Sequence[Gap] = (), removed: bool = False, costs_ms: tuple[float, float] | None = None, more_launches: float = 0.0,
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice: for the frameworks in use first, then what holds for every training.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
         none is given) less by the cost. `removed`: so much of that work would not be launched at all. `label`: of the gaps in a
-        trace viewer, or of the `marked` work (the kernels, if none is given).
+        trace viewer, or of the `marked` work (the kernels, if none is given). `costs_ms`: the least and the largest cost, where
+        the fix decides; `more_launches`: of kernels that the fix may add.
         """
         entry, kernels = CAUSES[code], list(kernels)
         amd = "amd" in entry and is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
@@ -71,13 +76,18 @@ class StepEvidence:
         spans = [(gap.begin, gap.end, label) for gap in gaps]
         if label and not gaps:
             spans = [(item.work.start, item.work.end, label) for item in (kernels if marked is None else marked)]
-        speedup = self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed)
+        work = kernels if shortened is None else list(shortened)
+        speedup = self._speedup(cost_ms, work, gaps, removed)
+        limits = [self._speedup(cost, work, gaps, removed) for cost in costs_ms or ()]
+        between = self._range(speedup, limits, work, gaps, more_launches)
+        ranged = [_why_ranged(*between, entry.get("range", ""))] if between else []
         return Cause(
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
             speedup_without=speedup,
-            evidence=(*evidence, *self._less_gained(cost_ms, speedup)),
+            speedup_range=between,
+            evidence=(*evidence, *ranged, *self._less_gained(cost_ms, speedup)),
             kernels=main_kernels(kernels),
             where=where,
             advice=(*advice, *entry["amd" if amd else "do"], *others),
@@ -88,10 +98,37 @@ class StepEvidence:
         """Why a cause gains much less than it costs: without it, the step is limited by something else."""
         gained_ms = self.step_ms * (1 - 1 / speedup)
         if gained_ms < LESS * cost_ms:
-            graphs = self._graphs
-            host_ms = self.step_ms * sum(graph.host_us for graph in graphs) / sum(graph.step.time for graph in graphs)
-            code = "cause-gain-host" if host_ms > HOST_LIMIT * (self.step_ms - gained_ms) else "cause-gain-hidden"
-            yield finding(code, cost_ms=cost_ms, gained_ms=gained_ms, host_ms=host_ms)
+            code = "cause-gain-host" if self._host_ms > HOST_LIMIT * (self.step_ms - gained_ms) else "cause-gain-hidden"
+            yield finding(code, cost_ms=cost_ms, gained_ms=gained_ms, host_ms=self._host_ms)
+
+    def _range(
+        self, speedup: float, limits: Sequence[float], work: Sequence[TimedWork], gaps: Sequence[Gap], more_launches: float
+    ) -> tuple[float, float] | None:
+        """The least and the largest speedup, if the trace cannot show it: the clock of the GPU depends on how busy it is and on
+        the precision, the CPU needs time for more launches, and these may be late only because they were recorded."""
+        if not limits and not gaps:
+            return None
+        step_ms = self.step_ms
+        low, high = (step_ms / one for one in limits or (speedup, speedup))
+        clock_ms = CLOCKS * min((1 - 1 / speedup) / CHANGED, 1.0) * (self.account.busy_ms - self.ms(work))
+        if more_launches:
+            low, high = max(low, self._host_ms + more_launches * self._launch_ms), high - clock_ms
+        elif self.recording.unknown and any(gap.why in LATE for gap in gaps):
+            low = step_ms
+        else:
+            low += clock_ms
+        result = max(step_ms / low, 1.0), step_ms / max(high, 1e-9)
+        return result if result[1] > SPREAD * result[0] else None
+
+    @cached_property
+    def _host_ms(self) -> float:
+        """The CPU's own time for a step."""
+        return self.step_ms * sum(graph.host_us for graph in self._graphs) / sum(graph.step.time for graph in self._graphs)
+
+    @cached_property
+    def _launch_ms(self) -> float:
+        """The usual time from one launch to the next."""
+        return median([node.launching for graph in self._graphs for node in graph.nodes] or [0.0]) / 1000
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
@@ -217,6 +254,13 @@ class StepEvidence:
         """Time of quantization itself; of a kernel that also does a norm or an activation, its share."""
         fused = [item for item in self.casts if item.work_class.fused]
         return self.ms(item for item in self.casts if not item.work_class.fused) + CAST_SHARE * self.ms(fused)
+
+
+def _why_ranged(low: float, high: float, reason: str) -> Finding:
+    """What decides where in its range a speedup lies."""
+    if reason:
+        return finding("cause-range", low=low, high=high, reason=reason)
+    return finding("cause-range-clock" if low > 1.0 else "cause-range-recording", low=low, high=high)
 
 
 def main_kernels(items: Iterable[TimedWork], count: int = 2) -> tuple[str, ...]:

@@ -112,6 +112,8 @@ class Cause(Part):
     """An estimate of the time that the step would save without it."""
     speedup_without: float
     """Of the step, replayed without the cause: with the order of each stream, launches, waits and collectives kept."""
+    speedup_range: tuple[float, float] | None = None
+    """Where the trace cannot show how large the speedup is: its least and its largest value."""
     evidence: tuple[Finding, ...]
     kernels: tuple[str, ...] = ()
     where: str = ""
