@@ -78,6 +78,12 @@ def test_list_presets(run: Run) -> None:
     assert all(name in outcome.out for name in presets.names())
 
 
+@pytest.mark.parametrize("name", ["Llama3.1-8B", "llama_3.1_8b", "LLAMA-3.1-8B"])
+def test_separators_and_case_of_a_preset_do_not_matter(run: Run, name: str) -> None:
+    assert run(f"shapes {name} {BATCH} --csv -").out == run(f"shapes llama-3.1-8b {BATCH} --csv -").out != ""
+    assert len({presets.named(name) for name in presets.names()}) == len(presets.names())
+
+
 def test_sharded(run: Run) -> None:
     outcome = run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --ep 4 --pp 2 --cp 2 --sequence-parallel --imbalance 1.5")
     assert outcome.code == 0

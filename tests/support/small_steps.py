@@ -9,10 +9,11 @@ from gemmscope.model import presets
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.spec import RunSpec
 from gemmscope.step.stack_plan import StackPlan, plan_step, share_weights
+from support.preset_names import ORIGINALS
 
 MOST_EXPERTS = 8
 NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")  # presets whose layers the stack does not have
-RUN = tuple(name for name in presets.names() if name not in NOT_RUN)
+RUN = tuple(name for name in ORIGINALS if name not in NOT_RUN)
 
 
 def two_layers(name: str, **run: Any) -> StackPlan:

@@ -14,6 +14,7 @@ from gemmscope.model.spec import EVERY_SECOND, ModelSpec, RunSpec, from_hyperpar
 from gemmscope.workload.derive import Workload, derive, visible_pairs
 from gemmscope.workload.ops import Attention, Linear
 from gemmscope.workload.summary import count_parameters, totals
+from support.preset_names import ORIGINALS
 
 
 def preset(name: str) -> ModelSpec:
@@ -123,6 +124,14 @@ def test_every_kind_of_op_is_there() -> None:
 )
 def test_parameters(name: str, active: int) -> None:
     assert count_parameters(preset(name)) == (presets.describe(name).parameters, active)
+
+
+def test_presets_in_other_sizes_have_their_parameters() -> None:
+    """Those that are `like` another one; each of the others is compared with its live class."""
+    others = [name for name in presets.names() if name not in ORIGINALS]
+    assert others
+    counted = {name: derive(preset(name), RunSpec(1, 64)).parameters for name in others}
+    assert counted == {name: presets.describe(name).parameters for name in others}
 
 
 @given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)), st.booleans())

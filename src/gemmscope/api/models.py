@@ -100,7 +100,7 @@ def load(
         raise UserError(f"the model is named twice: {model} and {', '.join(named)}", "use only one of them")
     if model is not None:
         name = str(model)
-        options |= {"preset" if name in presets.names() else "module" if ".py:" in name else "config": name}
+        options |= {"preset" if presets.named(name) else "module" if ".py:" in name else "config": name}
     return Model(load_model(**options), options, as_text("gemmscope.load", given, positional=["model"]))
 
 

@@ -72,10 +72,10 @@ def named(
     else. `takes`: the options gpu and gpus, if the command has them; `own`: it also has words of its own, which are files."""
     models, chips, counts, others = dict[str, str](), list[str](), list[str](), list[str]()
     for word in positional:
-        is_file, wanted = Path(word).is_file() or Path(word, "config.json").is_file(), word.strip().lower()
+        is_file, preset = Path(word).is_file() or Path(word, "config.json").is_file(), presets.named(word)
         sized = SIZED.fullmatch(word) if "gpus" in takes else None
         parts = (sized[2] if sized else word).split(",")
-        is_gpu, is_preset = all(_is_gpu(part) for part in parts), wanted in presets.names()
+        is_gpu, is_preset = all(_is_gpu(part) for part in parts), preset is not None
         if own and (is_file or not (is_preset or is_gpu)):
             others.append(word)
         elif is_file and (is_gpu or is_preset):
@@ -89,7 +89,7 @@ def named(
             message = f"gemmscope {command} takes no name of a GPU, but got {word}"
             raise UserError(message, f"remove it; to forecast another GPU: gemmscope forecast MODEL {word}")
         elif is_preset or is_file or FILE.search(word.rpartition(":")[0] or word):
-            models[wanted if is_preset else word] = "preset" if is_preset else "module" if ".py:" in word else "config"
+            models[preset or word] = "preset" if is_preset else "module" if ".py:" in word else "config"
         else:
             raise _unknown(word, takes)
     if len(models) > 1:
@@ -105,7 +105,7 @@ def named(
 
 def is_name(word: str) -> bool:
     """Whether it is the name of a model or a GPU."""
-    return word.strip().lower() in presets.names() or _is_gpu(word)
+    return presets.named(word) is not None or _is_gpu(word)
 
 
 def _is_gpu(word: str) -> bool:

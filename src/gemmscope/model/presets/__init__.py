@@ -1,5 +1,6 @@
-"""Well-known models as data: one TOML file each, with the source of its sizes."""
+"""Well-known models as data: one TOML file each, with the source of its sizes. A file that is `like` another one has only what differs."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -27,6 +28,15 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in files(__name__).iterdir() if entry.name.endswith(".toml")))
 
 
+def named(text: str) -> str | None:
+    """The name of the preset that this text means, whatever its case and separators.
+
+    >>> named("Llama3.1_8B"), named("llama")
+    ('llama-3.1-8b', None)
+    """
+    return _by_letters().get(_letters(text))
+
+
 def describe(name: str) -> Preset:
     """The description of a preset."""
     data = _load(name)
@@ -52,8 +62,19 @@ def load(name: str) -> ModelSource:
 
 
 def _load(name: str) -> dict[str, Any]:
-    wanted = name.strip().lower()
-    if wanted not in names():
-        known = did_you_mean(wanted, names())
+    wanted = named(name)
+    if wanted is None:
+        known = did_you_mean(name.strip().lower(), names())
         raise UserError(f"unknown preset {shown(name)}", f"{known}gemmscope models lists all presets")
-    return load_data(__name__, f"{wanted}.toml")
+    data = load_data(__name__, f"{wanted}.toml")
+    original = _load(data["like"]) if "like" in data else {}
+    return {**original, **data, "config": {**original.get("config", {}), **data.get("config", {})}}
+
+
+@cache
+def _by_letters() -> dict[str, str]:
+    return {_letters(name): name for name in names()}
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[-_\s]", "", text.lower())
