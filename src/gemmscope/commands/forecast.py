@@ -327,7 +327,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
         return LinearCases(tuple(bare_gemms(shapes or [(side, side, side) for side in LADDER])))
     if shapes is not None:
         raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
-    linears = linear_cases(subject.workload)
+    linears = linear_cases(subject.workload, as_run=True)
     if not linears.cases:
         raise UserError(
             f"{subject.name} has no linear layers, and low precision speeds up only these", "gemmscope shapes lists what it runs"

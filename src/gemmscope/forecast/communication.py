@@ -165,13 +165,15 @@ class Exchange(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts; and its blocks:
-    attentions, these and all other mixers, MLPs without experts."""
+    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts, those of them that are
+    trained; and its blocks: attentions, these and all other mixers, MLPs without experts."""
 
     layers: int
     moe_layers: int
     parameters: int
     in_experts: int
+    trained: int
+    trained_in_experts: int
     attentions: int
     mixers: int
     mlps: int
@@ -287,20 +289,21 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
 def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
     """Data parallelism: gradients and weights, among all ranks that have the same weights (or the same experts)."""
     reduce_ms, gather_ms, crosses = 0.0, 0.0, False
-    for parameters, ranks, apart in (
-        (share.parameters, run.cp * run.data_parallel, run.tp),
-        (share.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
+    every = run.zero_stage == 3  # weights are gathered for forward and again for backward, gradients reduced, in each micro-batch
+    shared = run.ep * run.expert_tp
+    for parameters, trained, ranks, apart in (
+        (share.parameters, share.trained, run.cp * run.data_parallel, run.tp),
+        (share.in_experts, share.trained_in_experts, run.tp * run.cp * run.data_parallel // shared, shared),
     ):
-        message = parameters * ELEMENT_BYTES
-        if not message or ranks < 2:
+        message, gathered = trained * ELEMENT_BYTES, (parameters if every else trained) * ELEMENT_BYTES
+        if not gathered or ranks < 2:
             continue
         crosses = crosses or network.inside(ranks, apart) < ranks
         sharing = min(run.zero_ranks or ranks, ranks) if run.zero_stage else 1
         reduce_ms += collective_ms(chip, network, "reduce_scatter", sharing, message, apart)
-        gather_ms += collective_ms(chip, network, "all_gather", sharing, message, apart)
+        gather_ms += collective_ms(chip, network, "all_gather", sharing, gathered, apart)
         # Copies of a shard (without ZeRO, of all weights) agree on its gradients.
         reduce_ms += collective_ms(chip, network, "all_reduce", ranks // sharing, message / sharing, apart * sharing)
-    every = run.zero_stage == 3  # weights are gathered for forward and again for backward, gradients reduced, in each micro-batch
     return [
         Exchange("gradients", reduce_ms, crosses, per_step=not every),
         Exchange("weights", (2 if every else 1) * gather_ms, crosses, per_step=not every),

@@ -188,13 +188,15 @@ class Forecaster:
         gemms = {pass_name: self._known[key][0].times(costs.gemm_factor) for pass_name, key in keys.items()}
         tokens = case.tokens + costs.padding * len(case.rows)
         elements = {"X": tokens * case.inputs, "W": case.weights, "dY": tokens * case.outputs}
-        if self.cache_weights:
+        frozen, bare = "wgrad" not in case.passes, len(case.passes) == 1
+        if self.cache_weights or (frozen and not bare):
             del elements["W"]
-        if len(case.passes) == 1:  # a bare GEMM
+        if bare:
             del elements["dY"]
         quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
-        if self._forward_only and "W" in quantize_ms:
-            quantize_ms["W"] *= one_way(recipe(name), self.chip)
+        single = {"W": self._forward_only, "X": frozen and not bare, "dY": frozen}  # quantized for one direction
+        for tensor in quantize_ms:
+            quantize_ms[tensor] *= one_way(recipe(name), self.chip) if single[tensor] else 1
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
     def in_step(self, linears: Iterable[tuple[Case, int, float]], name: str) -> LinearTimes:
@@ -216,8 +218,10 @@ class Forecaster:
                 shared += time_ms * shared_part
                 least += time_ms * least_share
             if quantizes:
-                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * count * (2 + runs) / 3
-                weights += costs.time_ms(case.weights) * count
+                trained = "wgrad" in case.passes  # else its weight is quantized before training, and X for one direction
+                moved = costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs) * ("dgrad" in case.passes or trained)
+                activations += moved * (1 if trained else one_way(recipe(name), self.chip)) * count * (2 + runs) / 3
+                weights += costs.time_ms(case.weights) * count * trained
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
         return LinearTimes(gemms, least, *casts)

@@ -72,7 +72,8 @@ def _sizes(run: RunSpec) -> tuple[Any, ...]:
     """What decides what a layer holds, beside recomputation."""
     return (
         run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
-        run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
+        run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections, run.lora,
+        run.lora_linears,
     )  # fmt: skip
 
 
@@ -203,7 +204,9 @@ def state_bytes(run: RunSpec, weights: tuple[float, float], trained: tuple[float
     zero, fp32 = run.zero_stage, run.state_precision == "fp32"
     size = FP32_BYTES if fp32 else ELEMENT_BYTES
     return {
-        "weights_bytes": weights[1] * size if zero == 3 else weights[0] * ELEMENT_BYTES,
+        "weights_bytes": (
+            trained[1] * size + (weights[1] - trained[1]) * ELEMENT_BYTES if zero == 3 else weights[0] * ELEMENT_BYTES
+        ),
         "gradients_bytes": gradient_size(run) * trained[zero >= 2],
         "master_weights_bytes": trained[1] * FP32_BYTES if fp32 and zero < 3 else 0.0,
         "moments_bytes": 2 * trained[1] * size,
@@ -248,17 +251,25 @@ class _Stage(NamedTuple):
             {id(of): of.shared for _, of, _ in parts}.values()
         )
         layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
-        dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
-        dense_shards, expert_shards = shards(run)
-        shared, total = dense / dense_shards + experts / expert_shards, dense + experts
-        largest = max(*(block.parameters for block, _ in pairs), embedding.parameters, head.parameters)
+        ends, (dense_shards, expert_shards) = (embedding, head), shards(run)
+        weights, trained = (
+            (dense + experts, dense / dense_shards + experts / expert_shards)
+            for dense, experts in (
+                (layers.dense + sum(end.dense for end in ends), layers.experts),
+                (layers.trained + sum(end.trained for end in ends), layers.trained_experts),
+            )
+        )
+        total, shared = weights
+        trained = weights if run.lora is None else trained
+        blocks = [*(block for block, _ in pairs), *ends]
+        largest, largest_trained = (max(block.parameters for block in blocks), max(block.all_trained for block in blocks))
         buffers = max(block.exchanged for block, _ in pairs) + (2 * widest.first if run.pp > 1 else 0.0)
         if zero >= 2 and total > shared:
-            buffers += largest * gradient_size(run)
+            buffers += largest_trained * gradient_size(run)
         if zero == 3 and total > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
             buffers += ELEMENT_BYTES * (total if run.pp > 1 else memory_facts()["gathered"]["layers"] * largest)
-            buffers += gradient_size(run) * max(total - shared - largest, 0.0) if run.pp > 1 else 0.0
-        states, open_states = state_bytes(run, (total, shared), (total, shared)), 0.0
+            buffers += gradient_size(run) * max(trained[0] - trained[1] - largest_trained, 0.0) if run.pp > 1 else 0.0
+        states, open_states = state_bytes(run, weights, trained), 0.0
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
             open_states = states["master_weights_bytes"] + states["moments_bytes"]
             open_states += states["weights_bytes"] if zero == 3 else 0.0
@@ -289,7 +300,7 @@ class _Stage(NamedTuple):
         spared = self.open_states
         if fp32 and run.gradient_precision is None and not (self.open_states and zero >= 2):
             spared += gradients / 2
-        if copies and zero < 3 and fp32 and run.quantized_weights is None:
+        if copies and zero < 3 and (fp32 or run.lora is not None) and run.quantized_weights is None:
             spared += layers.quantized * ELEMENT_BYTES
         least = every_state - spared + copies + least_kept * self.kept_batches + self.ends
         least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9

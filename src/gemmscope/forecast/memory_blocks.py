@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gemmscope.model.spec import RunSpec, recomputed_facts
+from gemmscope.roles import role
 from gemmscope.workload.derive import EMBEDDING, HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 
@@ -18,6 +19,8 @@ class BlockMemory(NamedTuple):
 
     dense: float = 0  # parameters outside of the experts
     experts: float = 0
+    trained: float = 0  # of `dense`
+    trained_experts: float = 0
     quantized: float = 0  # weights of linears that recipes quantize, in and outside of experts
     kept: float = 0.0  # by everything but linears
     inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
@@ -35,6 +38,10 @@ class BlockMemory(NamedTuple):
     @property
     def parameters(self) -> float:
         return self.dense + self.experts
+
+    @property
+    def all_trained(self) -> float:
+        return self.trained + self.trained_experts
 
     def nothing_kept(self) -> "BlockMemory":
         """The same where backward computes all of it again, from its input."""
@@ -58,10 +65,12 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     return BlockMemory(
         dense=sum(op.all_parameters for op in ops if not _of_experts(op)),
         experts=sum(op.all_parameters for op in ops if _of_experts(op)),
+        trained=sum(op.trained_parameters for op in ops if not _of_experts(op)),
+        trained_experts=sum(op.trained_parameters for op in ops if _of_experts(op)),
         quantized=sum(read.weights for read in quantized),
         kept=sum(memory.kept for memory in memories),
         inputs=sum(size for tensor, size in once.items() if tensor != "context" or not written),
-        plain=sum(plain.values()),
+        plain=sum(size for tensor, size in plain.items() if tensor != "context" or not written),
         elements=sum(read.elements for read in quantized),
         context_elements=sum(read.elements for read in quantized if read.tensor == "context"),
         activated_elements=sum(read.elements for read in quantized if read.tensor.endswith("activated")),
@@ -83,7 +92,7 @@ def _again(ops: Iterable[Op]) -> Iterable[float]:
     """For each op, the share of what the linears before it wrote that backward computes again."""
     written, repeated, reads = 0.0, 0.0, None
     for op in ops:
-        if isinstance(op, Linear):
+        if isinstance(op, Linear) and not op.beside:
             if op.facts.reads != reads:
                 written, repeated, reads = 0.0, 0.0, op.facts.reads
             written, repeated = written + op.outputs, repeated + op.outputs * _repeated(op)
@@ -136,12 +145,13 @@ def _inputs(ops: Sequence[Op], run: RunSpec) -> list[_Input]:
     inputs: list[_Input] = []
     for op in ops:
         if isinstance(op, Linear):
-            tensor: str = op.facts.reads or op.role
+            tensor = op.tensor
             if tensor == "context" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
                 tensor = op.role
             writers = recomputed_facts()["written_by"].get(tensor, (op.role,))
             again = any(_repeated(other) for other in ops if other.role in writers)
-            size = 0.0 if again else op.tokens * op.inputs / (_sharded(run) if op.facts.reads_shard else 1)
+            shards = _sharded(run) if role(op.reader).reads_shard else 1
+            size = 0.0 if again or "wgrad" not in op.passes else op.tokens * op.inputs / shards
             quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
             weights = op.groups * op.inputs * op.outputs * op.count
             inputs.append(_Input(tensor, size * op.count, quantized, weights))
@@ -157,7 +167,7 @@ def _kept_once(inputs: Iterable[_Input]) -> dict[str, float]:
 
 
 def _of_experts(op: Op) -> bool:
-    return isinstance(op, Linear) and op.facts.block == "experts"
+    return isinstance(op, Linear) and op.block == "experts"
 
 
 def _sharded(run: RunSpec) -> int:

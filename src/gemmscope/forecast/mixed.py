@@ -42,7 +42,7 @@ def assigned(
             result.append({kept.recipe: op.count})
             continue
         high, layers = shares.get(op.section if model is not None else op.key, (0, 1))
-        count = op.count * high // layers
+        count = round(op.count * high / layers)
         result.append({base: op.count - count, kept.recipe: count})
     return result
 

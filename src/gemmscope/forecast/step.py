@@ -108,7 +108,7 @@ class StepForecast:
         self._quantized_ops = [op for op, _ in quantized if op.quantized]
         self._assigned: dict[str, list[Assigned]] = {}
         self._plain: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if not op.quantized]
-        self._sizes = [(case.op, case.unpadded_sizes()) for _, case in quantized]
+        self._sizes = [(case.op, case.unpadded_sizes()) for op, case in quantized if op.quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
 
@@ -119,8 +119,7 @@ class StepForecast:
             return self.why_not(chosen.base) or self.why_not(chosen.kept.recipe)
         if not chosen.quantizes or (self.model is None and self._linears_that_fit(name)):
             return ""
-        sizes = self._sizes if self.model is not None else [(case.op, case.unpadded_sizes()) for case, _, _ in self.quantized]
-        reasons = (f"{op}: {reason}" for op, size in sizes if (reason := chosen.misaligned(size)))
+        reasons = (f"{op}: {reason}" for op, size in self._sizes if (reason := chosen.misaligned(size)))
         return next(reasons, "" if self.model is not None else NOTHING_TO_QUANTIZE)
 
     def assigned(self, name: str) -> list[Assigned]:
@@ -242,16 +241,16 @@ class StepForecast:
     def _gemms(self, name: str) -> LinearTimes:
         """All linears. A traced model has some that stay in BF16 beside the quantized ones."""
         if self.model is not None and recipe(name).kept is None:
-            linears = self._in_recipes({name: self.quantized})
+            linears = self._in_recipe(self.quantized, name)
             if only_torchao(recipe(name)):
                 gathered = self.run.zero_stage == 3 and name == WHOLE_TENSOR  # FSDP casts its shard, and gathers that
                 weights = linears.weights.times(1 / shards(self.run)[0] if gathered else 1.0)
                 activations = linears.activations.times(1 - self._not_repeated(name))
                 linears = linears._replace(activations=activations, weights=weights)
-            return linears
+            plain = self._in_recipes({BASELINE: self._plain})
+            return linears._replace(gemms=total([linears.gemms, plain.gemms]), least_ms=linears.least_ms + plain.least_ms)
         of_recipes = by_recipe(self.quantized, self.assigned(name))
-        if self.model is None:
-            of_recipes[BASELINE] = [*of_recipes.get(BASELINE, []), *self._plain]
+        of_recipes[BASELINE] = [*of_recipes.get(BASELINE, []), *self._plain]
         return self._in_recipes(of_recipes)
 
     def _in_recipe(self, linears: Sequence[CountedCase], name: str) -> LinearTimes:
@@ -387,7 +386,8 @@ class StepForecast:
     @cached_property
     def rank_share(self) -> RankShare:
         """The layers and parameters of this rank."""
-        in_experts = sum(op.all_parameters for op in self.linears if op.facts.block == "experts")
+        experts = [op for op in self.linears if op.block == "experts"]
+        in_experts, trained_in_experts = sum(op.all_parameters for op in experts), sum(op.trained_parameters for op in experts)
         attentions, mixers, mlps, moe_layers = (
             sum(op.count for op in self.linears if op.facts.ends_block and op.facts.block == block)
             for block in ("attention", "mixer", "MLP", "experts")
@@ -396,8 +396,10 @@ class StepForecast:
         updated = sum(
             op.updated for op in self.workload.ops if isinstance(op, Optimizer)
         )  # a trace knows the parameters only from the optimizer
-        parameters = self.workload.parameters if self.model is not None else updated
-        return RankShare(layers, moe_layers, parameters - in_experts, in_experts, attentions, attentions + mixers, mlps)
+        frozen = sum(op.groups * op.inputs * op.outputs * op.count for op in self.linears if op.frozen)
+        parameters = self.workload.parameters if self.model is not None else updated + frozen
+        held = parameters - in_experts, in_experts, updated - trained_in_experts, trained_in_experts
+        return RankShare(layers, moe_layers, *held, attentions, attentions + mixers, mlps)
 
     def _offloaded_bytes(self) -> float:
         """Bytes that one micro-batch offloads to CPU memory."""
@@ -415,11 +417,11 @@ class StepForecast:
         """Bytes that the optimizer moves, relative to a BF16 optimizer that updates all parameters of the rank."""
         run, share = self.run, self.rank_share
         bytes_moved = facts()["bandwidth"]["optimizer_bytes"][run.state_precision] / OPTIMIZER_BYTES_PER_PARAMETER
-        if not run.zero_stage or not share.parameters:
+        trained = share.trained + share.trained_in_experts
+        if not run.zero_stage or not trained:
             return float(bytes_moved)
         dense, experts = shards(run)
-        updated = share.parameters / dense + share.in_experts / experts
-        return float(bytes_moved * updated / (share.parameters + share.in_experts))
+        return float(bytes_moved * (share.trained / dense + share.trained_in_experts / experts) / trained)
 
 
 def learned_from(measured: StepTimes, here: StepForecast, *, same_gpu: bool) -> dict[str, Learned]:
@@ -461,7 +463,8 @@ def _model_flops_per_gpu(forecast: StepForecast) -> float:
     run = forecast.run
     if forecast.model is None:
         return totals(forecast.workload, run, None).model_flops
-    whole = RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=run.separate_projections)
+    names = ("micro_batch_size", "sequence_length", "separate_projections", "lora", "lora_linears")
+    whole = RunSpec(**{name: getattr(run, name) for name in names})
     return totals(derive(forecast.model, whole), whole, forecast.model).model_flops / (run.tp * run.cp * run.pp)
 
 

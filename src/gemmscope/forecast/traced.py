@@ -18,7 +18,7 @@ from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import RecipeMemory
 from gemmscope.toml import load_data
-from gemmscope.workload.derive import HEAD
+from gemmscope.workload.derive import HEAD, with_adapters
 from gemmscope.workload.ops import FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
@@ -99,9 +99,11 @@ def traced_memory(trace: ModuleTrace, run: RunSpec, recipe_name: str, chip: GpuS
     Lower bound: a compiler recomputes part of the activations. Upper bound: the allocator is fragmented.
     """
     known, (ranks, _) = memory_facts(), shards(run)
-    parameters, trainable = (trace.parameters, trace.parameters / ranks), (trace.trainable, trace.trainable / ranks)
-    states = state_bytes(run, parameters, trainable)
-    linears = [op for op in as_workload(trace).ops if isinstance(op, Linear) and op.quantized and op.section != HEAD]
+    ops = [op for op in with_adapters(as_workload(trace).ops, run) if isinstance(op, Linear)]
+    added = sum(op.all_parameters for op in ops)  # by adapters: a trace knows no other
+    every, trained = trace.parameters + added, trace.trainable if run.lora is None else added
+    states = state_bytes(run, (every, every / ranks), (trained, trained / ranks))
+    linears = [op for op in ops if op.quantized and op.section != HEAD]
     copies = storage(recipe_name, chip.architecture).copies * sum(op.groups * op.inputs * op.outputs * op.count for op in linears)
     every_state, workspace = sum(states.values()), 2.0 * trace.largest_saved_bytes
     least = every_state + trace.saved_bytes * coefficients()["kept"]["least"] + known["reserve_gb"]["least"] * 1e9

@@ -89,7 +89,7 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
         known = ", ".join((*RUN_SETTINGS, *RANKS))
         raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {known}")
     typed = {name: value for name, value in given.items() if value is not None}
-    typed |= {name: tuple(typed[name]) for name in ("pp_layers", "recompute_modules") if name in typed}
+    typed |= {name: tuple(typed[name]) for name in ("pp_layers", "recompute_modules", "lora_linears") if name in typed}
     file = source.run_settings
     if "recompute" in typed:  # what the file says of it belongs to the file's kind
         file = {name: value for name, value in file.items() if name not in PARTS_OF_RECOMPUTE}

@@ -13,8 +13,8 @@ from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
-from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
-from gemmscope.workload.ops import GroupedLinear, Linear
+from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive, lora_findings, with_adapters
+from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Optimizer
 from gemmscope.workload.trace import ModuleTrace, as_workload, trace_huggingface, trace_module
 from gemmscope.workload.traced_ops import TracedLinear
 
@@ -52,7 +52,7 @@ def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
         workload = derive(job.source.model, job.run)
     else:
         trace = _trace(job, say)
-        workload = as_workload(trace)
+        workload = _with_lora(as_workload(trace), job)
         if trace.inputs is not None:  # which the module provides: the micro-batch is their number of samples
             run = replace(run, micro_batch_size=trace.samples or 1, sequence_length=1, inputs=trace.inputs)
     findings = (*job.source.findings, *job.findings, *workload.findings)
@@ -62,8 +62,19 @@ def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
 # Settings that a traced model can be run with: those that do not change what one rank computes.
 TRACED_SETTINGS = (
     "micro_batch_size", "sequence_length", "gradient_accumulation", "dp", "zero", "zero_ranks", "optimizer_state",
-    "gradient_precision", "dp_overlap", "cuda_graphs", "separate_projections",
+    "gradient_precision", "dp_overlap", "cuda_graphs", "separate_projections", "lora", "lora_linears",
 )  # fmt: skip
+
+
+def _with_lora(workload: Workload, job: ModelRun) -> Workload:
+    """A traced workload with adapters, if the run has any. Of its parameters, those of linears are known."""
+    ops = tuple(with_adapters(workload.ops, job.run))
+    linears = [op for op in ops if isinstance(op, Linear)]
+    known = sum(op.parameters or op.groups * op.inputs * op.outputs * op.count for op in linears)
+    findings = (*workload.findings, *lora_findings(ops, job.run, known, job.source.origin))
+    trained = sum(op.trained_parameters for op in linears)
+    ops = tuple(replace(op, updated=trained) if isinstance(op, Optimizer) and job.run.lora else op for op in ops)
+    return replace(workload, ops=ops, findings=findings)
 
 
 def _trace(job: ModelRun, say: Callable[[str], None]) -> ModuleTrace:
@@ -117,8 +128,9 @@ def as_forward_calls(linears: LinearCases) -> LinearCases:
     return LinearCases(tuple(forward_calls(linears.cases)), findings, linears.layers, of_calls)
 
 
-def linear_cases(workload: Workload) -> LinearCases:
-    """The distinct linears of a workload, and what is measured differently from how the model runs it."""
+def linear_cases(workload: Workload, *, as_run: bool = False) -> LinearCases:
+    """The distinct linears of a workload, and what is measured differently from how the model runs it. `as_run`: with the passes
+    that run."""
     linears: list[Linear] = []
     findings: list[Finding] = []
     for op in workload.ops:
@@ -127,12 +139,14 @@ def linear_cases(workload: Workload) -> LinearCases:
         linears.append(_with_rows(op) if isinstance(op, TracedLinear) and op.groups > 1 else op)
         if linears[-1] is not op:
             findings.append(finding("rows-split-evenly", op=op.name, groups=op.groups))
-        if len({gemm.pass_name for gemm in op.seen} if isinstance(op, TracedLinear) else op.passes) < 3:
+        if not as_run and len({gemm.pass_name for gemm in op.gemms()}) < len(PASSES):
             findings.append(finding("all-passes-measured", op=op.name))
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))
     linears = _with_unique_names(linears)
-    return LinearCases(tuple(cases_of(linears)), tuple(without_repeats(findings)), *_layer(linears, workload.layers))
+    return LinearCases(
+        tuple(cases_of(linears, as_run=as_run)), tuple(without_repeats(findings)), *_layer(linears, workload.layers)
+    )
 
 
 def _with_rows(op: Linear) -> Linear:

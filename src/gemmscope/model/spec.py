@@ -233,6 +233,8 @@ class RunSpec(Checked):
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()  # where it is selective: those of recomputed.toml; none: attention
     recompute_share: float = 1.0  # of the layers
+    lora: Annotated[int | None, Size(option("lora"), "hidden_size")] = None  # rank of the adapters; None: all weights are trained
+    lora_linears: tuple[str, ...] = ()  # blocks, roles or modules that have adapters; none: all but experts and the head
     # the vocabulary is padded to a multiple of this times tp
     vocab_multiple: Annotated[int, Size("vocab_multiple", "parallel")] = 1
     separate_projections: bool = False

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from gemmscope.choices import Recompute, StatePrecision
 from gemmscope.options.declare import Option, Options
-from gemmscope.options.values import names, stage_layers
+from gemmscope.options.values import lower_names, names, stage_layers
 
 
 class ModelOptions(Options):
@@ -279,6 +279,29 @@ class ClusterOptions(RunOptions, OverlapOptions):
             default="micro-batch size x gradient accumulation x dp",
             group="Run",
             after="gradient_accumulation",
+        ),
+    ] = None
+    lora: Annotated[
+        int | None,
+        Option(
+            "LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP.",
+            metavar="RANK",
+            default="all weights are trained",
+            group="Run",
+            after="recompute",
+        ),
+    ] = None
+    lora_linears: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "With --lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An unknown name "
+            "lists all names.",
+            metavar="NAME,...",
+            parse=lambda text: tuple(lower_names(text)),
+            default="all but experts and the output head",
+            accepts="Sequence[str] | str | None",
+            group="Run",
+            after="lora",
         ),
     ] = None
     optimizer_state: Annotated[

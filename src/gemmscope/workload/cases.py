@@ -94,14 +94,16 @@ class Task:
         return TypeAdapter(Task).validate_python(data)
 
 
-def cases_of(linears: Iterable[Linear]) -> list[Case]:
-    """The distinct linears of a workload; equal ones are counted together."""
-    counts: Counter[Case] = Counter()
+def cases_of(linears: Iterable[Linear], *, as_run: bool = False) -> list[Case]:
+    """The distinct linears of a workload; equal ones are counted together. `as_run`: with the passes that run, not with all."""
+    counts, ran = Counter[Case](), dict[Case, set[str]]()
     for linear in linears:
         rows = linear.rows if isinstance(linear, GroupedLinear) else ()
         case = Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows, quantized=linear.quantized)
         counts[case] += linear.count
-    return [replace(case, count=count) for case, count in counts.items()]
+        ran.setdefault(case, set()).update(gemm.pass_name for gemm in linear.gemms())
+    passes = {case: tuple(name for name in PASSES if name in ran[case] or not as_run) for case in counts}
+    return [replace(case, count=count, passes=passes[case]) for case, count in counts.items()]
 
 
 def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode], same_kernels: dict[str, str]) -> list[Task]:

@@ -4,16 +4,21 @@ Read `layer_ops` first: it lists the operations of a transformer layer in the or
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from string import ascii_lowercase
+from typing import Any, ParamSpec, cast
 
+from gemmscope import roles
+from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import EVERY_SECOND, ModelSpec, RunSpec, recomputed_facts
 from gemmscope.workload import sharding
 from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
+    ADAPTERS,
     Activation,
     Attention,
     Elementwise,
@@ -31,6 +36,7 @@ from gemmscope.workload.rank_ops import bottleneck, linear, norm, on_sequence_sh
 from gemmscope.workload.residual_streams import layer_input_ops, stream_ops
 from gemmscope.workload.sparse import compressed_attention, indexer_ops, sparse
 
+P = ParamSpec("P")
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
 
@@ -57,6 +63,91 @@ class Workload:
         return sum(op.all_parameters for op in self.ops)
 
 
+def as_trained(derived: Callable[P, Iterator[Op]]) -> Callable[P, Iterator[Op]]:
+    """The operations as the run (the last argument) trains them: with LoRA, frozen and with adapters."""
+
+    @wraps(derived)
+    def ops(*args: P.args, **kwargs: P.kwargs) -> Iterator[Op]:
+        return with_adapters(derived(*args, **kwargs), cast(RunSpec, args[-1]))
+
+    return ops
+
+
+def with_adapters(ops: Iterable[Op], run: RunSpec) -> Iterator[Op]:
+    """With LoRA, all weights are frozen, and adapters follow the linears that have them; else the same operations."""
+    for op in ops:
+        if run.lora is None or op.frozen or op.role in ADAPTERS or isinstance(op, Optimizer):
+            yield op
+        elif isinstance(op, Linear):
+            yield replace(op.running("fprop", "dgrad"), frozen=True)
+            if _is_adapted(op, run):
+                yield from _adapters(op, run.lora)
+        else:
+            yield replace(op, frozen=True)
+
+
+def _is_adapted(op: Linear, run: RunSpec) -> bool:
+    """By default, all linears that recipes quantize have adapters, but neither experts nor the output head."""
+    if run.lora_linears:
+        return not {op.role, op.block.lower().replace(" ", "-"), op.label.rpartition(".")[2]}.isdisjoint(run.lora_linears)
+    return op.quantized and op.facts.part == "GEMMs" and op.groups == 1 and op.block != "experts"
+
+
+def _adapters(op: Linear, rank: int) -> Iterator[Op]:
+    """A to the rank, B from it to the outputs, and the sum: forward scales B's output and adds it, backward adds up dX."""
+    if rank > (most := min(op.inputs, op.outputs)):
+        raise UserError(
+            f"{option('lora', rank)} is larger than {op.name}, which has {op.inputs} inputs and {op.outputs} outputs",
+            f"give at most {option('lora', most)}, or name other linears: {option('lora_linears', 'mlp')}",
+        )
+    shared: dict[str, Any] = {
+        name: getattr(op, name)
+        for name in ("tokens", "count", "section", "forward_runs", "shares_weights", "rows")
+        if hasattr(op, name)
+    }
+    kind = GroupedLinear if "rows" in shared else Linear
+    for role, inputs, outputs in (("lora-a", op.inputs, rank), ("lora-b", rank, op.outputs)):
+        label, parameters = f"{op.name} {roles.role(role).name}", op.groups * inputs * outputs
+        yield kind(role=role, label=label, beside=op.role, inputs=inputs, outputs=outputs, parameters=parameters, **shared)
+    yield Elementwise(
+        role="lora-sum", rows=op.tokens, width=op.outputs, count=op.count, section=op.section, forward_runs=op.forward_runs,
+        forward_tensors=3, backward_tensors=2 + 3 * op.inputs / op.outputs,
+    )  # fmt: skip
+
+
+def _without_first_gradients(ops: Sequence[Op], layers: Mapping[str, int]) -> Iterator[Op]:
+    """With LoRA, nothing before the first adapter needs a gradient: linears before it, and those that read the same tensor,
+    run without dgrad in the first layer."""
+    first = next(place for place, op in enumerate(ops) if op.role == ADAPTERS[0])
+    begins = cast(Linear, ops[first])
+    for place, op in enumerate(ops):
+        before = place < first or (op.section == begins.section and isinstance(op, Linear) and op.tensor == begins.tensor)
+        if not isinstance(op, Linear) or not before:
+            yield op
+            continue
+        once = op.count // layers.get(op.section, 1)
+        yield replace(op.running("fprop", "wgrad"), count=once)
+        if op.count > once:
+            yield replace(op, count=op.count - once)
+
+
+def lora_findings(ops: Iterable[Op], run: RunSpec, parameters: int, name: str) -> Iterator[Finding]:
+    """What LoRA trains; a `UserError` if nothing has adapters."""
+    linears = [op for op in ops if isinstance(op, Linear)]
+    if run.lora is None:
+        return
+    adapted = dict.fromkeys(op.label.removesuffix(f" {op.facts.name}") for op in linears if op.role == ADAPTERS[0])
+    if not adapted:
+        known = {part for op in linears if op.frozen for part in (op.block.lower().replace(" ", "-"), op.key) if part}
+        asked = f"{option('lora_linears', ','.join(run.lora_linears))} names no linear of {name}"
+        raise UserError(
+            asked if run.lora_linears else f"{option('lora', run.lora)}: {name} has no linears that adapters can be added to",
+            f"its linears: {', '.join(sorted(known))}" if known else "gemmscope shapes lists what it runs",
+        )
+    trained = sum(op.trained_parameters for op in linears)
+    yield finding("lora", rank=run.lora, ops=list(adapted), trained=trained / 1e6, share=trained / parameters)
+
+
 def derive(model: ModelSpec, run: RunSpec) -> Workload:
     """The operations one rank runs for one micro-batch, forward and backward, and the optimizer's for one step.
 
@@ -71,12 +162,14 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     stages = _different_stages(model, run, bounds) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
-    parameters = sum(op.all_parameters for op in ops)
-    optimizer = Optimizer(role="optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
+    about = [*_findings(model, run, stage, ops), *lora_findings(ops, run, sum(op.all_parameters for op in ops), model.name)]
+    if run.lora is not None and stage == 0:
+        ops = tuple(_without_first_gradients(ops, layers))
+    optimizer = Optimizer(role="optimizer", section=STEP, updated=sum(op.trained_parameters for op in ops))
     if model.prediction_layers and stage == run.pp - 1:
         layers[PREDICTION] = model.prediction_layers
-    return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)), layers)
+    return Workload((*ops, optimizer), stage, tuple(about), layers)
 
 
 def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, int]]) -> list[int]:
@@ -157,6 +250,7 @@ def _features(layer: LayerSpec) -> dict[str, str]:
     return features
 
 
+@as_trained
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes before the first layer."""
     if model.vocab_size is None:
@@ -182,6 +276,7 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(inputs_norm, rows=inputs_norm.rows * len(model.layers))
 
 
+@as_trained
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of a layer, in order. `forward_runs` is 2 for recomputed ones, less for a share of the layers."""
     norms = [replace(norm(model, run, "norm", model.hidden_size), count=layer.norms)] if layer.norms else []
@@ -371,6 +466,7 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
         yield on_sequence_shard(linear("shared-expert-scale", run, hidden, 1), run)
 
 
+@as_trained
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes after the last layer: norm, vocabulary, loss."""
     for extra in model.last_linears:
@@ -395,6 +491,7 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     yield Loss(role="loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
 
+@as_trained
 def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
 

@@ -32,6 +32,7 @@ Direction = Literal["forward", "backward"]
 Size = TypeVar("Size")  # a number, or an array of them
 Counted = TypeVar("Counted", bound="Gemm | Op")
 
+ADAPTERS = ("lora-a", "lora-b")  # their roles
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 
@@ -123,6 +124,7 @@ class Op:
     copies: int = 1
     parameters: int = 0  # of this rank, for one of the `count` instances
     shares_weights: bool = False  # all instances use the same weights
+    frozen: bool = False  # its parameters are not trained
 
     def __post_init__(self) -> None:
         roles.role(self.role)
@@ -159,6 +161,10 @@ class Op:
         """The parameters of this rank for all instances."""
         return self.parameters * (1 if self.shares_weights else self.count)
 
+    @property
+    def trained_parameters(self) -> int:
+        return 0 if self.frozen else self.all_parameters
+
     def total(self) -> Work:
         """The work of this op in one micro-batch (the optimizer: in one step)."""
         return (self.forward().times(self.forward_runs) + self.backward()).times(self.count)
@@ -179,10 +185,31 @@ class Linear(Op):
     outputs: int
     padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
     passes: tuple[Pass, ...] = PASSES  # fewer where a gradient is not needed
+    beside: str = ""  # of an adapter, the role of the linear that it is added to
 
     @property
     def groups(self) -> int:
         return 1
+
+    @property
+    def block(self) -> str:
+        """The block of a layer that it belongs to."""
+        return roles.role(self.beside or self.role).block
+
+    @property
+    def tensor(self) -> str:
+        """The tensor that it reads, which linears that read the same one keep once; an adapter's A reads that of its linear."""
+        known = roles.role(self.reader)
+        return known.reads or (self.reader if self.role == ADAPTERS[0] else self.key)
+
+    @property
+    def reader(self) -> str:
+        """The role that says what it reads."""
+        return self.beside if self.role == ADAPTERS[0] else self.role
+
+    def running(self, *passes: Pass) -> Linear:
+        """The same, with no other passes than these."""
+        return replace(self, passes=tuple(name for name in self.passes if name in passes))
 
     @property
     def quantized(self) -> bool:
@@ -375,6 +402,8 @@ class Embedding(Op):
 
     def backward(self) -> Work:
         """Reads the gradient rows, writes the table's gradient."""
+        if self.frozen:
+            return Work()
         elements = self.tokens * self.width + self.vocab * self.width
         return Work(self.tokens * self.width, elements * ELEMENT_BYTES)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from gemmscope.workload.derive import HEAD
-from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Work
+from gemmscope.workload.ops import Attention, Gemm, Linear, Op, Pass, Work
 
 KINDS = ("norm", "activation", "softmax", "embedding", "loss")  # of work between GEMMs, and its roles; all else is elementwise
 ALL_VISIBLE = Fraction(1)  # of the pairs of queries and keys
@@ -37,6 +37,9 @@ class TracedLinear(Linear):
 
     def gemms(self) -> Iterator[Gemm]:
         yield from self.seen
+
+    def running(self, *passes: Pass) -> TracedLinear:
+        return replace(self, seen=tuple(gemm for gemm in self.seen if gemm.pass_name in passes))
 
     def backward(self) -> Work:
         """As many GEMMs as were recorded: two, or fewer where a gradient is not needed."""
