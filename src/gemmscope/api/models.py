@@ -137,7 +137,10 @@ class Model:
         gradient_accumulation: int | str | None = None,
         global_batch: int | str | None = None,
         optimizer_state: Literal["bf16", "fp32"] | None = None,
+        quantized_weights: bool | None = None,
         recompute: Literal["none", "selective", "full"] | None = None,
+        lora: int | str | None = None,
+        lora_linears: Sequence[str] | str | None = None,
         separate_projections: bool | None = None,
         tp: int | str | None = None,
         sequence_parallel: bool | None = None,
@@ -160,7 +163,6 @@ class Model:
         gpus: int | str | None = None,
         zero_ranks: int | str | None = None,
         gradient_precision: Literal["bf16", "fp32"] | None = None,
-        quantized_weights: bool | None = None,
         recompute_modules: Sequence[str] | None = None,
         recompute_share: float | str | None = None,
         partly_recomputed: bool | None = None,
@@ -177,8 +179,14 @@ class Model:
                 is given. [default: micro-batch size x gradient accumulation x dp]
             optimizer_state: Precision of the optimizer states: fp32 with FP32 master weights, or bf16 for everything. [default:
                 fp32 with data parallelism, else bf16]
+            quantized_weights: Keep weights in the recipe's format only, not in BF16 too (Transformer Engine:
+                quantized_model_init). [default: unknown]
             recompute: Recompute activations in the backward pass: of attention only (selective), or of whole layers (full).
                 [default: none]
+            lora: LoRA: freeze all weights and train adapters of this rank beside the linears of attention and MLP. [default:
+                all weights are trained]
+            lora_linears: With lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An
+                unknown name lists all names. [default: all but experts and the output head]
             separate_projections: Run Q, K and V (and gate and up) as separate GEMMs, as Hugging Face does, or fused, as
                 Transformer Engine does. [default: fused-projections]
             tp: Tensor parallel size. [default: 1]
@@ -207,7 +215,6 @@ class Model:
             gpus: Number of GPUs. Sets dp.
             zero_ranks: Number of ranks that share what ZeRO shards. [default: all]
             gradient_precision: Precision of the gradients that are kept and reduced.
-            quantized_weights: Keep weights in the recipe's format only, not in BF16.
             recompute_modules: What selective recomputation computes again. [default: core_attn]
             recompute_share: Share of the layers that are recomputed. [default: 1]
             partly_recomputed: Recompute something that is not counted in times.

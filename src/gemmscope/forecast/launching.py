@@ -63,12 +63,14 @@ class Launching:
         return limit if np.ndim(limit) else float(limit)
 
 
-def of_layers(recipe: str, dense: float, experts: float, run: RunSpec) -> tuple[float, float]:
-    """Milliseconds to launch these layers in one micro-batch, and the number of launches; few with CUDA graphs."""
+def of_layers(recipe: str, dense: float, experts: float, run: RunSpec, adapters: int = 0) -> tuple[float, float]:
+    """Milliseconds to launch these layers in one micro-batch, and the number of launches; few with CUDA graphs. `adapters`:
+    linears that have any."""
     known = cluster()["host"]
     layer_ms, expert_ms, count = (table.get(recipe, table["other"]) for table in map(known.get, TABLES))
     left = known["graphs"] if run.cuda_graphs else 1.0
-    return (layer_ms * dense + expert_ms * experts) * left, count * (dense + experts) * left
+    launch_ms = layer_ms * dense + expert_ms * experts + known["adapter_ms"] * adapters
+    return launch_ms * left, (count * (dense + experts) + known["adapter_launches"] * adapters) * left
 
 
 def in_phases(launch_ms: float, launches: float, forward_runs: float, *, waits: bool) -> Launching:

@@ -49,7 +49,7 @@ from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import Workload, derive
-from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, Activation, GroupedLinear, Linear, Optimizer
+from gemmscope.workload.ops import ADAPTERS, OPTIMIZER_BYTES_PER_PARAMETER, PASSES, Activation, GroupedLinear, Linear, Optimizer
 from gemmscope.workload.summary import totals
 from gemmscope.workload.traced_ops import TracedLinear
 
@@ -299,7 +299,8 @@ class StepForecast:
             launch_ms, launches = (low + (high - low) * share for low, high in pairs)
             return launch_ms, launches
         if self.model is not None:
-            return of_layers(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run)
+            adapters = sum(op.count for op in self.linears if op.role == ADAPTERS[0])
+            return of_layers(name, self.rank_share.dense_layers, self.rank_share.moe_layers, self.run, adapters)
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         kernels = traced.launch_ms(self.workload.ops, name, quantized, self.run, fused=self.fused)
         return max(kernels, of_layers(name, self._layers, 0, self.run))

@@ -54,6 +54,11 @@ class ModelRun:
 
     def as_measured(self) -> "ModelRun":
         """What a measured step runs of it: whole layers recomputed, or attention, or nothing."""
+        if self.run.lora is not None:
+            message = f"a measured step trains all weights, not {option('lora', self.run.lora)}"
+            raise UserError(
+                message, f"forecast it, or measure your own module with adapters: {option('module', 'FILE.py:FUNCTION')}"
+            )
         if self.run.recompute_share == 1 and self.run.recompute_modules in ((), ("core_attn",)):
             return self
         plain = replace(self.run, recompute="none", recompute_modules=(), recompute_share=1.0)

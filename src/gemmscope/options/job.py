@@ -313,6 +313,16 @@ class ClusterOptions(RunOptions, OverlapOptions):
             after="global_batch",
         ),
     ] = None
+    quantized_weights: Annotated[
+        bool | None,
+        Option(
+            "Keep weights in the recipe's format only, not in BF16 too (Transformer Engine: quantized_model_init).",
+            flags=("--quantized-weights/--no-quantized-weights",),
+            default="unknown",
+            group="Run",
+            after="optimizer_state",
+        ),
+    ] = None
     offloaded_layers: Annotated[
         int | None,
         Option(
@@ -332,9 +342,6 @@ class JobOptions(ClusterOptions):
     )
     gradient_precision: Annotated[
         StatePrecision | None, Option("Precision of the gradients that are kept and reduced.", in_shell=False)
-    ] = None
-    quantized_weights: Annotated[
-        bool | None, Option("Keep weights in the recipe's format only, not in BF16.", in_shell=False)
     ] = None
     recompute_modules: Annotated[
         tuple[str, ...] | None,

@@ -30,7 +30,8 @@ class Difference:
 
 def comparable_run(run: RunSpec) -> RunSpec:
     """The same micro-batch in one unsharded process, with projections stored as Hugging Face stores them."""
-    return RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=True)
+    batch = run.micro_batch_size, run.sequence_length
+    return RunSpec(*batch, separate_projections=True, lora=run.lora, lora_linears=run.lora_linears)
 
 
 def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Difference]:
