@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import gemmscope as gs
 from gemmscope.errors import UserError
+from gemmscope.forecast.gemm import model, slowed
 from gemmscope.forecast.gpus_and_recipes import chips_of
+from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import gpu, gpus
 
 
@@ -63,3 +66,32 @@ def test_a_file_describes_a_gpu_that_is_like_another(tmp_path: Path) -> None:
 def test_a_file_that_lacks_or_mistakes_a_fact_says_which(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         chips_of([write(tmp_path, text)])
+
+
+def test_a_lower_power_limit_slows_what_computes_and_not_what_moves_bytes() -> None:
+    whole, limited = gpu("h200"), gpu("h200").limited_to(500, "--power-limit 500")
+    compute, memory = Shapes.of(8192, 8192, 8192), Shapes.of(16, 8192, 8192)
+    for shapes, ratio in ((compute, (700 / 500) ** 0.33), (memory, 1.0)):
+        times = [model().time(chip, "bf16", shapes, "sustained", in_training=True) for chip in (whole, limited)]
+        assert times[1].gemm_ms / times[0].gemm_ms == pytest.approx(ratio, rel=0.01)
+        assert times[1].low > times[0].low
+    assert slowed(gpu("h100").limited_to(700, "")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("watts", [100, 701, -5, float("nan")])
+def test_a_power_limit_beyond_the_range_names_the_range(watts: float) -> None:
+    with pytest.raises(UserError, match="is beyond the range of h100\ngive 280 to 700 W"):
+        chips_of(["h100"], watts)
+
+
+def test_a_gpu_file_may_set_a_power_limit(tmp_path: Path) -> None:
+    [chip] = chips_of([write(tmp_path, 'like = "h100"\npower_limit_w = 500\nbandwidth_tbps = 2.4')])
+    assert (chip.title, chip.bandwidth_tbps, chip.power_w) == ("H100 SXM5 80 GB at 500 W", 2.4, 700)
+    with pytest.raises(UserError, match=r"my_gpu\.toml: power_limit_w = 50 is beyond the range of my_gpu"):
+        chips_of([write(tmp_path, 'like = "h100"\npower_limit_w = 50')])
+
+
+def test_a_forecast_says_what_a_lower_power_limit_is_assumed_to_do() -> None:
+    result = gs.load("llama-3.2-1b").on(micro_batch_size=4, sequence_length=4096).forecast("h100,h20", power_limit=300)
+    assert [any(entry.code == "power-limit" for entry in one.findings) for one in result.gpus] == [True, True]
+    assert "at 300 W" in result.gpus[0].title

@@ -63,6 +63,7 @@ class Job(ModelRun):
         left_out: Names | None = None,
         modes: Mode | Sequence[Mode] | None = None,
         stack: str | None = None,
+        power_limit: float | str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         mix: PathOrResult | None = None,
@@ -88,6 +89,7 @@ class Job(ModelRun):
                 beforehand), or both. [default: both]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
                 [default: that of the model's file, else any that runs on the GPU]
+            power_limit: Power limit of each GPU in watts, as nvidia-smi sets it. [default: the GPU's usual limit]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]
@@ -147,6 +149,7 @@ class Job(ModelRun):
         recipes: Names | None = None,
         left_out: Names | None = None,
         stack: str | None = None,
+        power_limit: float | str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         gpu: Names | None = None,
@@ -163,6 +166,7 @@ class Job(ModelRun):
             left_out: Recipes to skip.
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
                 [default: that of the model's file, else any that runs on the GPU]
+            power_limit: Power limit of each GPU in watts, as nvidia-smi sets it. [default: the GPU's usual limit]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

@@ -252,6 +252,7 @@ class Model:
         ep_overlap: bool | None = None,
         cuda_graphs: bool | None = None,
         stack: str | None = None,
+        power_limit: float | str | None = None,
         network: str | float | None = None,
         nvlink_domain: int | str | None = None,
         vary: Mapping[str, Sequence[int]] | None = None,
@@ -292,6 +293,7 @@ class Model:
             cuda_graphs: Launch layers as CUDA graphs. [default: unknown]
             stack: Software that runs the step: nvidia, torchtitan, pytorch and others. An unknown name lists all names.
                 [default: that of the model's file, else any that runs on the GPU]
+            power_limit: Power limit of each GPU in watts, as nvidia-smi sets it. [default: the GPU's usual limit]
             network: Network between NVLink domains: a name, or GB/s per GPU and direction. An unknown name lists all names.
                 [default: the GPU's usual network]
             nvlink_domain: Number of GPUs in one NVLink domain. [default: the GPU's usual size]

@@ -28,6 +28,7 @@ from gemmscope.forecast.step_findings import (
     eager_finding,
     graphs_finding,
     layers_finding,
+    power_findings,
     software_finding,
 )
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
@@ -62,7 +63,7 @@ from gemmscope.workload.sharding import Given, check, check_schedule, solve
 def forecast(job: ModelRun | None, options: ForecastOptions, context: RunContext = PLAIN) -> ForecastResult:
     """A model's linears and its training step, or bare GEMMs, on each GPU, with 90% error bars."""
     asked = requested_mix(options.mix, options.keep_higher)
-    chips, clocks = chips_of(options.gpu), known_state(options.state)
+    chips, clocks = chips_of(options.gpu, options.power_limit), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     job = _on_gpus(job, options.gpus)
     budgets = _budgets(chips, options, (options.gpus if job is None or job.run.dp is None else job.run.gpus))
@@ -178,6 +179,7 @@ class _ForecastTask:
                 *filter(None, [repeated]),
                 *recipe_findings,
                 *calibration_findings,
+                *power_findings(chip),
             ),
         )
 
@@ -227,7 +229,7 @@ def sweep(
     computed until then.
     """
     axes = options.sweep or {}
-    chips, clocks = chips_of(options.gpu), known_state(options.state)
+    chips, clocks = chips_of(options.gpu, options.power_limit), known_state(options.state)
     networks = {chip.name: network_of(chip, options.network, options.nvlink_domain) for chip in chips}
     by_gpu = choose_recipes(chips, options)
     check_axes(axes, FORECAST_SIZES, model)
@@ -281,7 +283,7 @@ def forecast_gemms(file: str, options: ForecastOptions) -> GemmForecast:
     With `library`, as this library was measured; without it the user's own calibration is applied.
     """
     by = options.library.strip().lower() if options.library else None
-    chips, adjustments, findings = chips_of(options.gpu), {}, list[Finding]()
+    chips, adjustments, findings = chips_of(options.gpu, options.power_limit), {}, list[Finding]()
     for chip in chips:
         adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
         findings += about

@@ -59,7 +59,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
     were computed until then."""
     if flags := [name for name in ("pre_quantize", "autocast_only") if getattr(options, name)]:
         raise UserError(f"{option(flags[0])} applies only to linears, but a plan is about training steps", "remove it")
-    chip, clocks = one_chip(options.gpu), known_state(options.state)
+    chip, clocks = one_chip(options.gpu, options.power_limit), known_state(options.state)
     links = network_of(chip, options.network, options.nvlink_domain)
     if source.model is None:
         raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")

@@ -173,7 +173,8 @@ class GemmModel:
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
         _, uncertainty, series = chosen[0 if state == "sustained" else 1]
-        basis = Basis(chip, fmt, state, series, _factor(chip, fmt, state, series), uncertainty)
+        slower, unsure = slowed(chip) if state == "sustained" else (1.0, 0.0)
+        basis = Basis(chip, fmt, state, series, _factor(chip, fmt, state, series) * slower, float(np.hypot(uncertainty, unsure)))
         if version in ("", series.version):
             return basis
         return basis.widened(facts["uncertainty"]["other_version"][fmt], f"{name} {version}")
@@ -256,7 +257,10 @@ class GemmModel:
         return [
             other
             for other in measured.values()
-            if chip.name not in measured and other.architecture in related and other.sms <= chip.sms
+            if chip.name not in measured
+            and chip.power_limit_w is None
+            and other.architecture in related
+            and other.sms <= chip.sms
             if other.tflops[rate] <= chip.tflops[rate] and other.bandwidth_tbps <= chip.bandwidth_tbps
         ]
 
@@ -310,7 +314,17 @@ def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: ClockState) -
     rate = chip.sustained_tflops.get(precisions()[fmt].rate)
     if rate is None:
         return np.zeros(len(shapes.m))
-    return shapes.flops / (rate * 1e9) / (1.0 if state == "sustained" else _slower(chip, fmt))
+    return shapes.flops / (rate * 1e9) * (slowed(chip)[0] if state == "sustained" else 1 / _slower(chip, fmt))
+
+
+def slowed(chip: GpuSpec) -> tuple[float, float]:
+    """How much longer compute-bound work takes at the chip's power limit than at its usual one, and the uncertainty of it.
+
+    >>> slowed(gpu("h100")), round(slowed(gpu("h100").limited_to(500, ""))[0], 2)
+    ((1.0, 0.0), 1.12)
+    """
+    known, deficit = _transfer()["power_limit"], np.log(chip.power_w / chip.power_limit_w) if chip.power_limit_w else 0.0
+    return float(np.exp(known["exponent"] * deficit)), float(known["uncertainty"] * deficit)
 
 
 @cache

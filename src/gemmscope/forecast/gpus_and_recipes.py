@@ -22,11 +22,13 @@ from gemmscope.recipe.support import architectures, support
 from gemmscope.toml import parse_toml
 
 
-def chips_of(names: Sequence[str]) -> list[GpuSpec]:
-    """The GPUs in the order they were named, each once."""
+def chips_of(names: Sequence[str], power_limit: float | None = None) -> list[GpuSpec]:
+    """The GPUs in the order they were named, each once, with the power limit that was asked for."""
     if not names:
         raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
-    return list({(spec := _described(name) if name.endswith(".toml") else gpu(name)).name: spec for name in names}.values())
+    chips = {(spec := _described(name) if name.endswith(".toml") else gpu(name)).name: spec for name in names}.values()
+    limit = option("power_limit", f"{power_limit:g}") if power_limit is not None else ""
+    return [chip if power_limit is None else chip.limited_to(power_limit, limit) for chip in chips]
 
 
 def _described(file: str) -> GpuSpec:
@@ -46,9 +48,9 @@ def _described(file: str) -> GpuSpec:
     return spec
 
 
-def one_chip(names: Sequence[str]) -> GpuSpec:
+def one_chip(names: Sequence[str], power_limit: float | None = None) -> GpuSpec:
     """The only GPU that was named."""
-    chips = chips_of(names)
+    chips = chips_of(names, power_limit)
     if len(chips) > 1:
         raise UserError(f"a plan is for one type of GPU, not for {', '.join(chip.name for chip in chips)}", "plan each by itself")
     return chips[0]

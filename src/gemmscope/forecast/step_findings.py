@@ -1,13 +1,15 @@
 """Findings about a forecast step: what more micro-batches, CUDA graphs, a compiler or another layout would change."""
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, exp
 
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.communication import cluster
+from gemmscope.forecast.gemm import slowed
 from gemmscope.forecast.stacks import stacks_on
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
+from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepTimes
@@ -59,6 +61,14 @@ def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
     if best == BASELINE:
         return finding("graphs-baseline", **facts)
     return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE), **facts)
+
+
+def power_findings(chip: GpuSpec) -> list[Finding]:
+    """A finding about a lower power limit."""
+    (slower, unsure), watts = slowed(chip), chip.power_limit_w
+    if watts is None or watts == chip.power_w:
+        return []
+    return [finding("power-limit", watts=watts, usual=chip.power_w, slower=slower, spread=exp(unsure))]
 
 
 def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:

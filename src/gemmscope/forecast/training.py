@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from math import hypot
 from typing import Any, NamedTuple
 
+from gemmscope.forecast.gemm import slowed
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
@@ -32,7 +34,8 @@ def _measured_on() -> tuple[int, int]:
 def uncertainty_of(table: str, chip: GpuSpec, tables: Mapping[str, Any] | None = None) -> float:
     """The uncertainty of a part, larger on architectures that were not measured in training."""
     known = (facts() if tables is None else tables)[table]
-    return float(known["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"])
+    power = slowed(chip)[1] if "attention" in table else 0.0
+    return float(hypot(known["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"], power))
 
 
 def library_uncertainty(fmt: str, chip: GpuSpec) -> float:
@@ -152,7 +155,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
 
 def work_ms(work: Work, chip: GpuSpec, shares: Mapping[str, float]) -> float:
     """FLOPs at a share of the BF16 rate, or bytes at a share of the bandwidth, whichever takes longer."""
-    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * shares["rate"])
+    compute_ms = slowed(chip)[0] * work.flops / (chip.tflops["bf16"] * 1e9 * shares["rate"])
     return float(max(compute_ms, work.bytes_moved / (chip.bandwidth_tbps * 1e9 * shares["bandwidth"])))
 
 
@@ -173,7 +176,7 @@ def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:
     """One forward or backward run: FLOPs at a rate that long sequences reach, and what is rearranged around it."""
     table = facts()["attention"][direction]
     sequence = min(op.keys, op.window or op.keys)
-    rate = chip.tflops["bf16"] * 1e9 * table["rate"] * sequence / (sequence + table["half_at"])
+    rate = chip.tflops["bf16"] / slowed(chip)[0] * 1e9 * table["rate"] * sequence / (sequence + table["half_at"])
     work = op.forward() if direction == "forward" else op.backward()
     bandwidth = chip.bandwidth_tbps * 1e9 * facts()["bandwidth"]["elementwise"]
     extra = table.get("extra_tensors", 0) * op.batch * op.queries * op.heads * op.head_dim * ELEMENT_BYTES

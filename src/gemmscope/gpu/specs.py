@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from math import inf
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from gemmscope.errors import UserError, shown
 from gemmscope.toml import complete, load_data
 
+LEAST_POWER = 0.4  # of the usual limit: with less, clocks leave the range that forecasts cover
 OTHER_VENDORS = r"^mi\d|^amd|instinct|radeon|gaudi|^tpu|trainium|ascend"
 _described: dict[str, "GpuSpec"] = {}
 
@@ -44,6 +45,21 @@ class GpuSpec:
     collectives_slower: float = 1.0
     disagreements: str = ""
     sustained_tflops: Mapping[str, float] = field(default_factory=dict)
+    power_w: float = 0.0  # its usual power limit; 0: not known
+    power_limit_w: float | None = None  # the one that it is set to, if lower
+
+    def limited_to(self, watts: float, by: str) -> "GpuSpec":
+        """The same GPU with a lower power limit, which `by` sets; a `UserError` if it is beyond the range.
+
+        >>> gpu("h100").limited_to(500, "--power-limit 500").title
+        'H100 SXM5 80 GB at 500 W'
+        """
+        least = LEAST_POWER * self.power_w
+        if not self.power_w:
+            raise UserError(f"{by}: the usual power limit of {self.name} is not known", f"add power_w to {self.source}")
+        if not least <= watts <= self.power_w:
+            raise UserError(f"{by} is beyond the range of {self.name}", f"give {least:g} to {self.power_w:g} W")
+        return replace(self, power_limit_w=watts, title=f"{self.title} at {watts:g} W" if watts < self.power_w else self.title)
 
     @property
     def architecture(self) -> str:
@@ -125,6 +141,9 @@ def described(facts: Mapping[str, Any], name: str) -> GpuSpec:
     sizes = [spec.sms, spec.memory_mib, spec.memory_gb, spec.bandwidth_tbps, spec.usual_share, spec.nvlink_domain, spec.host_gbps]
     if not all(0 < size < inf for size in (*sizes, *spec.tflops.values(), *spec.sustained_tflops.values())):
         raise UserError(f"{name}.toml: sizes and rates must be positive numbers", "see gpu/specs.toml")
+    if spec.power_limit_w is not None:
+        limited = spec.limited_to(spec.power_limit_w, f"{name}.toml: power_limit_w = {spec.power_limit_w:g}")
+        spec = replace(limited, title=own.get("title", limited.title))
     _described[_plain(name)] = spec
     return spec
 

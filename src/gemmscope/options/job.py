@@ -222,6 +222,10 @@ class SystemOptions(Options):
             default="that of the model's file, else any that runs on the GPU",
         ),
     ] = None
+    power_limit: Annotated[
+        float | None,
+        Option("Power limit of each GPU in watts, as nvidia-smi sets it.", metavar="WATTS", default="the GPU's usual limit"),
+    ] = None
     network: Annotated[
         str | float | None,
         Option(
