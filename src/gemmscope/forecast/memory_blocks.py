@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gemmscope.model.spec import RunSpec, recomputed_facts
-from gemmscope.roles import role
 from gemmscope.workload.derive import EMBEDDING, HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 
@@ -150,7 +149,7 @@ def _inputs(ops: Sequence[Op], run: RunSpec) -> list[_Input]:
                 tensor = op.role
             writers = recomputed_facts()["written_by"].get(tensor, (op.role,))
             again = any(_repeated(other) for other in ops if other.role in writers)
-            shards = _sharded(run) if role(op.reader).reads_shard else 1
+            shards = _sharded(run) if op.reader.reads_shard else 1
             size = 0.0 if again or "wgrad" not in op.passes else op.tokens * op.inputs / shards
             quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
             weights = op.groups * op.inputs * op.outputs * op.count

@@ -199,13 +199,12 @@ class Linear(Op):
     @property
     def tensor(self) -> str:
         """The tensor that it reads, which linears that read the same one keep once; an adapter's A reads that of its linear."""
-        known = roles.role(self.reader)
-        return known.reads or (self.reader if self.role == ADAPTERS[0] else self.key)
+        return self.reader.reads or (self.beside if self.role == ADAPTERS[0] else self.key)
 
     @property
-    def reader(self) -> str:
-        """The role that says what it reads."""
-        return self.beside if self.role == ADAPTERS[0] else self.role
+    def reader(self) -> roles.Role:
+        """The facts that say what it reads."""
+        return roles.role(self.beside) if self.role == ADAPTERS[0] else self.facts
 
     def running(self, *passes: Pass) -> Linear:
         """The same, with no other passes than these."""
