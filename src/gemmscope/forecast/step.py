@@ -399,8 +399,8 @@ class StepForecast:
         )  # a trace knows the parameters only from the optimizer
         frozen = sum(op.groups * op.inputs * op.outputs * op.count for op in self.linears if op.frozen)
         parameters = self.workload.parameters if self.model is not None else updated + frozen
-        held = parameters - in_experts, in_experts, updated - trained_in_experts, trained_in_experts
-        return RankShare(layers, moe_layers, *held, attentions, attentions + mixers, mlps)
+        sizes = parameters - in_experts, in_experts, updated - trained_in_experts, trained_in_experts
+        return RankShare(layers, moe_layers, *sizes, attentions, attentions + mixers, mlps)
 
     def _offloaded_bytes(self) -> float:
         """Bytes that one micro-batch offloads to CPU memory."""
