@@ -22,7 +22,7 @@ def fields(text: str) -> dict[str, str]:
 
 
 def calls() -> Iterator[tuple[str, str, set[str], bool]]:
-    """Every call of `finding` with a literal code: where, the code, its facts by name, and whether there are others (**facts)."""
+    """Calls of `finding` with a literal code and rows of `Notes`: where, code, names of the facts, whether there are others."""
     for path, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "finding" and node.args:
@@ -32,6 +32,14 @@ def calls() -> Iterator[tuple[str, str, set[str], bool]]:
                 for code in codes:
                     if isinstance(code, ast.Constant):
                         yield f"{path.relative_to(PACKAGE)}:{node.lineno}", str(code.value), names, others
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.annotation) == "Notes":
+                for code, value in zip(node.value.keys, node.value.values, strict=True):
+                    assert isinstance(code, ast.Constant)
+                    assert isinstance(value, ast.Tuple)
+                    facts = value.elts[1]
+                    assert isinstance(facts, ast.Dict)
+                    names = {str(name.value) for name in facts.keys if isinstance(name, ast.Constant)}
+                    yield f"{path.relative_to(PACKAGE)}:{code.lineno}", str(code.value), names, None in facts.keys
 
 
 CALLS = list(calls())

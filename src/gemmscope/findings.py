@@ -52,6 +52,19 @@ def finding(code: str, **facts: Fact) -> Finding:
     return Finding(code, catalog()[code]["level"], facts)
 
 
+Notes = Mapping[str, tuple[object, Mapping[str, Fact]]]
+"""Findings by their codes: whether each applies, and its facts."""
+
+
+def applicable(notes: Notes) -> list[Finding]:
+    """The findings that apply, in the order of the table.
+
+    >>> applicable({"nothing-measured": (True, {}), "single-round": (False, {})})
+    [Finding(code='nothing-measured', level='warning', facts={})]
+    """
+    return [finding(code, **facts) for code, (applies, facts) in notes.items() if applies]
+
+
 def sentence(entry: Finding) -> str:
     """The finding as a sentence.
 

@@ -3,6 +3,7 @@
 On Linux they are the XDG folders: `$XDG_STATE_HOME`, `$XDG_CACHE_HOME` and `$XDG_CONFIG_HOME`, or the defaults for these.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -13,11 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platformdirs import PlatformDirs
-
-try:
-    import fcntl
-except ImportError:  # not on this system: folders are not locked, and those of other processes are not removed
-    fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = "gemmscope-work-"  # followed by eight random characters: never the name of a user's own folder
 LONGEST_WAIT_S = 2.0
@@ -75,8 +71,6 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _lock(folder: Path, wait_s: float = 0.0) -> int | None:
     """Lock a folder for this process; None where another process has locked it, or where folders cannot be locked."""
-    if fcntl is None:
-        return None
     until = time.monotonic() + wait_s
     try:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,7 +1,7 @@
 """`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
 
 from gemmscope.errors import UserError, option
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, Notes, applicable
 from gemmscope.job.load import ModelRun
 from gemmscope.job.rank_workload import RankWorkload, rank_workload
 from gemmscope.model.layer_spec import MoeSpec
@@ -85,18 +85,15 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         "model_class": check.model_class,
         "versions": ", ".join(f"{name} {version}" for name, version in check.versions.items()),
     }
-    notes = [
-        finding("check-equal", gemms=check.gemms, **live)
-        if check.equal
-        else finding("check-differs", differences=len(check.differences), **live)
-    ]
-    notes += [finding("check-unsharded")] if comparable_run(run) != run else []
-    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.stored_dense for layer in model.layers):
-        notes.append(finding("check-dense-experts", model_type=model.model_type))
-    if has_fallback(trace):
-        notes.append(finding("check-without-recurrences"))
-    elif recurrences(trace):
-        notes.append(finding("check-of-recurrences", recurrences=recurrences(trace)))
-    if any(attention.top_k is not None for attention in model.attentions):
-        notes.append(finding("check-of-sparse-attention"))
-    return check, tuple(notes)
+    dense = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.stored_dense for layer in model.layers)
+    sparse = any(attention.top_k is not None for attention in model.attentions)
+    notes: Notes = {
+        "check-equal": (check.equal, {"gemms": check.gemms, **live}),
+        "check-differs": (not check.equal, {"differences": len(check.differences), **live}),
+        "check-unsharded": (comparable_run(run) != run, {}),
+        "check-dense-experts": (dense, {"model_type": model.model_type}),
+        "check-without-recurrences": (has_fallback(trace), {}),
+        "check-of-recurrences": (recurrences(trace) and not has_fallback(trace), {"recurrences": recurrences(trace)}),
+        "check-of-sparse-attention": (sparse, {}),
+    }
+    return check, tuple(applicable(notes))

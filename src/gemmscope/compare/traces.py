@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_view import HOST, IDLE, add_up, largest_sums
+from gemmscope.explain.trace_view import HOST, IDLE
 from gemmscope.explain.work_class import BF16, LOW
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import add_up, largest_sums
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import BASELINE, recipes

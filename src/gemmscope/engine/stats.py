@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.interval import Interval
+from gemmscope.interval import Interval, chi_squared
 
 Floats = NDArray[np.float64]
 RESAMPLES = 2000
@@ -60,6 +60,7 @@ PRIOR_PIECES = 12  # the weight of the common variance
 PRIOR_BURSTS = 6  # the weight of zero against a negative correlation
 LEAST_CORRELATION = 0.03  # where negative correlations are not allowed
 LEAST_EFFECT = 0.25  # of the design: a standard error is never taken to be less than half that of independent pieces
+ONE_IN_A_THOUSAND = 3.09  # normal quantile of 99.9%: a run estimates about thirty variances
 
 
 @dataclass(frozen=True)
@@ -159,22 +160,11 @@ def _standard_error(bursts: Bursts, noise: Noise) -> float:
     freedom, variance = effective - 1, squares / _unbiased(bursts, noise.correlation)
     if noise.spread is not None:
         prior = min(PRIOR_PIECES, noise.freedom)
-        noisier = variance > noise.spread**2 * _chance(max(freedom, 1.0))
+        noisier = variance > noise.spread**2 * chi_squared(max(freedom, 1.0), ONE_IN_A_THOUSAND)
         if not noisier:
             variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
         freedom += prior if not noisier else 0
     return float(np.sqrt(variance / effective)) * student(freedom) / _NORMAL
-
-
-def _chance(freedom: float) -> float:
-    """The ratio to the common variance that an estimate with this many degrees of freedom exceeds once in a thousand times (a run
-    has about thirty): the 99.9% point of chi-squared over its degrees of freedom, by the approximation of Wilson and Hilferty.
-
-    >>> round(_chance(6.0), 2), round(_chance(100.0), 2)
-    (3.78, 1.5)
-    """
-    step = 2 / (9 * freedom)
-    return float((1 - step + 3.09 * np.sqrt(step)) ** 3)
 
 
 def _effective(bursts: Sequence[Sequence[float] | Floats], correlation: float) -> float:

@@ -143,7 +143,7 @@ class MeasuringProcess:
         self.begin(launched.group.tasks[0], "measuring")
         try:
             launched.burst.nearly_done()
-            state = self.gpu_state()
+            state: dict[str, Any] = asdict(self.gpu.read()) if self.gpu else {}
             self._tell_health()
             times = dict(zip(launched.group.tasks, launched.burst.times_ms(), strict=True))
             state |= launched.burst.facts()
@@ -210,10 +210,6 @@ class MeasuringProcess:
             "cuda": torch.version.cuda,
         }
         return facts | (_driver_facts(self.gpu) if self.gpu else {})
-
-    def gpu_state(self) -> dict[str, Any]:
-        """Clock, power and temperature at this moment; empty where the driver cannot be asked."""
-        return asdict(self.gpu.read()) if self.gpu else {}
 
 
 def _driver_facts(gpu: Gpu) -> dict[str, Any]:

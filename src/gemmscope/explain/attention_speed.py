@@ -8,11 +8,11 @@ from typing import Any
 from gemmscope.engine.kernels import MATH, attention_backend, is_softmax
 from gemmscope.explain.recorded_trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
 from gemmscope.explain.step_evidence import StepEvidence, main_kernels
-from gemmscope.explain.trace_view import TimedWork, largest_sums
+from gemmscope.explain.trace_view import TimedWork
 from gemmscope.explain.work_class import BF16, FP16
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
-from gemmscope.grouping import grouped
+from gemmscope.grouping import grouped, largest_sums
 from gemmscope.recipe.precisions import precisions
 from gemmscope.results.explain import AttentionPass, AttentionTotal, Cause
 from gemmscope.toml import load_data

@@ -21,9 +21,10 @@ from gemmscope.explain.step_evidence import GAINED, NAMED, WELL_NAMED, StepEvide
 from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
 from gemmscope.explain.trace_file import EventStream, write_trace
-from gemmscope.explain.trace_view import ROW_TITLES, UNRECORDED, TraceView, account_of, add_up, largest_sums, view_trace
+from gemmscope.explain.trace_view import ROW_TITLES, UNRECORDED, TraceView, account_of, view_trace
 from gemmscope.explain.work_class import UNKNOWN_PRECISION
 from gemmscope.findings import Fact, Finding, finding
+from gemmscope.grouping import add_up, largest_sums
 from gemmscope.results.explain import Cause, StepAccount, TracedStep
 
 OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note

@@ -9,10 +9,10 @@ from typing import Any
 from gemmscope.explain.gemms import HIGH_BYTES, Size
 from gemmscope.explain.recorded_trace import as_list, as_table
 from gemmscope.explain.step_evidence import LARGE_FLOPS, StepEvidence, main_kernels, sizes_of, tflops
-from gemmscope.explain.trace_view import TimedWork, largest_sums
+from gemmscope.explain.trace_view import TimedWork
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.gpu import UNHEALTHY_THROTTLING
-from gemmscope.grouping import grouped
+from gemmscope.grouping import grouped, largest_sums
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, GemmShapeTotal
 

@@ -11,8 +11,9 @@ from statistics import mean, median
 
 from gemmscope.explain.collectives import Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE, add_up
+from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE
 from gemmscope.findings import Finding, finding
+from gemmscope.grouping import add_up
 from gemmscope.results.explain import RankTime
 
 # More computation than the mean; of the step, what the others wait for a straggler; of its delay, a reason that is named

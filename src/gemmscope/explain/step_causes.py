@@ -8,9 +8,9 @@ from itertools import groupby
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
 from gemmscope.explain.timeline import LATE, Gap, frames_of, incomplete_replays
-from gemmscope.explain.trace_view import TITLES, TimedWork, add_up
+from gemmscope.explain.trace_view import TITLES, TimedWork
 from gemmscope.findings import Finding, finding
-from gemmscope.grouping import grouped
+from gemmscope.grouping import add_up, grouped
 from gemmscope.results.explain import Cause
 
 WAITING, LONG_CALL = 0.05, 0.1  # of the step

@@ -14,11 +14,11 @@ from gemmscope.explain.gemms import WEIGHTS
 from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
 from gemmscope.explain.timeline import LATE, Gap
-from gemmscope.explain.trace_view import HOST, TimedWork, TraceView, largest_sums
+from gemmscope.explain.trace_view import HOST, TimedWork, TraceView
 from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.gpu.specs import spec_of
-from gemmscope.grouping import grouped
+from gemmscope.grouping import grouped, largest_sums
 from gemmscope.parts import StepPart
 from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause, StepAccount

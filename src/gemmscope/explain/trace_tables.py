@@ -9,7 +9,8 @@ from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.gemm_speed import gemm_shapes
 from gemmscope.explain.step_evidence import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, frames_of
-from gemmscope.explain.trace_view import TITLES, counted, largest_sums
+from gemmscope.explain.trace_view import TITLES, counted
+from gemmscope.grouping import largest_sums
 from gemmscope.results.explain import ExplainTables, IdleFrame, TopKernel
 
 MOST_KERNELS, MOST_FRAMES = 20, 15

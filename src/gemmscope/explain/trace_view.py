@@ -14,7 +14,7 @@ from gemmscope.explain.scopes import Scope, find_scopes
 from gemmscope.explain.steps import RecordedStep, Steps, find_steps
 from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED, Shares, share_out
 from gemmscope.explain.work_class import CLASSES, ORDER, WorkClass, classify_work
-from gemmscope.grouping import Key, grouped
+from gemmscope.grouping import Key, add_up, grouped, largest_sums
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 
@@ -110,27 +110,6 @@ def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     shares = share_out(trace, sources, steps.every, [work.rank for work in work_classes], steps.before)
     chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
     return TraceView(trace, steps, sources, work_classes, gemms, chosen, shares)
-
-
-def add_up(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """The sum of the values of each key.
-
-    >>> add_up([("norms", 1.0), ("loss", 2.0), ("norms", 3.0)])
-    {'norms': 4.0, 'loss': 2.0}
-    """
-    sums: dict[Key, float] = {}
-    for key, value in pairs:
-        sums[key] = sums.get(key, 0.0) + value
-    return sums
-
-
-def largest_sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """The same, the largest sum first.
-
-    >>> largest_sums([("norms", 1.0), ("loss", 5.0), ("norms", 3.0)])
-    {'loss': 5.0, 'norms': 4.0}
-    """
-    return dict(sorted(add_up(pairs).items(), key=lambda pair: -pair[1]))
 
 
 def counted(pairs: Iterable[tuple[Key, float]]) -> dict[Key, tuple[int, float]]:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from gemmscope.fleet.rule import Sample
-from gemmscope.fleet.spread import NORMAL_95, Floats, chi_squared
+from gemmscope.fleet.spread import NORMAL_95, Floats
 from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
 from gemmscope.grouping import grouped
-from gemmscope.interval import Interval
+from gemmscope.interval import Interval, chi_squared
 from gemmscope.results.fleet import FleetGpu, GpuCondition
 
 LEAST_FREEDOM = 5  # degrees of freedom from repeats, below which the intervals of the runs say more
@@ -143,10 +143,8 @@ def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
     """Every figure of a group of chips, in the order of the first run that has it."""
     every = [(row, figure) for row, chip in enumerate(chips) for run in chip.runs for figure in run.figures]
     cells = grouped(((figure.name, row), figure.value) for row, figure in every)
-    first: dict[str, SummaryFigure] = {}
-    for _, figure in every:
-        first.setdefault(figure.name, figure)
-    return [_column(figure, [cells.get((name, row), []) for row in range(len(chips))]) for name, figure in first.items()]
+    figures = grouped((figure.name, figure) for _, figure in every)
+    return [_column(first, [cells.get((name, row), []) for row in range(len(chips))]) for name, (first, *_) in figures.items()]
 
 
 def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:

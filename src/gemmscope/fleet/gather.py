@@ -330,19 +330,19 @@ def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu
 
 def _nodes(gpus: Sequence[FleetGpu], groups: Sequence[_Group], tested: Sequence[str]) -> Iterable[FleetNode]:
     """Every machine, with the median speed of its GPUs relative to their groups' centers."""
-    members = grouped((gpu.node, gpu) for gpu in gpus)
-    speeds: dict[str, dict[str, list[float]]] = {}
     names = tested or [column.figure.name for group in groups for column in group.tested_columns()]
-    for group in groups:
-        for column in group.columns:
-            if column.name in names:
-                relative = np.exp(column.speeds - np.nanmedian(column.speeds))
-                for chip, speed in zip(group.chips, relative, strict=True):
-                    if np.isfinite(speed):
-                        speeds.setdefault(chip.gpu.node, {}).setdefault(column.name, []).append(float(speed))
-    for node, own in members.items():
+    speeds = grouped(
+        (chip.gpu.node, (column.name, float(np.exp(speed - center))))
+        for group in groups
+        for column in group.columns
+        if column.name in names
+        for center in [np.nanmedian(column.speeds)]
+        for chip, speed in zip(group.chips, column.speeds, strict=True)
+        if np.isfinite(speed)
+    )
+    for node, own in grouped((gpu.node, gpu) for gpu in gpus).items():
         if node:
-            medians = {name: float(f"{np.median(values):.6g}") for name, values in speeds.get(node, {}).items()}
+            medians = {name: float(f"{np.median(values):.6g}") for name, values in grouped(speeds.get(node, ())).items()}
             yield FleetNode(node=node, gpus=len(own), measured=sum(not gpu.failure for gpu in own), speed=medians)
 
 

@@ -23,7 +23,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.interval import Interval
+from gemmscope.interval import Interval, chi_squared
 
 LEAST_GPUS = 3
 LEAST_ORDERED = 19  # the lowest and the highest of 19 contain the next one with a probability of 90%
@@ -77,13 +77,6 @@ def _chi_squared_interval(freedom: float) -> tuple[float, float]:
     ([0.49, 3.1], (1.0, 1.0))
     """
     return 1 / chi_squared(freedom, NORMAL_95), 1 / chi_squared(freedom, -NORMAL_95)
-
-
-def chi_squared(freedom: float, quantile: float) -> float:
-    """A quantile of chi-squared over its degrees of freedom, given as one of the normal distribution: Wilson and Hilferty's
-    approximation."""
-    step = 2 / (9 * freedom)
-    return float(max(1 - step + quantile * sqrt(step), 1e-3) ** 3)
 
 
 def another_gpu(speeds: Floats, outliers: NDArray[np.bool_]) -> tuple[float, float] | None:

@@ -158,18 +158,12 @@ def _of_values(name: str, result: object, variables: Mapping[str, object], follo
     """The recipe among the result and the variables of a function, or of a file."""
     local = [value for value in variables.values() if isinstance(value, Record) and (value.base or MODEL in value.known())]
     for one in [result] if isinstance(result, Record) else reversed(local) if result is None else ():
-        if one.base:
-            sections: dict[str, object] = {}
-            model: object = one
-        elif MODEL in one.known() or name.endswith("_config") or PRETRAINING in name:
-            sections, model = one.known(), one.get(MODEL)
-        else:
-            continue
-        if not isinstance(model, Record):
-            continue
-        passed = [call for call, record in follower.not_followed if record is one or record is model]
-        passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
-        return BridgeRecipe(name, sections, model, tuple(dict.fromkeys(passed)))
+        is_config = MODEL in one.known() or name.endswith("_config") or PRETRAINING in name
+        model = one if one.base else one.get(MODEL) if is_config else None
+        if isinstance(model, Record):
+            passed = [call for call, record in follower.not_followed if record is one or record is model]
+            passed = [call for call in passed if call.removesuffix("()") not in RECIPE["only_read"]]
+            return BridgeRecipe(name, {} if one.base else one.known(), model, tuple(dict.fromkeys(passed)))
     return None
 
 

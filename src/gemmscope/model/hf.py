@@ -4,13 +4,13 @@ The sizes come from the config, everything else from `families.toml`. A model ty
 parts that have no closed form (linear attention, cross attention), gives a source without a model: its shapes must be traced.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from gemmscope.errors import LONGEST_SHOWN, UserError, option, shown
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, Notes, applicable, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model import hf_keys
 from gemmscope.model.families import FamilyConfig, built_like, known_model_types, language_part
@@ -125,14 +125,15 @@ def prediction_layers(config: Mapping[str, Any]) -> tuple[str, int]:
     return next(((key, number) for key, number in numbers if type(number) is int and number > 0), ("", 0))
 
 
-def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
+def _findings(config: Mapping[str, Any], model: ModelSpec) -> list[Finding]:
     setting, predicted = prediction_layers(config)
-    if predicted:
-        yield finding("prediction-layers-not-included", setting=setting, added=option("mtp_layers", predicted))
-    if not any(layer.is_moe for layer in model.layers):
-        ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-        if ignored:
-            yield finding("experts-ignored", setting=ignored[0], model_type=model.model_type)
+    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+    ignored = [] if any(layer.is_moe for layer in model.layers) else experts
+    notes: Notes = {
+        "prediction-layers-not-included": (predicted, {"setting": setting, "added": option("mtp_layers", predicted)}),
+        "experts-ignored": (ignored, {"setting": "".join(ignored[:1]), "model_type": model.model_type}),
+    }
+    return applicable(notes)
 
 
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from gemmscope.errors import UserError, option
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, Notes, applicable, finding
 from gemmscope.model.families import ALIASES, FamilyConfig, multimodal_types
 from gemmscope.model.families import family as family_facts
 from gemmscope.model.spec import ModelSource
@@ -84,19 +84,24 @@ def _is_idle(family: FamilyConfig, key: str, value: object) -> bool:
     return named or (value is None and key in keys_of_all())
 
 
-def findings(family: FamilyConfig) -> Iterator[Finding]:
+def findings(family: FamilyConfig) -> list[Finding]:
     """What may make the model another than the one that is named: code of its own, an unknown activation, sizes left out."""
     facts, code, model_type = family.facts, family.config.get("auto_map"), family.model_type
     classes = [str(name) for key, name in code.items() if str(key).startswith("AutoModel")] if isinstance(code, Mapping) else []
     files = sorted({name.rpartition("--")[2].partition(".")[0] for name in classes} - set(facts.get("ported_code", ())))
-    if files:
-        yield finding("code-of-its-own", files=files, model_type=model_type)
     activation = family.config.get(facts["activation"])
-    if isinstance(activation, str) and activation not in (*_classes()["activations"].split(), *facts.get("activations", ())):
-        yield finding("activation-unknown", setting=facts["activation"], value=activation, model_type=model_type)
+    known = {*_classes()["activations"].split(), *facts.get("activations", ())}
     names = [next(iter(_own_names(family, name)), "") for name in sorted(family.assumed)]
-    if left_out := [name for name in dict.fromkeys(names) if name]:
-        yield finding("defaults-of-class", settings=left_out, model_type=model_type)
+    left_out = [name for name in dict.fromkeys(names) if name]
+    notes: Notes = {
+        "code-of-its-own": (files, {"files": files, "model_type": model_type}),
+        "activation-unknown": (
+            isinstance(activation, str) and activation not in known,
+            {"setting": facts["activation"], "value": str(activation), "model_type": model_type},
+        ),
+        "defaults-of-class": (left_out, {"settings": left_out, "model_type": model_type}),
+    }
+    return applicable(notes)
 
 
 def _own_names(family: FamilyConfig, name: str) -> list[str]:

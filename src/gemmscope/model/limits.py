@@ -26,10 +26,9 @@ def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
     """Return `value` if it is a whole number from 1 to `LARGEST[limit]`; else raise a `UserError` that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-    if value < 1:
-        raise UserError(f"{what} must be at least 1, not {shown(value)}", hint)
-    if value > LARGEST[limit]:
-        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}", hint)
+    if not 1 <= value <= LARGEST[limit]:
+        wanted = f"at most {LARGEST[limit]}" if value > 1 else "at least 1"
+        raise UserError(f"{what} must be {wanted}, not {shown(value)}", hint)
     return value
 
 

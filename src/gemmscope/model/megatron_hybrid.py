@@ -10,6 +10,7 @@ layers keep ordinary attention. Sparse attention (`dsa`, or D in a pattern) is l
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
@@ -67,13 +68,10 @@ def _share(settings: MegatronSettings, name: str) -> float:
     if not settings.given(name):
         return 0.0
     value = settings.single(name)
-    try:
-        share = float(str(value))
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UserError(f"{settings.spell(name)} must be between 0 and 1, not {shown(value)}", "it is a share of all layers: 0.1")
-    return share
+    with suppress(ValueError):
+        if 0 <= (share := float(str(value))) <= 1:
+            return share
+    raise UserError(f"{settings.spell(name)} must be between 0 and 1, not {shown(value)}", "it is a share of all layers: 0.1")
 
 
 def spread(layers: int, attention_share: float, mlp_share: float) -> str:

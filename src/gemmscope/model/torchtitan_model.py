@@ -5,13 +5,13 @@
 layers by the rules of torchtitan's code: how wide an MLP is, which layers have experts, which see only a window.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import ceil
 from typing import Any
 
 from gemmscope.errors import UserError, did_you_mean, option, shown
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, Notes, applicable
 from gemmscope.model.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec
 from gemmscope.toml import FactTable, inherited, load_data
@@ -180,14 +180,13 @@ def _experts(flavor: Flavor) -> MoeSpec:
     )
 
 
-def model_findings(model: Mapping[str, Any], flavor: Flavor) -> Iterator[Finding]:
+def model_findings(model: Mapping[str, Any], flavor: Flavor) -> list[Finding]:
     """What is assumed or not modelled about the model of a `[model]` table."""
     family = model_and_flavor(model)[0]
-    if families()[family].get("multimodal"):
-        yield finding("language-part-only", model_type=family)
-    if "tokenizer_path" in model:
-        yield finding("vocabulary-assumed", size=flavor["vocab_size"])
-    if flavor["attn_mask_type"] == "block_causal":
-        yield finding("document-mask-not-modelled")
-    if model.get("converters"):
-        yield finding("converters-ignored", value=shown(model["converters"]))
+    notes: Notes = {
+        "language-part-only": (families()[family].get("multimodal"), {"model_type": family}),
+        "vocabulary-assumed": ("tokenizer_path" in model, {"size": flavor["vocab_size"]}),
+        "document-mask-not-modelled": (flavor["attn_mask_type"] == "block_causal", {}),
+        "converters-ignored": (model.get("converters"), {"value": shown(model.get("converters"))}),
+    }
+    return applicable(notes)

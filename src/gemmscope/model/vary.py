@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from gemmscope.errors import UserError, option
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec
-from gemmscope.model.limits import LARGEST, check_size
+from gemmscope.model.limits import LARGEST, check_size, divisors
 from gemmscope.model.spec import ModelSpec
 
 SIZES = {
@@ -90,8 +90,7 @@ def _attention(attention: AttentionSpec, ratio: float, values: Mapping[str, int]
 
 def _key_value_heads(attention: AttentionSpec, heads: int) -> int:
     """As many as before if they divide the heads; else the nearest number that does."""
-    fitting = [number for number in range(1, heads + 1) if heads % number == 0]
-    return min(fitting, key=lambda number: (abs(number - attention.kv_heads), -number))
+    return min(divisors(heads), key=lambda number: (abs(number - attention.kv_heads), -number))
 
 
 def _mlp(mlp: MlpSpec | MoeSpec, ratio: float, values: Mapping[str, int]) -> MlpSpec | MoeSpec:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from gemmscope import units
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import grouped
 
@@ -144,9 +145,6 @@ class Pool(Protocol):
         """End what a place is doing. A `PlaceLost` follows, and a `PlaceFound` if it can be used again."""
 
 
-MOST_NAMES = 8  # in one finding
-
-
 class UnitOutcome(NamedTuple):
     """What came of a unit, and where it was measured."""
 
@@ -197,19 +195,13 @@ def place_findings(outcomes: Outcomes, most_at_once: dict[str, int], limits: dic
         findings.append(finding("pool-shares-cpu" if on_cpu else "pool-shares-host", most=most))
     for cores, gpus, at_once in sorted(set(limits.values())):
         nodes = [node for node, limit in limits.items() if limit == (cores, gpus, at_once)]
-        findings.append(finding("pool-few-cores", nodes=some_of(nodes), cores=cores, gpus=gpus, at_once=at_once))
+        findings.append(finding("pool-few-cores", nodes=units.names(nodes), cores=cores, gpus=gpus, at_once=at_once))
     refused = grouped(((refusal.why, refusal.hint), refusal.name) for refusal in outcomes.refused)
     for (why, hint), names in refused.items():
-        findings.append(finding("pool-places-refused", places=some_of(names), reason=f"{why} ({hint})" if hint else why))
+        findings.append(finding("pool-places-refused", places=units.names(names), reason=f"{why} ({hint})" if hint else why))
     lost = grouped((loss.why, outcomes.place_name(loss.place)) for loss in outcomes.lost)
     for why, names in lost.items():
-        findings.append(finding("pool-places-lost", places=some_of(list(dict.fromkeys(names))), reason=why))
+        findings.append(finding("pool-places-lost", places=units.names(names), reason=why))
     if outcomes.repeated:
         findings.append(finding("pool-units-repeated", units=outcomes.repeated))
     return findings
-
-
-def some_of(names: list[str]) -> str:
-    """Not all of them, which may be thousands."""
-    rest = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

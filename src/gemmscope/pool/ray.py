@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gemmscope import units
 from gemmscope.errors import UserError, option, shown
 from gemmscope.folders import temporary_folder
 from gemmscope.pool.place_messages import ALIVE_S, PLACE_WORKER, PlaceSetup, event_of, unit_line
-from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone, some_of
+from gemmscope.pool.pool import Event, PlaceFound, PlaceLost, PlaceRefused, PoolEnded, Unit, UnitDone
 from gemmscope.pool.ray_messages import check_installed, last_useful_line, nobody_answers, ray_address
 from gemmscope.process import ProcessEndedError, WorkerProcess
 from gemmscope.signals import Interrupted, defer_signals
@@ -237,7 +238,7 @@ class RayPool:
                 self._waiting.append(PlaceRefused(message["host"], why, "`ray status` shows what is in use", gpus=count))
             case "census":
                 if not self._setup.cpu and message["without"]:
-                    self._waiting.append(PlaceRefused(some_of(message["without"]), "no GPU that Ray knows of", gpus=0))
+                    self._waiting.append(PlaceRefused(units.names(message["without"]), "no GPU that Ray knows of", gpus=0))
 
     def _take_line(self, number: int, line: str) -> None:
         slot = self._slots.get(number)

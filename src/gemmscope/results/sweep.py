@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from gemmscope.findings import Finding
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import NUMBER, ModelResult, Origin, Part
@@ -177,11 +178,7 @@ class SweepResult(ModelResult):
 def break_evens(points: Sequence[SweepPoint], recipes: Sequence[str]) -> tuple[BreakEven, ...]:
     """The break-even of every recipe; with two sizes, for every value of the second one that has points with times. `points` are
     in the order of their sizes."""
-    lines: dict[int | None, list[SweepPoint]] = {}
-    for point in points:
-        if not point.reason:
-            _, *second = point.values.values()
-            lines.setdefault(second[0] if second else None, []).append(point)
+    lines = grouped((dict(enumerate(point.values.values())).get(1), point) for point in points if not point.reason)
     low = [name for name in recipes if name != BASELINE]
     return tuple(BreakEven(recipe=name, at=at, since=break_even(line, name)) for name in low for at, line in lines.items())
 

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Literal
 
 from gemmscope.gpu.specs import spec_of
+from gemmscope.grouping import add_up
 from gemmscope.interval import Interval
 from gemmscope.paste.emit import ready_to_paste
 from gemmscope.paste.mix import mix_to_paste
@@ -232,12 +233,8 @@ class PartialRecipe:
 def block_ms(measurements: StepMeasurements, recipe: str) -> dict[str, float]:
     """Milliseconds of every block of all layers, forward and backward; nothing where kernels were not profiled."""
     result = next((result for result in measurements.of(recipe) if result.parts), None)
-    sums: dict[str, float] = {}
-    for kernel in place(result.parts) if result is not None else ():
-        if kernel.block in LINEARS:
-            block = MODULE_OF.get(kernel.block, kernel.block)
-            sums[block] = sums.get(block, 0.0) + kernel.time_us / 1000
-    return sums
+    kernels = [kernel for kernel in place(result.parts) if kernel.block in LINEARS] if result is not None else []
+    return add_up((MODULE_OF.get(kernel.block, kernel.block), kernel.time_us / 1000) for kernel in kernels)
 
 
 def losing_blocks(measurements: StepMeasurements, recipe: str) -> tuple[str, ...]:

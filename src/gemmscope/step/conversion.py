@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gemmscope.grouping import grouped
 from gemmscope.step.kits.plain import Kit
 from gemmscope.workload.module_parts import output_head, why_not_converted
 from gemmscope.workload.ops import why_high_precision
@@ -90,23 +91,21 @@ def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
     return why_high_precision(path, use.inputs, use.outputs) or use.why_not or next(filter(None, of_kit), "")
 
 
-def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Paths with numbers replaced by *, and how many there are of each.
-
-    >>> list(grouped(["layers.0.up", "layers.1.up", "head"]))
-    [('layers.*.up', 2), ('head', 1)]
-    """
-    yield from Counter(re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", path) for path in paths).items()
-
-
 def summary(reasons: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """What was converted, and what was not and why, a line for every kind of linear."""
-    by_reason: dict[str, list[str]] = {}
-    for path, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(path)
+    by_reason = grouped((reason, path) for path, reason in reasons.items())
     lines = {
-        reason: [f"{count} x {path}" if count > 1 else path for path, count in grouped(paths)]
+        reason: [f"{count} x {path}" if count > 1 else path for path, count in alike(paths).items()]
         for reason, paths in by_reason.items()
     }
     converted = lines.pop("", [])
     return converted, [f"{line} ({reason})" for reason, kept in lines.items() for line in kept]
+
+
+def alike(paths: Sequence[str]) -> Counter[str]:
+    """Paths with numbers replaced by *, and how many there are of each.
+
+    >>> alike(["layers.0.up", "layers.1.up", "head"])
+    Counter({'layers.*.up': 2, 'head': 1})
+    """
+    return Counter(re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", path) for path in paths)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gemmscope.errors import option
+from gemmscope.grouping import grouped
 from gemmscope.step.conversion import LinearUse, decide, find_head, record_linears, summary
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
@@ -298,14 +299,9 @@ def _masks_when_compiled(live: LiveModule) -> bool:
 
 def linear_notes(steps: Iterable[object]) -> Iterator[Note]:
     """Which linears run in low precision: once for all recipes that convert the same ones."""
-    first: dict[str, ModuleStep] = {}  # by recipe: the deepest
-    for step in steps:
-        if isinstance(step, ModuleStep) and step.kit.recipe.quantizes:
-            first.setdefault(step.kit.recipe.name, step)
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for name, deepest in first.items():
-        low, high = summary(deepest.conversion)
-        alike.setdefault((tuple(low), tuple(high)), []).append(name)
+    quantizing = (step for step in steps if isinstance(step, ModuleStep) and step.kit.recipe.quantizes)
+    of_recipe = grouped((step.kit.recipe.name, step) for step in quantizing)
+    alike = grouped((tuple(map(tuple, summary(deepest.conversion))), name) for name, (deepest, *_) in of_recipe.items())
     for (converted, kept), recipes in alike.items():
         yield "linears-converted", {"recipes": recipes, "converted": list(converted)}
         if kept:

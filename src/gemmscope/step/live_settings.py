@@ -13,10 +13,10 @@ from gemmscope.options.measuring import StepOptions
 from gemmscope.process import free_memory_bytes
 from gemmscope.recipe.frameworks import backends
 from gemmscope.results.step import StepSettings
+from gemmscope.step.answer import BYTES_PER_PARAMETER
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 from gemmscope.units import si
 
-BYTES_PER_PARAMETER = 8  # the weight, its gradient and both moments, in BF16
 CPU_BYTES_PER_PARAMETER = 16  # the same in FP32, which the CPU runs for comparison
 COMPILING_S = 1200.0  # allowed time without a message: compiling a whole model takes minutes, and so does tuning kernels
 ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory, for the parameters of all layers; of some layers, at two depths

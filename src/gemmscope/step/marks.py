@@ -5,7 +5,7 @@ profiler shows the kernel; the label says which part begins there. In backward, 
 complete: the kernels before it belong to the part. Without a recording, marks cost nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -48,13 +48,9 @@ def mark(x: torch.Tensor, part: str) -> torch.Tensor:
     return _pass(x, part) if _inner else x
 
 
-def _apply(x: torch.Tensor, part: str) -> torch.Tensor:
+@torch._disable_dynamo  # type: ignore[untyped-decorator]  # otherwise each mark would be compiled separately
+def _pass(x: torch.Tensor, part: str) -> torch.Tensor:
     return _Mark.apply(x, part)
-
-
-_pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(
-    _apply
-)  # otherwise each mark would be compiled separately
 
 
 def mark_step(part: str, direction: Direction = "step") -> None:

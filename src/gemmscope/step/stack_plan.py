@@ -16,7 +16,8 @@ from itertools import accumulate, cycle
 from math import gcd
 
 from gemmscope.errors import UserError, option
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, Notes, applicable
+from gemmscope.grouping import grouped
 from gemmscope.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.kept import KeptHigher
@@ -150,18 +151,15 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     >>> evenly_chosen("aaabaaab", 4), evenly_chosen("abbbbb", 3), evenly_chosen("aaaa", 2)
     ([0, 2, 3, 5], [0, 1, 3], [0, 2])
     """
-    places: dict[Hashable, list[int]] = {}
-    for place, layer in enumerate(layers):
-        places.setdefault(layer, []).append(place)
+    places = grouped((layer, place) for place, layer in enumerate(layers))
     shares = {kind: len(members) * depth / len(layers) for kind, members in places.items()}
     counts = {kind: int(share) for kind, share in shares.items()}
     lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])
     for kind in lacking[: depth - sum(counts.values())]:
         counts[kind] += 1
-    spread = [
-        [members[number * len(members) // counts[kind]] for number in range(counts[kind])] for kind, members in places.items()
-    ]
-    return sorted(place for chosen in spread for place in chosen)
+    return sorted(
+        members[number * len(members) // counts[kind]] for kind, members in places.items() for number in range(counts[kind])
+    )
 
 
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
@@ -272,18 +270,18 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...], 
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     attentions = [layer.attention for layer in layers if layer.attention is not None]
     head_differs = model.head_transform or model.embedding_size not in (None, model.hidden_size)
-    differences: dict[str, tuple[bool, dict[str, list[str]]]] = {
+    notes: Notes = {
         "sparse-attention-not-run": (any(attention.top_k is not None for attention in attentions), {}),
-        "some-norms-not-run": (bool(norms), {"norms": list(map(str, norms))}),
-        "extra-linears-not-run": (bool(linears), {"linears": linears}),
-        "ops-not-run": (bool(others), {"ops": others}),
-        "activation-replaced": (bool(unknown), {"activations": unknown}),
+        "some-norms-not-run": (norms, {"norms": list(map(str, norms))}),
+        "extra-linears-not-run": (linears, {"linears": linears}),
+        "ops-not-run": (others, {"ops": others}),
+        "activation-replaced": (unknown, {"activations": unknown}),
         "communication-not-run": (run.tp * run.cp * run.ep * run.pp > 1, {}),
         "quantized-after-gather": (run.sequence_parallel and run.tp > 1, {}),
         "experts-projections-fused": (run.separate_projections and any(layer.is_moe for layer in layers), {}),
         "head-transform-not-run": (head_differs, {}),
     }
-    return [finding(code, **facts) for code, (applies, facts) in differences.items() if applies]
+    return applicable(notes)
 
 
 def not_run(model: ModelSpec) -> str:

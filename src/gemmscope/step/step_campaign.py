@@ -15,12 +15,11 @@ from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.answer import PartialRecipe
-from gemmscope.step.module_plan import ModulePlan
+from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan
 from gemmscope.step.stack_plan import StackPlan
 from gemmscope.step.step_measurements import StepMeasurements
 
 SHRINK = 0.6  # of the depth, when memory is not enough
-LEAST_DEPTH = 2
 TUNING = 5.0  # factor on the allowed silence: dozens of configurations of a dozen kernels are compiled
 OUT_OF_MEMORY = "out of memory"
 ROUNDS_OF_LATE = 5

@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 from gemmscope.bench.linears import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
-from gemmscope.grouping import grouped
+from gemmscope.grouping import add_up, grouped, largest_sums
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, Recipe
 from gemmscope.recipe.recipes import recipe as recipe_named
@@ -106,10 +106,7 @@ class ProfiledStep:
 
     def parts_ms(self) -> dict[StepPart, float]:
         """Milliseconds of each part; their sum is the step as launched."""
-        sums: dict[StepPart, float] = {}
-        for kernel in self.kernels:
-            for part, time_us in kernel.parts.items():
-                sums[part] = sums.get(part, 0.0) + time_us / 1000
+        sums = add_up((part, time_us / 1000) for kernel in self.kernels for part, time_us in kernel.parts.items())
         idle = self.idle_ms
         scale = (self.wall_ms - idle) / sum(sums.values())
         scaled: dict[StepPart, float] = {part: time * scale for part, time in sums.items()}
@@ -225,15 +222,10 @@ def attention_kernels(placed: Sequence[PlacedKernel]) -> dict[str, float]:
 
     Where no fused kernel ran, a softmax in the model means the unfused one: the GEMMs of attention look like all others there.
     """
-    sums: dict[str, float] = {}
-    for kernel in placed:
-        backend = attention_backend(kernel.name)
-        if backend is not None and classify(kernel.name).kernel_class == "attention":
-            sums[backend] = sums.get(backend, 0.0) + kernel.time_us / 1000
-    if not sums:
-        unfused = [kernel for kernel in placed if kernel.block in ("attention", "model") and is_softmax(kernel.name)]
-        sums |= {MATH: sum(kernel.time_us for kernel in unfused) / 1000} if unfused else {}
-    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+    of_attention = [kernel for kernel in placed if classify(kernel.name).kernel_class == "attention"]
+    sums = largest_sums((backend, one.time_us / 1000) for one in of_attention if (backend := attention_backend(one.name)))
+    unfused = [kernel for kernel in placed if kernel.block in ("attention", "model") and is_softmax(kernel.name)]
+    return sums or ({MATH: sum(kernel.time_us for kernel in unfused) / 1000} if unfused else {})
 
 
 def step_findings(times: StepTimes) -> list[Finding]:

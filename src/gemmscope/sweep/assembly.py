@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from gemmscope.errors import in_python
-from gemmscope.findings import Finding, finding, without_repeats
+from gemmscope.findings import Finding, Notes, applicable, finding, without_repeats
 from gemmscope.grouping import grouped
 from gemmscope.pool.pool import Outcomes, UnitOutcome
 from gemmscope.recipe.recipes import BASELINE, recipes
@@ -141,16 +141,17 @@ def _gpus(done: Iterable[UnitOutcome]) -> tuple[SweepGpu, ...]:
     return tuple(sorted(gpus, key=lambda gpu: gpu.place))
 
 
-def _gpu_findings(gpus: Sequence[SweepGpu]) -> Iterable[Finding]:
+def _gpu_findings(gpus: Sequence[SweepGpu]) -> list[Finding]:
     types = list(dict.fromkeys(gpu.name for gpu in gpus))
-    if len(types) > 1:
-        yield finding("sweep-gpu-types-differ", types=types)
     names = dict.fromkeys(name for gpu in gpus for name in gpu.versions)
     versions = {name: dict.fromkeys(gpu.versions.get(name, "none") for gpu in gpus) for name in names}
-    if different := [f"{name} {' and '.join(values)}" for name, values in versions.items() if len(values) > 1]:
-        yield finding("sweep-versions-differ", differences=different)
-    if len(gpus) > 1:
-        yield finding("sweep-several-gpus", gpus=len(gpus))
+    different = [f"{name} {' and '.join(values)}" for name, values in versions.items() if len(values) > 1]
+    notes: Notes = {
+        "sweep-gpu-types-differ": (len(types) > 1, {"types": types}),
+        "sweep-versions-differ": (different, {"differences": different}),
+        "sweep-several-gpus": (len(gpus) > 1, {"gpus": len(gpus)}),
+    }
+    return applicable(notes)
 
 
 def _point_findings(sweep: MeasuredSweep, done: Mapping[str, UnitOutcome]) -> Iterable[Finding]:

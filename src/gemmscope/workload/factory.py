@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,9 +281,7 @@ def _moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def _arguments(inputs: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def moved(value: Any) -> Any:
-        return with_tensors(value, lambda tensor: tensor.to(device))
-
+    moved = partial(with_tensors, change=lambda tensor: tensor.to(device))
     if isinstance(inputs, Mapping):
         return (), {str(key): moved(value) for key, value in inputs.items()}
     positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,)

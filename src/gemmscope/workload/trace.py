@@ -8,14 +8,14 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Notes, applicable
 from gemmscope.folders import temporary_folder
 from gemmscope.grouping import grouped
 from gemmscope.model.limits import LARGEST
@@ -165,32 +165,24 @@ def as_workload(trace: ModuleTrace) -> Workload:
     ops += [between(work, head=work.path in trace.heads) for work in trace.others]
     if trace.trainable:
         ops.append(Optimizer(role="optimizer", section=STEP, updated=trace.trainable))
-    findings = [finding("traced-with-values" if trace.with_values else "traced")]
-    if trace.convolutions:
-        findings.append(finding("convolutions", count=sum(op.count for op in trace.convolutions if op.direction == "forward")))
-    if trace.recurrent:
-        findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
-    if trace.masks.get("explicit"):
-        findings.append(finding("explicit-masks"))
-    findings += _unfused_attention(trace)
-    if trace.unreached:
-        findings.append(finding("parts-without-gradient", names=list(trace.unreached), share=trace.unreached_share))
-    if trace.ignored:
-        findings.append(finding("sizes-ignored", names=[option(name) for name in trace.ignored], inputs=trace.inputs or ""))
-    if trace.others and not trace.has_loss:
-        findings.append(finding("no-loss-traced"))
-    return Workload(tuple(ops), stage=0, findings=tuple(findings))
-
-
-def _unfused_attention(trace: ModuleTrace) -> Iterator[Finding]:
-    """Which attention no fused kernel accepts, and why."""
+    # no fused kernel accepts these attentions: because of sizes, or of tensors that are strided
     sizes = dict.fromkeys(op.name for op in trace.attentions if op.unfused == ("sizes",))
     strided = [(op.name, tensor) for op in trace.attentions for tensor in op.unfused if tensor != "sizes"]
-    if strided:
-        names, tensors = (list(dict.fromkeys(column)) for column in zip(*strided, strict=True))
-        yield finding("attention-unfused", names=names, tensors=tensors)
-    if sizes:
-        yield finding("attention-unfused-sizes", names=list(sizes))
+    names, tensors = (list(dict.fromkeys(pair[place] for pair in strided)) for place in (0, 1))
+    convolutions = sum(op.count for op in trace.convolutions if op.direction == "forward")
+    notes: Notes = {
+        "traced-with-values": (trace.with_values, {}),
+        "traced": (not trace.with_values, {}),
+        "convolutions": (trace.convolutions, {"count": convolutions}),
+        "recurrent-steps": (trace.recurrent, {"names": list(trace.recurrent)}),
+        "explicit-masks": (trace.masks.get("explicit"), {}),
+        "attention-unfused": (strided, {"names": names, "tensors": tensors}),
+        "attention-unfused-sizes": (sizes, {"names": list(sizes)}),
+        "parts-without-gradient": (trace.unreached, {"names": list(trace.unreached), "share": trace.unreached_share}),
+        "sizes-ignored": (trace.ignored, {"names": list(map(option, trace.ignored)), "inputs": trace.inputs or ""}),
+        "no-loss-traced": (trace.others and not trace.has_loss, {}),
+    }
+    return Workload(tuple(ops), stage=0, findings=tuple(applicable(notes)))
 
 
 def _linear(path: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
