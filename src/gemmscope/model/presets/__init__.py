@@ -1,4 +1,4 @@
-"""Well-known models as data: one TOML file each, with the source of its sizes. A file that is `like` another one has only what differs."""
+"""Well-known models as data: one TOML file each, with the source of its sizes; one that is `like` another has what differs."""
 
 import re
 from dataclasses import dataclass, replace
