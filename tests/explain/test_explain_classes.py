@@ -17,8 +17,12 @@ from gemmscope.explain.scopes import find_scopes
 from gemmscope.explain.step_evidence import gpu_rates
 from gemmscope.explain.work_class import classify_work
 from gemmscope.toml import load_data
-from support.traces import ADAM, BF16, FP8, Builder, codes, fact, shared_trace, steady
+from support.traces import ADAM, BF16, DATA, FP8, Builder, codes, fact, shared_trace, steady
 
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+SOFTMAX, SOFTMAX_BACKWARD = (
+    f"void at::native::(anonymous namespace)::softmax_warp_{one}<c10::BFloat16>" for one in ("forward", "backward")
+)
 SGEMM = "volta_sgemm_64x64_nt"
 ALIGN1 = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_nn_align1>(Params)"
 TWO = ["c10::BFloat16", "c10::BFloat16"]
@@ -281,3 +285,51 @@ def test_classes_in_shared_traces() -> None:
         assert not times.get("GEMM unknown precision")
         total = sum(times.values())
         assert {kind: times[kind] / total for kind in shares} == pytest.approx(shares, abs=0.01), name
+
+
+def test_the_largest_kernels_of_training_traces_elsewhere(tmp_path: Path) -> None:
+    """The 20 largest of each, by their names and operators, against a table that was checked by hand."""
+    rows = [line.split("\t") for line in (DATA / "largest_kernels.tsv").read_text().splitlines() if line[0] != "#"]
+    builder, stepping = Builder(), []
+    for number, (_, _, _, phase, operators, name) in enumerate(sorted(rows, key=lambda row: row[3] == "optimizer")):
+        at, opened = 1000.0 + 100 * number, operators.split(" > ") if operators else []
+        opened = (
+            ["autograd::engine::evaluate_function: MulBackward0", "aten::linear", *opened] if phase == "recomputed" else opened
+        )
+        stepping += [at] if phase == "optimizer" else []
+        for depth, operator in enumerate(opened):
+            sizes = {"External id": 1000 * number + depth, "Input type": ["c10::BFloat16"]}
+            builder.mark(operator, at + depth, 90 - 2 * depth, "cpu_op", args=sizes)
+        launched_by = {"External id": 1000 * number + len(opened) - 1} if opened else {}
+        builder.kernel(name, 100_000.0 + 10 * number, 5.0, stream=number, launched=at + 20, args=launched_by)
+    builder.mark("Optimizer.step#Adam.step", stepping[0], 100.0 * len(stepping))
+    trace = read_trace(builder.write(tmp_path / "t.json"))
+    classes = {work.stream: one.name for work, one in zip(trace.work, classify_work(trace, find_scopes(trace)), strict=True)}
+    expected = [row[2] for row in sorted(rows, key=lambda row: row[3] == "optimizer")]
+    assert [classes[number] for number in range(len(rows))] == expected
+
+
+def test_attention_is_everything_between_its_products(tmp_path: Path) -> None:
+    """Scale, mask and dropout of unfused attention, and all four products of its backward pass."""
+    forward = [(BF16, "aten::bmm"), (ADD, "aten::mul"), (ADD, "aten::add"), (SOFTMAX, "aten::_softmax"), (ADD, "aten::mul"),
+               (BF16, "aten::bmm"), (ADD, "aten::add"), (BF16, "aten::mm")]  # fmt: skip
+    backward = [*[(BF16, "aten::bmm")] * 2, (SOFTMAX_BACKWARD, "aten::_softmax_backward_data"), *[(BF16, "aten::bmm")] * 2]
+    builder = Builder()
+    for number, (name, operator) in enumerate([*forward, *backward]):
+        builder.mark(operator, 1000.0 + 20 * number, 15, "cpu_op", args={"External id": number + 1})
+        builder.kernel(name, 5000.0 + 20 * number, 10.0, launched=1005.0 + 20 * number, args={"External id": number + 1})
+    trace = read_trace(builder.write(tmp_path / "t.json"))
+    classes = [one.name for one in classify_work(trace, find_scopes(trace))]
+    assert classes == ["attention"] * 6 + ["elementwise", "GEMM BF16"] + ["attention"] * 5
+
+
+def test_sums_of_gradients_belong_to_no_module(tmp_path: Path) -> None:
+    """The engine of autograd adds them up before it calls a node."""
+    builder = Builder()
+    node = "autograd::engine::evaluate_function: NativeLayerNormBackward0"
+    builder.mark(node, 1000.0, 90, "cpu_op")
+    builder.kernel(ADD, 5000.0, 10.0, launched=1010.0)
+    builder.mark(node.partition(": ")[2], 1020.0, 60, "cpu_op")
+    builder.kernel(ADD, 5020.0, 10.0, launched=1030.0)
+    trace = read_trace(builder.write(tmp_path / "t.json"))
+    assert [one.name for one in classify_work(trace, find_scopes(trace))] == ["elementwise", "norms"]

@@ -65,9 +65,9 @@ def attention_rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedW
     """The time of attention by backend, pass and shape, the longest first, and the work of each row."""
     pairs = ((_key(item), item) for item in step.items)
     groups = grouped((key, item) for key, item in pairs if key is not None)
-    softmax = [item for item in step.items if item.name == "attention" and is_softmax(item.work.name)]
+    beside = [item for item in step.items if item.name == "attention" and _beside_products(item)]
     math = [items for key, items in groups.items() if key.backend == MATH]
-    for item in softmax if math else ():  # it belongs to the products around it
+    for item in beside if math else ():  # it belongs to the products around it
         min(math, key=lambda items: min(abs(item.index - one.index) for one in items)).append(item)
     _share_helpers(groups)
     rows = [(_row(step, key, items), items) for key, items in groups.items()]
@@ -84,7 +84,7 @@ def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
 
 def _key(item: TimedWork) -> _Key | None:
     """None for work that is no attention, and for a softmax of its own."""
-    if item.name != "attention" or is_softmax(item.work.name):
+    if item.name != "attention" or _beside_products(item):
         return None
     if item.work_class.is_gemm:
         return _math_key(item)
@@ -98,6 +98,11 @@ def _key(item: TimedWork) -> _Key | None:
     precision = next((known.in_traces for known in PRECISIONS if known.torch_type in types), "")
     shape = _shape(chosen) if chosen is not None else None
     return _Key(attention_backend(name) or "other", pass_name, shape, _causal(item, forward), precision)
+
+
+def _beside_products(item: TimedWork) -> bool:
+    """A softmax, or elementwise work between batched GEMMs and it."""
+    return is_softmax(item.work.name) or item.work_class.eager
 
 
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gemmscope.engine.kernels import KernelFacts, classify, is_softmax, work_in_step
 from gemmscope.explain.recorded_trace import GpuWork, Operator, RecordedTrace
-from gemmscope.explain.scopes import Scope
+from gemmscope.explain.scopes import EVALUATES, Scope
 from gemmscope.grouping import grouped
 from gemmscope.recipe.precisions import precision_shown, precisions
 from gemmscope.toml import FactTable, load_data
@@ -29,7 +29,7 @@ OPERATORS = load_data("gemmscope.explain", "operators.toml")
 OPERATOR_RULES: list[dict[str, str]] = OPERATORS["operator"]
 CLASS_NAMES = {kernel: name for name, facts in CLASSES.items() for kernel in facts["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *CLASSES)
-BESIDE, AFTER_ROOT = 12, 3  # most kernels between a softmax and its products or within an eager norm; and after its root
+BESIDE, AFTER_ROOT = 40, 3  # most kernels between a softmax and its products or within an eager norm; and after its root
 NORM_OPERATORS = ("pow", "mean", "add", "rsqrt", "mul", "copy_")
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
@@ -38,8 +38,8 @@ OF_TORCH_TYPES = [known for known in MULTIPLIED if known.torch_type]
 
 @dataclass(frozen=True, slots=True)
 class WorkClass:
-    """One piece of work with its class. `name`: as in `ORDER`; `eager`: a cast by PyTorch's own elementwise kernels; `fused`: a
-    cast in a kernel that also does a norm or an activation."""
+    """One piece of work with its class. `name`: as in `ORDER`; `eager`: by PyTorch's own elementwise kernels, a cast or a part of
+    attention; `fused`: a cast in a kernel that also does a norm or an activation."""
 
     name: str
     facts: KernelFacts
@@ -79,21 +79,22 @@ def classify_work(trace: RecordedTrace, scopes: list[Scope]) -> list[WorkClass]:
 
 
 def _unfused_attention(trace: RecordedTrace, scopes: list[Scope], work_classes: list[WorkClass]) -> None:
-    """A softmax between batched GEMMs is attention, and so are these."""
+    """A softmax between batched GEMMs is attention, and so are these, and the scale, the mask and the dropout between them.
+    Backward has two on either side."""
     for places in grouped((work.stream, number) for number, work in enumerate(trace.work)).values():
         products = [at for at, number in enumerate(places) if work_classes[number].is_gemm]
         for at, number in enumerate(places):
-            if work_classes[number].name not in ("loss", "attention", "activations") or not is_softmax(trace.work[number].name):
+            name = trace.work[number].name
+            if work_classes[number].name not in ("loss", "attention", "activations") or not is_softmax(name):
                 continue
-            next_one = bisect_left(products, at)
-            around = [products[next_one - 1 : next_one], products[next_one : next_one + 1]]
-            batched = [
-                places[one] for side in around for one in side if abs(one - at) <= BESIDE and _batched(trace, scopes, places[one])
-            ]
-            if len(batched) == len(around):
-                for one in (number, *batched):
-                    before = work_classes[one]
-                    work_classes[one] = WorkClass("attention", before.facts, before.precision)
+            next_one, most = bisect_left(products, at), 2 if "ackward" in name else 1
+            around = products[max(next_one - most, 0) : next_one], products[next_one : next_one + most]
+            batched = [one for side in around for one in side if abs(one - at) <= BESIDE and _batched(trace, scopes, places[one])]
+            if batched and min(batched) < at < max(batched):
+                for one in range(min(batched), max(batched) + 1):
+                    known, taken = work_classes[places[one]], one == at or one in batched
+                    if taken or known.name == "elementwise":
+                        work_classes[places[one]] = WorkClass("attention", known.facts, known.precision, eager=not taken)
 
 
 def _batched(trace: RecordedTrace, scopes: list[Scope], number: int) -> bool:
@@ -134,7 +135,8 @@ def _class_of(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Opera
         return WorkClass(f"GEMM {precision}", facts, precision)
     eager = kind == "quantize" and "at::native" in work.name
     if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
-        by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
+        around = "Backward" if scope.phase == "recomputed" else EVALUATES  # these launch sums of gradients themselves
+        by_operator = _class_of_operators((*(one.name for one in scope.operators if around not in one.name), launcher))
         if by_operator in ("convolution", "attention") and kind != "other":  # they fill, add and convert there
             by_operator = ""
         eager = by_operator == "quantize"
