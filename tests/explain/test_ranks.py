@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gemmscope.document.explain import explain_document
+from gemmscope.explain.collectives import collectives_of, matched
 from gemmscope.explain.rank_comparison import RankComparison, compare_ranks
+from gemmscope.explain.step_replay import StepChange, replayed_ranks_us
 from support.commands import explain
 from support.traces import ADAM, BF16, Builder, codes, fact, shared_trace, steady
 
@@ -128,3 +131,64 @@ def test_eight_ranks_of_dlrm() -> None:
     assert (result.straggler, result.rank) == (7, 7)
     assert "straggler-late-start" in codes(result.findings)
     assert result.ranks[7].waiting_ms == min(rank.waiting_ms or 0.0 for rank in result.ranks)
+
+
+def three_ranks(*compute: tuple[float, float]) -> list[Builder]:
+    """Steps of computation and an all-reduce of 100 us, twice, launched far ahead: each ends together on all ranks."""
+    first = max(one for one, _ in compute) + TRANSFER
+    second = first + max(other for _, other in compute) + TRANSFER
+    builders = []
+    for one, other in compute:
+        builder = Builder()
+        for step in range(2):
+            zero, called = 50_000.0 + step * (second + 10), 1000.0 + 200 * step
+            builder.mark(f"ProfilerStep#{step + 5}", called - 10, 199.0)
+            for begin, time, end in ((zero, one, zero + first), (zero + first, other, zero + second)):
+                builder.kernel(BF16, begin, time, launched=called)
+                called += 10
+                message = {"Collective name": "allreduce", "In msg nelems": 1 << 20, "dtype": "BFloat16", "Group size": 3}
+                builder.kernel(NCCL, begin + time, end - begin - time, launched=called, args=message)
+                called += 10
+            builder.kernel(ADAM, zero + second, 10.0, launched=called)
+        builders.append(builder)
+    return builders
+
+
+def replayed(folder: Path, ranks: list[Builder], changed: int, share: float, **how: Any) -> list[float]:
+    """Microseconds of the first step on each rank, with the GEMMs of one rank shorter by a share."""
+    comparison = [builder.diagnose(folder / f"{rank}.json") for rank, builder in enumerate(ranks)]
+    matches = matched({rank: collectives_of(one.view) for rank, one in enumerate(comparison)})
+    own = [{rank: one.index for rank, one in match.items()} for match in matches]
+    products = [item for item in comparison[changed].evidence.items if item.mentions("nvjet")]
+    graphs = {rank: one.evidence.graphs[0] for rank, one in enumerate(comparison)}
+    times = replayed_ranks_us(graphs, own, {changed: StepChange.shorten(products, share)}, **how)
+    return [times[rank] for rank in range(len(ranks))]
+
+
+COMPUTE = (1000.0, 2000.0), (2000.0, 1000.0), (4000.0, 3000.0)
+
+
+def test_three_ranks_wait_for_the_last(tmp_path: Path) -> None:
+    """Rank 2 is the last at both collectives: at half of its computation, rank 1 is at the first and rank 0 at the second."""
+    ranks = three_ranks(*COMPUTE)
+    assert replayed(tmp_path, ranks, 2, 0.0) == pytest.approx([4100 + 3100 + 10] * 3, rel=0.01)
+    assert replayed(tmp_path, ranks, 2, 0.5) == pytest.approx([2100 + 2100 + 10] * 3, rel=0.01)
+    assert replayed(tmp_path, ranks, 2, 0.25) == pytest.approx([3100 + 2350 + 10] * 3, rel=0.01)
+    assert replayed(tmp_path, ranks, 0, 0.5) == pytest.approx([4100 + 3100 + 10] * 3, rel=0.01)  # nobody waits for rank 0
+
+
+def test_what_a_rank_on_time_would_gain(tmp_path: Path) -> None:
+    ranks = three_ranks(*COMPUTE)
+    assert replayed(tmp_path, ranks, 2, 0.0, on_time=(2,))[:2] == pytest.approx([2100 + 2100 + 10] * 2, rel=0.01)
+    findings = compared(tmp_path, ranks).findings
+    assert fact(findings, "straggler-gain", "after_ms") == pytest.approx(4.21, rel=0.01)
+    assert fact(findings, "straggler-gain", "before_ms") == pytest.approx(7.21, rel=0.01)
+    assert fact(findings, "ranks-more-stragglers", "delays") == pytest.approx({"rank 0": 1.0, "rank 1": 1.0})
+
+
+def test_ranks_in_another_order_do_not_wait_forever(tmp_path: Path) -> None:
+    comparison = [builder.diagnose(tmp_path / f"{rank}.json") for rank, builder in enumerate(three_ranks(*COMPUTE))]
+    graphs = {rank: one.evidence.graphs[0] for rank, one in enumerate(comparison)}
+    first, second = ([one.index for one in collectives_of(comparison[0].view)][place] for place in (0, 1))
+    crossed = [{0: first, 1: second}, {0: second, 1: first}]
+    assert set(replayed_ranks_us(graphs, crossed, {})) == {0, 1, 2}

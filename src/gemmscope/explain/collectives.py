@@ -32,9 +32,10 @@ MOST_GROUP_NAME, MOST_MEMBERS_NAMED = 60, 16
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective on one rank. `end`: in the time of the file, which ranks of one machine share; `exposed`: the part of its
-    time in which nothing was computed, in microseconds."""
+    """One collective on one rank. `index`: of its work; `end`: in the time of the file, which ranks of one machine share;
+    `exposed`: the part of its time in which nothing was computed, in microseconds."""
 
+    index: int
     work: GpuWork
     step: str
     message: CollectiveMessage
@@ -51,7 +52,7 @@ def collectives_of(view: TraceView) -> list[Collective]:
     trace = view.trace
     marks = grouped((mark.thread, mark) for mark in trace.marks if mark.name.startswith(NCCL_MARK))
     return [
-        Collective(work, step.name, _message(work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
+        Collective(index, work, step.name, _message(work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
         for step, shares in zip(view.steps.chosen, view.shares, strict=True)
         for index in view.indices_in(step)
         if view.work_classes[index].name == "communication" and not (work := trace.work[index]).copy

@@ -11,6 +11,7 @@ from statistics import mean, median
 
 from gemmscope.explain.collectives import Match, collectives_of, last_of, matched, waiting_us
 from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.step_replay import replayed_ranks_us
 from gemmscope.explain.trace_view import EXPOSED, HOST, IDLE
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import add_up
@@ -100,8 +101,26 @@ def _straggler(
         collectives=len(matches) / by_rank[rank].view.count, waiting_ms=own.waiting_ms or 0.0, least_ms=min(waits),
         most_ms=max(waits),
     )  # fmt: skip
-    more = {f"rank {time.rank}": time.delay_ms or 0.0 for time in others if (time.delay_ms or 0.0) >= LATE * own.step_ms}
-    return [straggler, *([finding("ranks-more-stragglers", delays=more)] if more else []), *_why_late(own, others, by_rank)]
+    gained = _with_it_on_time(rank, matches, by_rank)
+    later = _delays_ms([{one: match[one] for one in match if one != rank} for match in matches if len(match) > 2], by_rank)
+    more = {f"rank {one}": time for one, time in sorted(later.items()) if time >= LATE * own.step_ms}
+    others_late = [finding("ranks-more-stragglers", delays=more)] if more else []
+    return [straggler, *gained, *others_late, *_why_late(own, others, by_rank)]
+
+
+def _with_it_on_time(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:
+    """The steps of the other ranks, replayed together, if they did not have to wait for this one."""
+    graphs = {one: diagnosis.evidence.graphs for one, diagnosis in by_rank.items()}
+    if len({tuple(graph.step.name for graph in own) for own in graphs.values()}) > 1:
+        return []
+    before_us = after_us = 0.0
+    for steps in zip(*graphs.values(), strict=True):
+        step = dict(zip(graphs, steps, strict=True))
+        own = [{one: collective.index for one, collective in match.items()} for match in matches]
+        before_us += sum(graph.step.time for one, graph in step.items() if one != rank)
+        after_us += sum(time for one, time in replayed_ranks_us(step, own, {}, on_time=(rank,)).items() if one != rank)
+    count = 1000 * (len(graphs) - 1) * len(graphs[rank])
+    return [finding("straggler-gain", rank=rank, after_ms=after_us / count, before_ms=before_us / count)]
 
 
 def _why_late(own: RankTime, others: Sequence[RankTime], by_rank: Mapping[int, TraceDiagnosis]) -> list[Finding]:

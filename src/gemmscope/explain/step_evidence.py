@@ -123,24 +123,24 @@ class StepEvidence:
     @cached_property
     def _host_ms(self) -> float:
         """The CPU's own time for a step."""
-        return self.step_ms * sum(graph.host_us for graph in self._graphs) / sum(graph.step.time for graph in self._graphs)
+        return self.step_ms * sum(graph.host_us for graph in self.graphs) / sum(graph.step.time for graph in self.graphs)
 
     @cached_property
     def _launch_ms(self) -> float:
         """The usual time from one launch to the next."""
-        return median([node.launching for graph in self._graphs for node in graph.nodes] or [0.0]) / 1000
+        return median([node.launching for graph in self.graphs for node in graph.nodes] or [0.0]) / 1000
 
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         if gaps:
-            return replayed_speedup(self._graphs, StepChange(gaps=gaps))
+            return replayed_speedup(self.graphs, StepChange(gaps=gaps))
         time_ms = self.ms(shortened)
         if time_ms <= 0.95 * cost_ms:
             return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
         share = min(max(cost_ms / time_ms, 0.0), 1.0)
-        return replayed_speedup(self._graphs, StepChange.shorten(shortened, share, removed=removed))
+        return replayed_speedup(self.graphs, StepChange.shorten(shortened, share, removed=removed))
 
     @cached_property
-    def _graphs(self) -> list[StepGraph]:
+    def graphs(self) -> list[StepGraph]:
         return step_graphs(self.view)
 
     @cached_property

@@ -8,14 +8,15 @@ or for a collective. The replay keeps what the recording shows:
 * a call that waits for the GPU (a synchronization, a blocking copy) returns when the work that it waited for has ended;
 * work that waited for another stream still waits for it: by the recorded calls (`cudaStreamWaitEvent`), else where it began right
   after work of another stream had ended;
-* collectives take as long as they did.
+* collectives take as long as they did; with the traces of several ranks, they end together on all of them, as long after the last
+  rank has entered them as they did.
 
 Without changes every piece of work begins when it did. A step is never shorter than the CPU's own time for it, because the CPU
 cannot run ahead for more than a few steps.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -39,6 +40,7 @@ BLOCKED_US = 100.0  # a longer launch waited for room in the queue, if its work 
 LOOK_BACK = 64  # launches before a wait that may have started the work it waits for
 
 Moment = tuple[float, int]  # when the work at a place was launched, or ended
+_Entry = tuple[int, float, float]  # a collective: its index, when a rank entered it, from its recorded end on, and its time
 _moment = itemgetter(0)
 
 
@@ -108,12 +110,41 @@ def step_graphs(view: TraceView) -> list[StepGraph]:
 
 def replayed_us(graphs: Sequence[StepGraph], change: StepChange) -> float:
     """The time of the steps with the change."""
-    return sum(_replay(graph, change) for graph in graphs)
+    return sum(replayed_ranks_us({0: graph}, (), {0: change})[0] for graph in graphs)
 
 
 def replayed_speedup(graphs: Sequence[StepGraph], change: StepChange) -> float:
     """The speedup of the step; 1 if the change gains nothing."""
     return max(sum(graph.step.time for graph in graphs) / max(replayed_us(graphs, change), 1e-6), 1.0)
+
+
+def replayed_ranks_us(
+    graphs: Mapping[int, StepGraph], matches: Iterable[Mapping[int, int]], changes: Mapping[int, StepChange],
+    on_time: Container[int] = (),
+) -> dict[int, float]:  # fmt: skip
+    """The time of one step on each rank. `matches`: the indices of the same collective, by rank; `on_time`: ranks that nobody has
+    to wait for. Ranks that run their collectives in another order do not wait in them."""
+    match_of = {(rank, index): match for match in matches for rank, index in match.items()}
+    shared = {rank: {index for owner, index in match_of if owner == rank} for rank in graphs}
+    runs = {rank: _replay(graph, changes.get(rank, StepChange()), shared[rank]) for rank, graph in graphs.items()}
+    answers: dict[int, float | None] = dict.fromkeys(graphs)
+    entered: dict[int, _Entry] = {}
+    times: dict[int, float] = {}
+    while answers:
+        for rank, answer in answers.items():
+            try:
+                entered[rank] = next(runs[rank]) if answer is None else runs[rank].send(answer)
+            except StopIteration as end:
+                times[rank] = end.value
+        together = {rank: match_of[rank, index] for rank, (index, _, _) in entered.items()}
+        present = {rank: [one for one in match if together.get(one) is match] for rank, match in together.items()}
+        ready = [rank for rank, match in together.items() if len(present[rank]) == len(match)] or list(entered)[:1]
+        answers = {}
+        for rank in ready:
+            late = [entered[one][1] for one in present[rank] if one not in on_time] or [entered[rank][1]]
+            answers[rank] = max(late) + min(entered[one][2] for one in present[rank])
+        entered = {rank: entry for rank, entry in entered.items() if rank not in ready}
+    return times
 
 
 def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> StepGraph:
@@ -230,8 +261,8 @@ def _host_us(view: TraceView, step: RecordedStep, launched: Sequence[tuple[Call,
     return max(min(end - begin - blocked_us, step.time), 0.0)
 
 
-def _replay(graph: StepGraph, change: StepChange) -> float:
-    """Microseconds of the step."""
+def _replay(graph: StepGraph, change: StepChange, shared: Container[int]) -> Generator[_Entry, float, float]:
+    """Microseconds of the step. Yields every collective that it enters, and is told how much later than recorded it ends."""
     step, nodes = graph.step, graph.nodes
     gaps = [gap for gap in change.gaps if step.begin <= gap.begin < step.end]
     # Of a launch, if one ended the gap; else of the work that began then; else of the end of the step
@@ -254,7 +285,11 @@ def _replay(graph: StepGraph, change: StepChange) -> float:
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
         begins.append(begin)
-        ends.append(begin + max(node.end - node.start - change.saved.get(node.index, 0.0), 0.0))
+        time = max(node.end - node.start - change.saved.get(node.index, 0.0), 0.0)
+        if node.index in shared:
+            ends.append(node.end + (yield node.index, begin - node.end, time))
+        else:
+            ends.append(begin + time)
     inside = [place for place, node in enumerate(nodes) if node.end > step.begin]
     last = max((min(nodes[place].end, step.end) for place in inside), default=step.begin)
     new_last = max((ends[place] - max(nodes[place].end - step.end, 0.0) for place in inside), default=step.begin)
