@@ -154,6 +154,24 @@ def test_a_recorded_wait_for_an_event_is_kept(tmp_path: Path) -> None:
     assert diagnosis.account.step_ms - halved(diagnosis) == pytest.approx(0.2, abs=0.01)
 
 
+def test_waiting_for_data_without_recorded_launches(tmp_path: Path) -> None:
+    """A copy without a recorded launch ends the gap: what the loader took of it is gained."""
+    builder = Builder()
+    for step in range(3):
+        base = 10_000.0 + 3000 * step
+        builder.mark(f"ProfilerStep#{step}", base - 10, 2990.0)
+        builder.mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", base + 20, 900.0)
+        builder.events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "pid": 0, "tid": 7,
+                               "ts": base + 1000, "dur": 100, "args": {"stream": 7, "device": 0}})  # fmt: skip
+        for number in range(18):
+            builder.kernel(BF16, base + 1100 + 100 * number, 99.0, launched=base + 950 + number)
+        builder.kernel(OTHER, base + 2900, 90.0, launched=base + 970)
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    loader = next(cause for cause in diagnosis.causes if cause.code == "loader")
+    assert loader.cost_ms == pytest.approx(0.6)  # of three steps, the first begins with its copy
+    assert diagnosis.account.step_ms / loader.speedup_without == pytest.approx((1.89 + 2 * 2.1) / 3, rel=0.01)
+
+
 def replayed_ms(diagnosis: TraceDiagnosis, kernel: str, share: float) -> float:
     items = [item for item in diagnosis.evidence.items if item.mentions(kernel)]
     return replayed_us(step_graphs(diagnosis.view), StepChange.shorten(items, share)) / 1000 / diagnosis.view.count

@@ -151,7 +151,7 @@ def gemms_table(gemms: Sequence[PrecisionTotal]) -> Table:
         Column("GEMMs", lambda row: row.count, ".0f"),
         Column("ms", lambda row: row.time_ms, ".2f"),
         Column("TFLOP", lambda row: row.flops / 1e12 if row.flops > 0 else None, ".2f"),
-        Column("Share of FLOPs", lambda row: row.flops / total if row.flops > 0 else None, "%"),
+        Column("Share of FLOPs", lambda row: row.flops / total if all(one.flops for one in gemms) else None, "%"),
         Column("TFLOP/s", lambda row: row.tflops, ".0f"),
     )
 
@@ -165,7 +165,7 @@ def gemm_shape_table(result: ExplainResult) -> Table:
     unknown = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
     others = {
         f"{len(rest)} more shapes": (sum(row.count for row in rest), sum(row.time_ms for row in rest), bool(rest)),
-        "size not recorded": (max(unknown, 0.0), unknown_ms, bool(shapes) and unknown_ms > UNKNOWN * every_ms),
+        "size not recorded": (max(unknown, 0.0), unknown_ms, bool(shapes) and unknown_ms > UNKNOWN * every_ms and unknown >= 0.5),
     }
     note = {
         "explain-alignment": True,

@@ -101,7 +101,6 @@ def _trace_findings(step: StepEvidence) -> Iterator[Finding]:
             odd,
             finding(
                 "classes-disagree",
-                count=step.per_step(odd),
                 time_ms=step.ms(odd),
                 kernels=sorted({short_name(item.work.name) for item in odd})[:3],
             ),

@@ -28,6 +28,7 @@ from gemmscope.explain.recorded_trace import Call, GpuWork
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.timeline import BLOCKING, Gap
 from gemmscope.explain.trace_view import TimedWork, TraceView
+from gemmscope.grouping import grouped
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
 # A call that waits for the GPU returns this soon after the end of the work, or while the GPU is idle; its own time
@@ -267,21 +268,23 @@ def _replay(graph: StepGraph, change: StepChange, shared: Container[int]) -> Gen
     gaps = [gap for gap in change.gaps if step.begin <= gap.begin < step.end]
     # Of a launch, if one ended the gap; else of the work that began then; else of the end of the step
     removed = [(gap.begin if gap.scope.launched is None else gap.scope.launched, gap.time) for gap in gaps]
-    earlier = {gap.end: gap.time for gap in gaps if gap.scope.launched is None}
+    starts = [node.start for node in nodes]
+    ended_by = ((bisect_left(starts, gap.end - 1e-3), gap.time) for gap in gaps if gap.scope.launched is None)
+    earlier = {place: sum(times) for place, times in grouped(ended_by).items()}
     shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
     removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
     host = _HostTime(graph.waits, removed)
     begins: list[float] = []
     ends: list[float] = []
-    for node in nodes:
-        begin = node.start
+    for place, node in enumerate(nodes):
+        begin = node.start - earlier.get(place, 0.0)
         if node.start >= step.begin and (node.after or node.beside is not None or node.launched is not None):
-            slack = node.slack - min(earlier.get(node.start, 0.0), node.slack)
-            begin = max((ends[place] for place in node.after), default=-inf) + slack
+            slack = node.slack - min(earlier.get(place, 0.0), node.slack)
+            begin = max((ends[one] for one in node.after), default=-inf) + slack
             if node.beside is not None:
-                place, overlap = node.beside
-                shorter = (ends[place] - begins[place]) / max(nodes[place].end - nodes[place].start, 1e-9)
-                begin = max(begin, begins[place], ends[place] - overlap * shorter + slack)
+                other, overlap = node.beside
+                shorter = (ends[other] - begins[other]) / max(nodes[other].end - nodes[other].start, 1e-9)
+                begin = max(begin, begins[other], ends[other] - overlap * shorter + slack)
             if node.launched is not None:
                 begin = max(begin, node.launched + host.shift_at(node.launched, ends) + node.latency)
         begins.append(begin)
