@@ -137,9 +137,9 @@ def replayed_ranks_us(
                 entered[rank] = next(runs[rank]) if answer is None else runs[rank].send(answer)
             except StopIteration as end:
                 times[rank] = end.value
-        together = {rank: match_of[rank, index] for rank, (index, _, _) in entered.items()}
-        present = {rank: [one for one in match if together.get(one) is match] for rank, match in together.items()}
-        ready = [rank for rank, match in together.items() if len(present[rank]) == len(match)] or list(entered)[:1]
+        collectives = {rank: match_of[rank, index] for rank, (index, _, _) in entered.items()}
+        present = {rank: [one for one in match if collectives.get(one) is match] for rank, match in collectives.items()}
+        ready = [rank for rank, match in collectives.items() if len(present[rank]) == len(match)] or list(entered)[:1]
         answers = {}
         for rank in ready:
             late = [entered[one][1] for one in present[rank] if one not in on_time] or [entered[rank][1]]
