@@ -15,13 +15,14 @@ from gemmscope.forecast.stacks import MIXTURE, Learned, Multiplier, Software, mi
 from gemmscope.forecast.stacks import _facts as table
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import StepEstimate
-from gemmscope.forecast.step_findings import software_finding
+from gemmscope.forecast.step_findings import power_findings, software_finding
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.job.load import load_model
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import recipes
+from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 
 RUN = RunSpec(1, 8192, tp=2, sequence_parallel=True, dp=8)
@@ -145,8 +146,35 @@ def test_the_software_that_changes_most_is_named() -> None:
     told = software_finding(forecast("nvidia")).facts
     times = {stack.name: step(stack.name).time_ms for stack in stacks_on(gpu("h100"))}
     furthest = max(times, key=lambda name: abs(times[name] / times["nvidia"] - 1))
-    assert (told["name"], told["title"]) == (furthest, stacks()["nvidia"].title)
+    assert (told["name"], told["title"]) == (furthest, f"{stacks()['nvidia'].title}, attention by cuDNN")
     assert told["changed"] == pytest.approx(times[furthest] / times["nvidia"] - 1)
+
+
+def test_attention_has_the_names_that_step_and_explain_give_it() -> None:
+    names = {rule["name"] for rule in load_data("gemmscope.engine", "kernel_names.toml")["attention"]}
+    known = table()
+    of_attention = [facts for facts in known["multipliers"].values() if facts["part"] == "attention"]
+    assert {facts["implementation"] for facts in of_attention} | {known["attention"]} <= names
+    assert {stack.on(gpu("h100")).attention for stack in stacks().values()} == {"cuDNN", "FlashAttention", "Triton"}
+    rates = load_data("gemmscope.explain", "attention.toml")["rate"]
+    assert {rate["name"] for rate in rates} <= names
+
+
+def test_every_multiplier_says_what_it_is_known_from() -> None:
+    known = table()
+    for name, facts in known["multipliers"].items():
+        assert facts["evidence"].startswith(("measured", "fitted", "published", "assumed")), name
+
+
+def test_a_known_power_limit_takes_the_place_of_what_published_runs_had() -> None:
+    """The published H100s of torchtitan have 500 W and 2.4 TB/s; a power limit says which card is meant."""
+    unknown, usual, other = (
+        stacks()["torchtitan"].on(chip) for chip in (gpu("h100"), gpu("h100").limited_to(700, ""), gpu("h200"))
+    )
+    assert (unknown.variant, usual.variant, other.variant) == ("500 W and 2.4 TB/s", "", "")
+    assert unknown.of("step").log > usual.of("step").log == other.of("step").log
+    [about] = power_findings(gpu("h100"), unknown)
+    assert (about.code, power_findings(gpu("h100"), usual)) == ("published-on-variant", [])
 
 
 @pytest.mark.parametrize(("more", "stack"), [("", "torchtitan"), ("[compile]\nenable = false", "pytorch")])

@@ -179,7 +179,7 @@ class _ForecastTask:
                 *filter(None, [repeated]),
                 *recipe_findings,
                 *calibration_findings,
-                *power_findings(chip),
+                *power_findings(chip, software),
             ),
         )
 

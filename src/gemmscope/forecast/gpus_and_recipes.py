@@ -10,16 +10,18 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.communication import network_facts
 from gemmscope.forecast.gemm import model
-from gemmscope.forecast.training import only_torchao, torchao_known
+from gemmscope.forecast.training import gemm_format, only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, described, gpu, gpus
 from gemmscope.job.rank_workload import RankWorkload
 from gemmscope.numerics.evaluation.requested_mix import Mixes, MixRequest, priced_mixes, quantized_ops
 from gemmscope.options.measuring import RecipeOptions
 from gemmscope.reading import LIMITS, read_text
 from gemmscope.recipe.frameworks import backends, other_backend
+from gemmscope.recipe.precisions import precisions
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import architectures, support
 from gemmscope.toml import parse_toml
+from gemmscope.workload.ops import PASSES
 
 
 def chips_of(names: Sequence[str], power_limit: float | None = None) -> list[GpuSpec]:
@@ -118,7 +120,11 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
     architectures()[chip.architecture]  # without it, the table says nothing about this GPU
-    return support(name, chip.capability).why_not(chip.name, chip.capability)
+    if reason := support(name, chip.capability).why_not(chip.name, chip.capability):
+        return reason
+    rates = (precisions()[gemm_format(recipe(name), pass_name, chip)].rate for pass_name in PASSES)
+    missing = [rate for rate in rates if rate not in chip.tflops]
+    return f"the file of {chip.name} gives no tflops.{missing[0]}" if missing else ""
 
 
 def common_fields(command: str, state: ClockState) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class Software:
     once_ms: float = 0.0
     once_variance: float = 0.0  # of its milliseconds
     per_doubling: float = 0.0
+    attention: str = ""  # its implementation, as `step` and `explain` name it; empty where stacks differ
+    variant: str = ""  # of the GPU, which its published runs were on
 
     def of(self, what: str) -> Multiplier:
         return self.multipliers.get(what, ONE)
@@ -157,13 +159,17 @@ class SoftwareStack:
 
     def on(self, chip: GpuSpec) -> Software:
         """Its multipliers on this GPU."""
-        table, known = _facts(), {"step": _multiplier(self.step)}
+        table, known, variant = _facts(), {"step": _multiplier(self.step)}, ""
+        attention = table["attention"]
+        places = (chip.name, chip.architecture) if chip.power_limit_w is None else (chip.architecture,)
         for name in (*table["all"], *self.uses):
             facts = table["multipliers"][name]
-            place = next((place for place in (chip.name, chip.architecture) if place in facts["at"]), "other")
+            place = next((place for place in places if place in facts["at"]), "other")
             known[facts["part"]] = known.get(facts["part"], ONE).and_also(_multiplier(facts["at"][place]))
+            attention, variant = facts.get("implementation", attention), name if place == chip.name else variant
         once_ms, spread = self.once_ms
-        return Software(self.name, self.title, known, once_ms, (once_ms * spread) ** 2, self.per_doubling)
+        about = {"attention": attention, "variant": variant}
+        return Software(self.name, self.title, known, once_ms, (once_ms * spread) ** 2, self.per_doubling, **about)
 
     def runs(self, name: str) -> bool:
         """Whether it trains in this recipe."""

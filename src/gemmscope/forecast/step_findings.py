@@ -6,7 +6,7 @@ from math import ceil, exp
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.communication import cluster
 from gemmscope.forecast.gemm import slowed
-from gemmscope.forecast.stacks import stacks_on
+from gemmscope.forecast.stacks import Software, stacks_on
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.specs import GpuSpec
@@ -63,9 +63,11 @@ def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
     return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE), **facts)
 
 
-def power_findings(chip: GpuSpec) -> list[Finding]:
-    """A finding about a lower power limit."""
+def power_findings(chip: GpuSpec, software: Software) -> list[Finding]:
+    """A finding about a lower power limit, or about published runs that were on a variant of the GPU."""
     (slower, unsure), watts = slowed(chip), chip.power_limit_w
+    if software.variant:
+        return [finding("published-on-variant", gpu=chip.name, variant=software.variant, watts=chip.power_w)]
     if watts is None or watts == chip.power_w:
         return []
     return [finding("power-limit", watts=watts, usual=chip.power_w, slower=slower, spread=exp(unsure))]
@@ -107,7 +109,9 @@ def software_finding(forecast: StepForecast) -> Finding:
         step = StepForecast(there, forecast.model, forecast.run, forecast.workload, forecast.network).step(BASELINE)
         changes[stack.name, stack.title] = step.time_ms / time_ms - 1
     name, other = max(changes, key=lambda known: abs(changes[known]))
-    facts: dict[str, Fact] = {"title": forecaster.software.title, "other": other, "name": name, "changed": changes[name, other]}
+    software = forecaster.software
+    title = software.title + (f", attention by {software.attention}" if software.attention else "")
+    facts: dict[str, Fact] = {"title": title, "other": other, "name": name, "changed": changes[name, other]}
     return finding("step-software", **facts, recipe=BASELINE)
 
 

@@ -279,6 +279,8 @@ class RunSpec(Checked):
         for name in self.recompute_modules:
             if name not in (known := (*recomputed_facts()["modules"], EVERY_SECOND)):
                 raise UserError(f"{option('recompute_modules')} has no {shown(name)}", f"it knows {', '.join(known)}")
+        if self.lora_linears and self.lora is None:
+            raise UserError(f"{option('lora_linears')} says where adapters are, but there are none", f"add {option('lora', 16)}")
         if not 0.0 <= self.recompute_share <= 1.0:
             raise UserError(
                 f"{option('recompute_share')} must be from 0 to 1, not {shown(self.recompute_share)}",

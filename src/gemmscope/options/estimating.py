@@ -131,7 +131,7 @@ class ForecastOptions(RecipeOptions, SystemOptions):
 
     def about_model(self) -> list[str]:
         """The options that were given and are about a model, not about single GEMMs."""
-        recipes, other = options_of(RecipeOptions), ("gpu", "state", "sweep", "shapes", "gemms", "library")
+        recipes, other = options_of(RecipeOptions), ("gpu", "state", "power_limit", "sweep", "shapes", "gemms", "library")
         return [name for name in self.typed() if name not in recipes and name not in other]
 
     def given_recipes(self) -> list[str]:
