@@ -72,6 +72,7 @@ class RecipeCosts(NamedTuple):
     quantizing: Quantizing
     gemm_factor: float = 1.0
     padding: int = 0
+    one_way: float = 1.0  # the share of a cast that one direction takes
 
 
 class Forecaster:
@@ -110,7 +111,9 @@ class Forecaster:
             factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
             casts = quantizing(chosen, self.chip).times(factor)
             padding = chosen.experts_multiple_of // 2
-            self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen), padding)
+            self._costs[name] = RecipeCosts(
+                formats, chosen.quantizes, casts, recipe_factor(chosen), padding, one_way(chosen, self.chip)
+            )
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
@@ -186,23 +189,15 @@ class Forecaster:
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
         gemms = {pass_name: self._known[key][0].times(costs.gemm_factor) for pass_name, key in keys.items()}
-        tokens = case.tokens + costs.padding * len(case.rows)
-        elements = {"X": tokens * case.inputs, "W": case.weights, "dY": tokens * case.outputs}
-        frozen, bare = "wgrad" not in case.passes, len(case.passes) == 1
-        if self.cache_weights or (frozen and not bare):
-            del elements["W"]
-        if bare:
-            del elements["dY"]
-        quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
-        single = {"W": self._forward_only, "X": frozen and not bare, "dY": frozen}  # quantized for one direction
-        for tensor in quantize_ms:
-            quantize_ms[tensor] *= one_way(recipe(name), self.chip) if single[tensor] else 1
+        quantize_ms = self._cast_ms(case, name)
+        if self.cache_weights or ("wgrad" not in case.passes and len(case.passes) > 1):
+            quantize_ms.pop("W", None)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
     def in_step(self, linears: Iterable[tuple[Case, int, float]], name: str) -> LinearTimes:
         """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
         point."""
-        formats, quantizes, costs, factor, padding = self.costs(name)
+        formats, quantizes, _, factor, padding, _ = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             inputs, outputs, groups = case.inputs, case.outputs, len(case.rows) or 1
@@ -218,13 +213,24 @@ class Forecaster:
                 shared += time_ms * shared_part
                 least += time_ms * least_share
             if quantizes:
-                trained = "wgrad" in case.passes  # else its weight is quantized before training, and X for one direction
-                moved = costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs) * ("dgrad" in case.passes or trained)
-                activations += moved * (1 if trained else one_way(recipe(name), self.chip)) * count * (2 + runs) / 3
-                weights += costs.time_ms(case.weights) * count * trained
+                cast_ms = self._cast_ms(case, name)
+                activations += (cast_ms["X"] + cast_ms.get("dY", 0.0)) * count * (2 + runs) / 3
+                weights += cast_ms["W"] * count * ("wgrad" in case.passes)  # a frozen one is quantized before training
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
         return LinearTimes(gemms, least, *casts)
+
+    def _cast_ms(self, case: Case, name: str) -> dict[str, float]:
+        """Milliseconds to quantize X, W and dY once. Without wgrad, X and dY are quantized for one direction; a bare GEMM has no dY."""
+        costs, bare, frozen = self.costs(name), len(case.passes) == 1, "wgrad" not in case.passes
+        if not costs.quantizes:
+            return {}
+        tokens = case.tokens + costs.padding * len(case.rows)
+        sizes = {"X": tokens * case.inputs, "W": case.weights} | ({} if bare else {"dY": tokens * case.outputs})
+        single = {"X": frozen and not bare, "W": self._forward_only, "dY": frozen}
+        return {
+            tensor: costs.quantizing.time_ms(size) * (costs.one_way if single[tensor] else 1) for tensor, size in sizes.items()
+        }
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""

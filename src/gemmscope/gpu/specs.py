@@ -3,18 +3,18 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from math import inf
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError, shown
 from gemmscope.toml import complete, load_data
 
 LEAST_POWER = 0.4  # of the usual limit: with less, clocks leave the range that forecasts cover
 OTHER_VENDORS = r"^mi\d|^amd|instinct|radeon|gaudi|^tpu|trainium|ascend"
+POSITIVE = Field(gt=0, allow_inf_nan=False)
 _described: dict[str, "GpuSpec"] = {}
 
 
@@ -31,20 +31,20 @@ class GpuSpec:
     device: str
     title: str
     capability: Annotated[tuple[int, int], BeforeValidator(lambda text: text.split("."))]
-    sms: int
-    memory_gb: float
-    memory_mib: int
-    bandwidth_tbps: float
-    tflops: Mapping[str, float]
-    usual_share: float
+    sms: Annotated[int, POSITIVE]
+    memory_gb: Annotated[float, POSITIVE]
+    memory_mib: Annotated[int, POSITIVE]
+    bandwidth_tbps: Annotated[float, POSITIVE]
+    tflops: Mapping[str, Annotated[float, POSITIVE]]
+    usual_share: Annotated[float, POSITIVE]
     network: str
-    nvlink_domain: int
-    host_gbps: float
+    nvlink_domain: Annotated[int, POSITIVE]
+    host_gbps: Annotated[float, POSITIVE]
     collectives_of: str
     source: str
     collectives_slower: float = 1.0
     disagreements: str = ""
-    sustained_tflops: Mapping[str, float] = field(default_factory=dict)
+    sustained_tflops: Mapping[str, Annotated[float, POSITIVE]] = field(default_factory=dict)
     power_w: float = 0.0  # its usual power limit; 0: not known
     power_limit_w: float | None = None  # the one that it is set to, if lower
 
@@ -121,26 +121,21 @@ def described(facts: Mapping[str, Any], name: str) -> GpuSpec:
     own = {key: value for key, value in facts.items() if key != "like"}
     if unknown := [key for key in own if key not in (known := [field.name for field in fields(GpuSpec)])]:
         raise UserError(f"{name}.toml: {shown(unknown[0])} is not a fact of a GPU", f"facts: {', '.join(known)}")
-    base: dict[str, Any] = {"device": "(?!)", "source": f"{name}.toml"}
+    others: dict[str, Any] = {"collectives_of": name}
     if like is not None:
-        base = {**asdict(like), "capability": like.architecture, **base}
-        own["tflops"] = {**like.tflops, **_rates(name, own.get("tflops", {}))}
-    values = {**base, **own, "name": name}
-    values.setdefault("collectives_of", values["name"])
-    needed = [field.name for field in fields(GpuSpec) if field.default is MISSING and field.default_factory is MISSING]
-    missing = [key for key in needed if key not in values]
-    if not missing and "bf16" not in _rates(name, values["tflops"]):
-        missing = ["tflops.bf16"]
-    if missing:
-        raise UserError(f"{name}.toml lacks {', '.join(missing)}", 'give it, or take the rest from a known GPU: like = "h100"')
+        others = {**asdict(like), "capability": like.architecture}
+        own |= {"tflops": {**like.tflops, **own["tflops"]}} if isinstance(own.get("tflops"), Mapping) else {}
+    hint = 'give it, or take the rest from a known GPU: like = "h100"'
     try:
-        spec = TypeAdapter(GpuSpec).validate_python(values)
+        spec = TypeAdapter(GpuSpec).validate_python({**others, "device": "(?!)", "source": f"{name}.toml", **own, "name": name})
     except ValidationError as error:
-        wrong = error.errors()[0]
-        raise UserError(f"{name}.toml: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", "see gpu/specs.toml") from None
-    sizes = [spec.sms, spec.memory_mib, spec.memory_gb, spec.bandwidth_tbps, spec.usual_share, spec.nvlink_domain, spec.host_gbps]
-    if not all(0 < size < inf for size in (*sizes, *spec.tflops.values(), *spec.sustained_tflops.values())):
-        raise UserError(f"{name}.toml: sizes and rates must be positive numbers", "see gpu/specs.toml")
+        wrong = error.errors()
+        if missing := [str(one["loc"][0]) for one in wrong if one["type"] == "missing"]:
+            raise UserError(f"{name}.toml lacks {', '.join(missing)}", hint) from None
+        where = ".".join(map(str, wrong[0]["loc"]))
+        raise UserError(f"{name}.toml: {where}: {wrong[0]['msg']}", "see gpu/specs.toml") from None
+    if "bf16" not in spec.tflops:
+        raise UserError(f"{name}.toml lacks tflops.bf16", hint)
     if spec.power_limit_w is not None:
         limited = spec.limited_to(spec.power_limit_w, f"{name}.toml: power_limit_w = {spec.power_limit_w:g}")
         spec = replace(limited, title=own.get("title", limited.title))
@@ -150,12 +145,6 @@ def described(facts: Mapping[str, Any], name: str) -> GpuSpec:
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
-
-
-def _rates(name: str, rates: object) -> Mapping[str, Any]:
-    if not isinstance(rates, Mapping):
-        raise UserError(f"{name}.toml: tflops must be a table", "for example tflops = { bf16 = 989, fp8 = 1979 }")
-    return rates
 
 
 def spec_of(device: str) -> GpuSpec | None:
