@@ -221,7 +221,7 @@ class Forecaster:
         return LinearTimes(gemms, least, *casts)
 
     def _cast_ms(self, case: Case, name: str) -> dict[str, float]:
-        """Milliseconds to quantize X, W and dY once. Without wgrad, X and dY are quantized for one direction; a bare GEMM has no dY."""
+        """Milliseconds to quantize X, W and dY once. Without wgrad, X and dY are quantized for one direction."""
         costs, bare, frozen = self.costs(name), len(case.passes) == 1, "wgrad" not in case.passes
         if not costs.quantizes:
             return {}

@@ -137,7 +137,7 @@ def one_way(recipe: Recipe, chip: GpuSpec) -> float:
     >>> one_way(recipe("FP8Delayed"), gpu("h200")), one_way(recipe("FP8Delayed"), gpu("b200"))
     (0.75, 1.0)
     """
-    if recipe.one_copy(chip.architecture):
+    if not recipe.quantizes or recipe.one_copy(chip.architecture):
         return 1.0
     return (recipe.bytes_read + recipe.bytes_written / 2) / (recipe.bytes_read + recipe.bytes_written)
 
