@@ -189,15 +189,18 @@ class Forecaster:
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
         gemms = {pass_name: self._known[key][0].times(costs.gemm_factor) for pass_name, key in keys.items()}
-        quantize_ms = self._cast_ms(case, name)
-        if self.cache_weights or ("wgrad" not in case.passes and len(case.passes) > 1):
-            quantize_ms.pop("W", None)
+        bare, frozen = len(case.passes) == 1, "wgrad" not in case.passes
+        quantize_ms = dict(zip(("X", "W", "dY"), self._cast_ms(case, costs), strict=True)) if costs.quantizes else {}
+        for tensor, never in (("W", self.cache_weights or (frozen and not bare)), ("dY", bare)):
+            if never:
+                quantize_ms.pop(tensor, None)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
     def in_step(self, linears: Iterable[tuple[Case, int, float]], name: str) -> LinearTimes:
         """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every
         point."""
-        formats, quantizes, _, factor, padding, _ = self.costs(name)
+        costs = self.costs(name)
+        formats, quantizes, _, factor, padding, _ = costs
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             inputs, outputs, groups = case.inputs, case.outputs, len(case.rows) or 1
@@ -213,24 +216,19 @@ class Forecaster:
                 shared += time_ms * shared_part
                 least += time_ms * least_share
             if quantizes:
-                cast_ms = self._cast_ms(case, name)
-                activations += (cast_ms["X"] + cast_ms.get("dY", 0.0)) * count * (2 + runs) / 3
-                weights += cast_ms["W"] * count * ("wgrad" in case.passes)  # a frozen one is quantized before training
+                input_ms, weight_ms, gradient_ms = self._cast_ms(case, costs)
+                activations += (input_ms + gradient_ms * (len(case.passes) > 1)) * count * (2 + runs) / 3
+                weights += weight_ms * count * ("wgrad" in case.passes)  # a frozen one is quantized before training
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         casts = (Estimate(elements_ms, 0.0, self._uncertainty) for elements_ms in (activations, weights))
         return LinearTimes(gemms, least, *casts)
 
-    def _cast_ms(self, case: Case, name: str) -> dict[str, float]:
+    def _cast_ms(self, case: Case, costs: RecipeCosts) -> tuple[float, float, float]:
         """Milliseconds to quantize X, W and dY once. Without wgrad, X and dY are quantized for one direction."""
-        costs, bare, frozen = self.costs(name), len(case.passes) == 1, "wgrad" not in case.passes
-        if not costs.quantizes:
-            return {}
-        tokens = case.tokens + costs.padding * len(case.rows)
-        sizes = {"X": tokens * case.inputs, "W": case.weights} | ({} if bare else {"dY": tokens * case.outputs})
-        single = {"X": frozen and not bare, "W": self._forward_only, "dY": frozen}
-        return {
-            tensor: costs.quantizing.time_ms(size) * (costs.one_way if single[tensor] else 1) for tensor, size in sizes.items()
-        }
+        tokens, time_ms = case.tokens + costs.padding * len(case.rows), costs.quantizing.time_ms
+        weight_ms = time_ms(case.weights) * (costs.one_way if self._forward_only else 1)
+        share = 1 if "wgrad" in case.passes or len(case.passes) == 1 else costs.one_way
+        return time_ms(tokens * case.inputs) * share, weight_ms, time_ms(tokens * case.outputs) * share
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""

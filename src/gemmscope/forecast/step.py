@@ -247,7 +247,9 @@ class StepForecast:
                 weights = linears.weights.times(1 / shards(self.run)[0] if gathered else 1.0)
                 activations = linears.activations.times(1 - self._not_repeated(name))
                 linears = linears._replace(activations=activations, weights=weights)
-            plain = self._in_recipes({BASELINE: self._plain})
+            if not self._plain:
+                return linears
+            plain = self._in_recipe(self._plain, BASELINE)
             return linears._replace(gemms=total([linears.gemms, plain.gemms]), least_ms=linears.least_ms + plain.least_ms)
         of_recipes = by_recipe(self.quantized, self.assigned(name))
         of_recipes[BASELINE] = [*of_recipes.get(BASELINE, []), *self._plain]
