@@ -39,7 +39,7 @@ import numpy as np
 
 from gemmscope.cli import main as command_line
 from gemmscope.commands import forecast as command
-from gemmscope.forecast.stacks import HALF_WIDTHS, Software, stacks, stacks_on
+from gemmscope.forecast.stacks import HALF_WIDTHS, LAUNCHES, Software, reference, stacks, stacks_on
 from gemmscope.forecast.stacks import _facts as table
 from gemmscope.gpu.specs import gpu
 from gemmscope.parts import STEP_PARTS
@@ -353,7 +353,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the figures for the documentation")
     asked = parser.parse_args()
     place = asked.runs
-    command.software_on = lambda *_, **__: Software("none", "no software", {})
+    hosts = {LAUNCHES: reference(gpu("h200")).of(LAUNCHES)}
+    command.software_on = lambda *_, **__: Software("none", "no software", hosts)
     rows = [row for row in csv.DictReader(place.open()) if row["confidence"] != "low" and row["split"] != "reference"]
     runs = [run for run in (read_run(row, place.parent) for row in rows) if run is not None]
     names = sorted({name for run in runs for factors in run.factors.values() for name, *_ in factors})

@@ -22,7 +22,17 @@ from gemmscope.engine.campaign import LocalWorkers
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.messages import Health, Hello
 from gemmscope.errors import UserError
-from gemmscope.forecast.calibration import STACKS, Calibration, gemm_factors, load, place, quantize_factors, save, shipped
+from gemmscope.forecast.calibration import (
+    STACKS,
+    Calibration,
+    OtherChip,
+    gemm_factors,
+    load,
+    place,
+    quantize_factors,
+    save,
+    shipped,
+)
 from gemmscope.forecast.linear_results import forecast_linears
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast
@@ -238,11 +248,11 @@ def test_single_gemms_are_calibrated(run: Run, tmp_path: Path) -> None:
 
     plain, rested = times(), times(" --state burst")
     save(Calibration("h200", "NVIDIA H200", {"bf16": {"fprop": 1.5}}, {}))
-    assert times() == pytest.approx([1.5 * plain[0], plain[1]], rel=1e-4)
+    assert times() == pytest.approx([1.5 * plain[0], plain[1]], rel=1e-3)
     assert "Calibrated on NVIDIA H200" in run(line).err
-    assert times(" --state burst") == pytest.approx([1.5 * rested[0], rested[1]], rel=1e-4)  # nothing nearer is known
+    assert times(" --state burst") == pytest.approx([1.5 * rested[0], rested[1]], rel=0.02)  # nothing nearer is known
     save(Calibration("h200", "NVIDIA H200", {}, {}, burst={"bf16": {"fprop": 0.9}}))
-    assert times(" --state burst") == pytest.approx([0.9 * rested[0], rested[1]], rel=1e-4)
+    assert times(" --state burst") == pytest.approx([0.9 * rested[0], rested[1]], rel=0.005)
 
 
 def test_no_factor_makes_a_gemm_beat_the_chip(run: Run, tmp_path: Path) -> None:
@@ -293,7 +303,7 @@ def test_what_was_not_measured_keeps_its_uncertainty() -> None:
             Case("c", 1_000_000, 4096, 4096),
         )
     )
-    assert dense.shared == pytest.approx(0.03)
+    assert 0.02 < dense.shared <= 0.03
     other = Forecaster(gpu("h200"), "sustained", measured=calibrated)
     assert other.linear(Case("a", 8192, 4096, 4096), "BF16").all_gemms().shared > dense.shared
     assert grouped.shared > 0.1
@@ -349,7 +359,17 @@ def test_a_calibrated_part_changes_the_step() -> None:
         forecaster = Forecaster(gpu("h200"), "sustained", measured=Calibration("h200", "", {}, {}, parts=parts))
         return StepForecast(forecaster, model, shape, workload).step("BF16").parts["attention"].value
 
-    assert attention({"attention": 1.5}) == pytest.approx(1.5 * attention({}))
+    assert attention({"attention": 1.5}) == pytest.approx(1.5 * attention({}), rel=0.005)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.3, 3.0), st.sampled_from(["gemms", "casts", "parts"]), st.floats(0.03, 0.4))
+def test_a_calibration_is_followed_within_3_percent_and_narrows_the_bar(factor: float, what: str, uncertainty: float) -> None:
+    """Whatever the forecast was sure of: where the measurement contradicts it, the measurement is right."""
+    known = Calibration("h200", "", {}, {}).multiplier(factor, what, uncertainty)
+    assert known.factor == pytest.approx(factor, rel=0.03)
+    assert known.half_width < 0.05
+    assert OtherChip("h200", "", {}, {}).multiplier(factor, what, uncertainty).half_width == pytest.approx(uncertainty)
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -62,7 +62,7 @@ def test_no_error_bar_reaches_below_the_gpu_time(
     gpu_ms: float, launch_ms: float, uncertainty: float, launches: int, waits: bool
 ) -> None:
     known = Estimate(gpu_ms, uncertainty)
-    step = LaunchedStep(in_phases(launch_ms, launches, 1, waits=waits), gpu_ms)
+    step = LaunchedStep(in_phases(launch_ms, launches, 1, waits=waits), gpu_ms, unsure=0.4)
     result, alone = step_interval(step, known), known.interval()
     for end, least in ((result.low, alone.low), (result.value, alone.value), (result.high, alone.high)):
         assert end is not None
@@ -75,7 +75,7 @@ def test_without_launches_a_speedup_is_that_of_the_gpu(slow: float, launch_ms: f
     ratio = Estimate(gain, uncertainty)
     alone = speedup_interval(LaunchedStep(batch_ms=slow), LaunchedStep(batch_ms=slow / gain), Estimate(slow, 0.1), ratio, 1.0)
     assert alone == ratio.interval()
-    fast = LaunchedStep(Launching(slow / 100), slow)
+    fast = LaunchedStep(Launching(slow / 100), slow, unsure=0.4)
     assert speedup_interval(fast, fast, Estimate(slow, 0.1), ratio, 1.0) == ratio.interval()
 
 

@@ -8,6 +8,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
@@ -42,3 +44,16 @@ def test_a_measured_step_of_another_model_is_refused(run: Run, tmp_path: Path) -
     assert outcome.code == 2
     assert "is a step of another model (16 dense layers, hidden 2048" in outcome.err.replace("\n  ", " ")
     assert "gemmscope step --preset llama-3.1-8b --json step.json" in outcome.err
+
+
+def test_a_measured_launch_time_takes_the_place_of_the_assumed_one(run: Run, tmp_path: Path) -> None:
+    """The CPU of the user is another: its launch time was assumed within 40%."""
+    job, measured = "--gpu h200 --micro-batch-size 1", tmp_path / "step.json"
+    file = json.loads(gzip.decompress(STEP.read_bytes()))
+    assumed = of_forecast(run, job)["host_ms"]
+    [time] = [time for time in file["step"]["recipes"] if time["recipe"] == "BF16"]
+    time["host_ms"] = {"value": 2 * assumed["value"], "low": 1.99 * assumed["value"], "high": 2.01 * assumed["value"]}
+    measured.write_text(json.dumps(file))
+    known = of_forecast(run, f"{job} --measured {measured}")["host_ms"]
+    assert known["value"] / assumed["value"] == pytest.approx(2.0, rel=0.02)
+    assert log(known["high"] / known["low"]) < 0.2 * log(assumed["high"] / assumed["low"])

@@ -28,6 +28,7 @@ from gemmscope.workload.derive import derive
 RUN = RunSpec(1, 8192, tp=2, sequence_parallel=True, dp=8)
 FURTHER = {
     "step",
+    "launches",
     "runs",
     "experts",
     "biases of experts",

@@ -2,8 +2,9 @@
 
 A forecast based on public measurements is right on average, but not for one library version, cooling and power limit. A few
 linears measured here give a factor for each format and pass, in the sustained state and in bursts, and one for the quantization
-of each recipe; two short training steps give one for attention, norms, optimizer and embedding. Error bars then cover what
-differs from shape to shape, and no longer what all shapes share. The factors of one H200 ship with the package.
+of each recipe; two short training steps give one for attention, norms, optimizer and embedding. Each updates a multiplier by the
+rule of everything that is measured (`stacks.py`): error bars then cover what differs from shape to shape, and little of what all
+shapes share. The factors of one H200 ship with the package.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
-from math import hypot
+from math import hypot, log
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -23,7 +24,8 @@ from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
 from gemmscope.forecast.coefficients import REINSTALL, read_stored
-from gemmscope.forecast.training import gemm_format
+from gemmscope.forecast.stacks import HALF_WIDTHS, Multiplier
+from gemmscope.forecast.training import gemm_format, library_uncertainty
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.grouping import Key, grouped
 from gemmscope.model.spec import RunSpec, from_hyperparameters
@@ -37,12 +39,11 @@ from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass
 
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
-UNCERTAINTY = 0.03
-OTHER_STATE_UNCERTAINTY = 0.06  # where the other state of the chip was measured
 XDG_HINT = "set XDG_CONFIG_HOME to a folder that can be written"
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
 _DESIGN = load_data("gemmscope.forecast", "coefficients/calibration.toml")
+SPREAD: dict[str, float] = _DESIGN["spread"]
 CASES = tuple(Case("x".join(map(str, sizes)), *sizes) for sizes in _DESIGN["linears"])
 STACKS = tuple((from_hyperparameters(**stack["model"]), RunSpec(**stack["run"])) for stack in _DESIGN["step"])
 CALIBRATED_PARTS: tuple[StepPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
@@ -81,23 +82,30 @@ class Calibration:
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(f"there is no {what} {unknown[0][:40]!r}")
 
-    def gemm(self, fmt: str, pass_name: Pass, state: ClockState) -> tuple[float, float] | None:
-        """The factor on one kind of GEMM and its uncertainty; if only the other state was measured, that of the other state.
+    def gemm(self, fmt: str, pass_name: Pass, state: ClockState, chip: GpuSpec) -> Multiplier | None:
+        """The multiplier of one kind of GEMM; if only the other state was measured, by that.
 
-        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
-        (1.1, 0.03)
-        >>> Calibration("h200", "", {"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "burst")[1] > 0.06
-        True
+        >>> from gemmscope.gpu.specs import gpu
+        >>> known = Calibration("h200", "", {"bf16": {"fprop": 1.2}}, {})
+        >>> states = ("sustained", "burst")
+        >>> [round(known.gemm("bf16", "fprop", state, gpu("h200")).half_width, 2) for state in states]
+        [0.03, 0.09]
         """
         own, other = (self.gemms, self.burst) if state == "sustained" else (self.burst, self.gemms)
-        for factors, further in ((own, 0.0), (other, OTHER_STATE_UNCERTAINTY)):
+        for factors, further in ((own, 0.0), (other, SPREAD["other state"])):
             if pass_name in factors.get(fmt, {}):
-                return factors[fmt][pass_name], hypot(UNCERTAINTY, further)
+                return self.multiplier(factors[fmt][pass_name], "gemms", library_uncertainty(fmt, chip), further)
         return None
+
+    def multiplier(self, factor: float, what: str, uncertainty: float, further: float = 0.0) -> Multiplier:
+        """What is known of a factor that was measured. `uncertainty`: of the forecast without; `further`: of the measurement."""
+        spread = hypot(SPREAD[what], further)
+        believed, seen = Multiplier(0.0, (uncertainty / HALF_WIDTHS) ** 2), Multiplier(log(factor), spread**2)
+        return believed.updated(seen) if self.own_chip else Multiplier(seen.log, believed.variance)
 
 
 class OtherChip(Calibration):
-    """The calibration of another GPU of the same kind: it corrects times but does not reduce their uncertainty."""
+    """The calibration of another GPU of the same kind. Forecasts start from its factors, and stay as uncertain as without."""
 
     own_chip = False
 

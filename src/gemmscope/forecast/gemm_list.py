@@ -169,7 +169,7 @@ class _Gemms(NamedTuple):
             layouts = self.layouts[index]
             shapes = Shapes.of(m, k, n, groups, (layouts == "nt") & (groups > 1))
             own = measured if by is None else None
-            calibrated = own is not None and own.gemm(fmt, "fprop", state) is not None
+            calibrated = own is not None and own.gemm(fmt, "fprop", state, chip) is not None
             try:
                 times = model().time(chip, fmt, shapes, state, by, layouts, calibrated=calibrated)
             except UserError as error:
@@ -179,8 +179,8 @@ class _Gemms(NamedTuple):
             if own is not None:
                 factors = np.ones(len(layouts))  # the user's own measurements over the forecast
                 for name, layout in LAYOUT_OF.items():
-                    if (known := own.gemm(fmt, name, state)) is not None:
-                        factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
+                    if (known := own.gemm(fmt, name, state, chip)) is not None:
+                        factors[layouts == layout] = known.factor * gemm_factor(fmt, chip)
                 gemm_ms = np.maximum(times.gemm_ms * factors, chip_limit_ms(shapes, fmt, chip))
                 times = replace(times, gemm_ms=gemm_ms)
             result[index] = np.stack([times.gemm_ms, times.quantize_ms, times.low_ms, times.high_ms], axis=1)

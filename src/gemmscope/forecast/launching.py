@@ -86,7 +86,8 @@ def in_phases(launch_ms: float, launches: float, forward_runs: float, *, waits: 
 @dataclass(frozen=True)
 class LaunchedStep:
     """A whole step as launched. `batch_ms`: the GPU time of one micro-batch; `filling`: how many more fill the pipeline;
-    `beside_ms`: what the GPU runs beside them; `once_ms`: as much of that as the CPU does not wait for, per micro-batch."""
+    `beside_ms`: what the GPU runs beside them; `once_ms`: as much of that as the CPU does not wait for, per micro-batch;
+    `unsure`: the uncertainty of the launch time."""
 
     launching: Launching = Launching()
     batch_ms: float = 0.0
@@ -94,6 +95,7 @@ class LaunchedStep:
     filling: float = 0.0
     beside_ms: float = 0.0
     once_ms: float = 0.0
+    unsure: float = 0.0
 
     @property
     def launch_ms(self) -> float:
@@ -114,7 +116,7 @@ class LaunchedStep:
         """Whether launches may be the limit, given the uncertainty of the GPU time."""
         if not self.launching.launch_ms:
             return False
-        gpu, slower = (exp(FURTHEST * half_width / SIGMAS) for half_width in (-uncertainty, cluster()["host"]["uncertainty"]))
+        gpu, slower = (exp(FURTHEST * half_width / SIGMAS) for half_width in (-uncertainty, self.unsure))
         return bool(self.step_ms(gpu, slower) > self.gpu_ms * gpu * (1 + 1e-9))
 
     def decided_by_launches(self) -> float:
@@ -156,17 +158,12 @@ def _interval(values: Array) -> Interval:
     return Interval(float(ordered[PAIRS - 1] + ordered[PAIRS]) / 2, float(ordered[LOW]), float(ordered[HIGH]))
 
 
-def launch_interval(launch_ms: float) -> Interval:
-    """The launch time of a step, on a CPU that is not known."""
-    return Estimate(launch_ms, cluster()["host"]["uncertainty"]).interval()
-
-
 def step_interval(step: LaunchedStep, gpu: Estimate) -> Interval:
     """The time of a step as launched, with its error bar. `gpu`: its GPU time."""
     if not step.may_limit(gpu.uncertainty):
         return gpu.interval()
     of_gpu, _, of_launches, _ = _errors()
-    return _interval(step.step_ms(np.exp(of_gpu * gpu.uncertainty), np.exp(of_launches * cluster()["host"]["uncertainty"])))
+    return _interval(step.step_ms(np.exp(of_gpu * gpu.uncertainty), np.exp(of_launches * step.unsure)))
 
 
 def speedup_interval(
@@ -176,9 +173,8 @@ def speedup_interval(
     `differ`: the share of the linears that both steps run in different recipes."""
     if not (slow.may_limit(slow_gpu.uncertainty) or fast.may_limit(slow_gpu.uncertainty)):
         return gpu_speedup.interval()
-    known = cluster()["host"]
     of_gpu, of_ratio, of_launches, of_launch_ratio = _errors()
     longer, ratio = np.exp(of_gpu * slow_gpu.uncertainty), np.exp(of_ratio * gpu_speedup.uncertainty)
-    launches = np.exp(of_launches * known["uncertainty"])
-    apart = np.exp(of_launch_ratio * known["uncertainty_of_ratio"] * differ / 2)
+    launches = np.exp(of_launches * slow.unsure)
+    apart = np.exp(of_launch_ratio * cluster()["host"]["uncertainty_of_ratio"] * differ / 2)
     return _interval(slow.step_ms(longer, launches * apart) / fast.step_ms(longer / ratio, launches / apart))

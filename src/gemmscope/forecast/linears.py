@@ -31,7 +31,6 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass, gemm_size
 
-CALIBRATED_PART_UNCERTAINTY = 0.06
 Key = tuple[int, int, int, int, Pass]  # tokens, inputs, outputs, groups, pass
 
 
@@ -108,8 +107,9 @@ class Forecaster:
         if name not in self._costs:
             chosen = recipe(name)
             formats = {pass_name: gemm_format(chosen, pass_name, self.chip) for pass_name in LAYOUT_OF}
-            factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
-            casts = quantizing(chosen, self.chip).times(factor)
+            casts = quantizing(chosen, self.chip)
+            if self.measured is not None and name in self.measured.quantize:
+                casts = casts.times(self.measured.multiplier(self.measured.quantize[name], "casts", self._uncertainty).factor)
             padding = chosen.experts_multiple_of // 2
             self._costs[name] = RecipeCosts(
                 formats, chosen.quantizes, casts, recipe_factor(chosen), padding, one_way(chosen, self.chip)
@@ -126,8 +126,8 @@ class Forecaster:
         """The time of non-GEMM work in one part of a step: calibrated if possible, else with the given uncertainty."""
         if self.measured is None or part not in self.measured.parts:
             return Estimate(time_ms, 0.0, uncertainty)
-        known = CALIBRATED_PART_UNCERTAINTY if self.measured.own_chip else uncertainty
-        return Estimate(time_ms * self.measured.parts[part], 0.0, known)
+        known = self.measured.multiplier(self.measured.parts[part], "parts", uncertainty)
+        return Estimate(time_ms * known.factor, 0.0, known.half_width)
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every GEMM of these linears at once."""
@@ -177,9 +177,9 @@ class Forecaster:
         """
         factors, uncertainties = np.full(len(passes), gemm_factor(fmt, self.chip)), np.zeros(len(passes))
         for name in LAYOUT_OF:
-            if self.measured is not None and (known := self.measured.gemm(fmt, name, state)) is not None:
-                factors[passes == name] *= known[0]
-                uncertainties[passes == name] = known[1]
+            if self.measured is not None and (known := self.measured.gemm(fmt, name, state, self.chip)) is not None:
+                factors[passes == name] *= known.factor
+                uncertainties[passes == name] = known.half_width
         return factors, uncertainties
 
     def linear(self, case: Case, name: str) -> LinearTime:

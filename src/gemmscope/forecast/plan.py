@@ -14,7 +14,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from gemmscope import signals
-from gemmscope.forecast.communication import Network, cluster
+from gemmscope.forecast.communication import Network
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
@@ -266,7 +266,7 @@ def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
 
 def _of_launches(step: StepEstimate) -> float:
     """The effect of the error of the launch time on the step, relative to the step."""
-    return step.launched.decided_by_launches() * float(cluster()["host"]["uncertainty"])
+    return step.launched.decided_by_launches() * step.launched.unsure
 
 
 def _waits(step: StepEstimate) -> dict[str, float]:

@@ -24,6 +24,7 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.toml import load_data
 
 REFERENCE, MIXTURE = "nvidia", "unnamed"
+LAUNCHES = "launches"
 WAITING: StepPart = "exposed communication"
 CHANGED = ("GEMMs", "quantization")
 SCALES_FROM = 8  # GPUs
@@ -61,13 +62,18 @@ class Multiplier:
     def updated(self, seen: Multiplier) -> Multiplier:
         """What is known after a measurement: both weighted by their certainty. The one rule for everything that is measured.
 
-        >>> Multiplier(0.2, 0.01).updated(Multiplier(0.0, 0.01))
-        Multiplier(log=0.1, variance=0.005)
+        What a measurement contradicts was believed too firmly: its spread is then at least what the measurement shows.
+
+        >>> Multiplier(0.1, 0.01).updated(Multiplier(0.0, 0.01))
+        Multiplier(log=0.05, variance=0.005)
+        >>> Multiplier(0.5, 0.01).updated(Multiplier(0.0, 0.01))
+        Multiplier(log=0.02, variance=0.0096)
         """
         if not self.variance:
             return self
-        share = self.variance / (self.variance + seen.variance)
-        return Multiplier(self.log + share * (seen.log - self.log), self.variance * (1 - share))
+        moves = seen.log - self.log
+        share = 1 / (1 + seen.variance / max(self.variance, moves**2 - seen.variance))
+        return Multiplier(self.log + share * moves, seen.variance * share)
 
 
 ONE = Multiplier()

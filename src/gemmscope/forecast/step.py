@@ -10,6 +10,7 @@ from functools import cached_property
 from math import exp, hypot, inf, log, log2
 
 from gemmscope.forecast import traced
+from gemmscope.forecast.calibration import SPREAD
 from gemmscope.forecast.communication import (
     Exchange,
     Network,
@@ -21,7 +22,7 @@ from gemmscope.forecast.communication import (
     offload,
 )
 from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_of
-from gemmscope.forecast.launching import LaunchedStep, in_phases, launch_interval, of_layers
+from gemmscope.forecast.launching import LaunchedStep, in_phases, of_layers
 from gemmscope.forecast.linears import Forecaster, LinearTimes, in_common
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.mixed import (
@@ -33,7 +34,7 @@ from gemmscope.forecast.mixed import (
     kept_share,
     without_misaligned,
 )
-from gemmscope.forecast.stacks import HALF_WIDTHS, ONE, WAITING, Learned, Multiplier
+from gemmscope.forecast.stacks import HALF_WIDTHS, LAUNCHES, ONE, WAITING, Learned, Multiplier
 from gemmscope.forecast.step_estimate import PROPORTIONAL, StepEstimate, gpu_speedup, speedup
 from gemmscope.forecast.training import facts, only_torchao, op_ms, uncertainty_of
 from gemmscope.interval import Interval
@@ -56,7 +57,6 @@ from gemmscope.workload.traced_ops import TracedLinear
 ONCE: StepPart = "idle, other"
 WHOLE_TENSOR = "FP8Tensorwise"
 MEASURED_PARTS: tuple[StepPart, ...] = ("GEMMs", "norms and activations", "attention", "head and loss")
-MEASURED_SPREAD = 0.03  # of a measured part: the same step was measured 0.2 to 1.9% apart, and profiling adds to that
 NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
 
 
@@ -211,9 +211,10 @@ class StepForecast:
         if run.pp > 1:  # the other stages have no output head
             parts[PROPORTIONAL] = Estimate(filling * (gpu_ms - head_ms), computed.own, computed.shared)
         beside_ms = once_ms + optimizer.value
-        launching = in_phases(*self._launches(name), 3 * self._weight_runs - 2, waits=self._waits)
+        (launch_ms, launches), hosts = self._launches(name), software.of(LAUNCHES)
+        launching = in_phases(launch_ms * hosts.factor, launches, 3 * self._weight_runs - 2, waits=self._waits)
         further_ms = beside_ms + once.value - filling * head_ms
-        launched = LaunchedStep(launching, gpu_ms, batches, filling, further_ms, beside_ms / batches)
+        launched = LaunchedStep(launching, gpu_ms, batches, filling, further_ms, beside_ms / batches, hosts.half_width)
         known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are not those of traced modules
         at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), launched)
@@ -434,7 +435,8 @@ def learned_from(measured: StepTimes, here: StepForecast, *, same_gpu: bool) -> 
     """
     learned, software = dict[str, Learned](), here.forecaster.software
     for time in measured.recipes:
-        expected, rest = here.step(time.recipe).parts, 0.0
+        forecast = here.step(time.recipe)
+        expected, rest = forecast.parts, 0.0
         known_ms = {
             part: time_ms
             for part, time_ms in time.parts_ms.items()
@@ -451,12 +453,15 @@ def learned_from(measured: StepTimes, here: StepForecast, *, same_gpu: bool) -> 
             whole = software.of("step").and_also(software.of("runs"))
             learned["step"] = _learned(whole.variance, whole, log(sum(known_ms.values()) / rest), same=True)
             learned["runs"] = Learned(0.0, learned["step"].left)
+        if time.recipe == BASELINE and same_gpu and time.launch_ms is not None and forecast.launched.launch_ms:
+            hosts, seen = software.of(LAUNCHES), log(time.launch_ms.value / forecast.launched.launch_ms)
+            learned[LAUNCHES] = _learned(hosts.variance, hosts, seen, same=True)
     return learned
 
 
 def _learned(variance: float, known: Multiplier, seen: float, *, same: bool) -> Learned:
     """The update of one multiplier, where `variance` is that of the forecast part, hardware included."""
-    noise = MEASURED_SPREAD**2 + (0.0 if same else max(variance - known.variance, 0.0))
+    noise = SPREAD["parts"] ** 2 + (0.0 if same else max(variance - known.variance, 0.0))
     after = Multiplier(0.0, variance).updated(Multiplier(seen, noise))
     return Learned(after.log, after.variance / variance if variance else 1.0)
 
@@ -500,7 +505,7 @@ def forecast_step(
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_ms=step.gpu.interval(),
                 gpu_speedup=forecast.gpu_speedup(steps, name, BASELINE).interval() if name != BASELINE else None,
-                launch_ms=launch_interval(step.launched.launch_ms),
+                launch_ms=Estimate(step.launched.launch_ms, step.launched.unsure).interval(),
                 exchanged=tuple(Exchanged(**wait._asdict()) for wait in step.exchanged),
                 peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
