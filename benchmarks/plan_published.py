@@ -20,7 +20,6 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from fit_stacks import COMPILED, STACKS
-
 from gemmscope import signals
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import calibrated
@@ -37,8 +36,12 @@ WITHIN = 1.05  # of plan's best: published layouts should be
 BRIDGE = {"GPT OSS 120B": "gpt-oss-120b", "Qwen3_30B_a3B": "qwen3-30b-a3b", "LLAMA3_70B": "llama-3.1-70b",
           "LLAMA3_8B": "llama-3.1-8b"}  # fmt: skip
 RECIPES = {"FP8": "FP8Current", "FP8-CS": "FP8Current", "FP8-MX": "MXFP8"}
-SWITCHES = {"--tp-overlap": ("tp_overlap", True), "--no-tp-overlap": ("tp_overlap", False), "--cuda-graphs": ("cuda_graphs", True),
-            "--separate-projections": ("separate_projections", True)}  # fmt: skip
+SWITCHES = {
+    "--tp-overlap": ("tp_overlap", True),
+    "--no-tp-overlap": ("tp_overlap", False),
+    "--cuda-graphs": ("cuda_graphs", True),
+    "--separate-projections": ("separate_projections", True),
+}
 AXES = ("tp", "pp", "vp", "cp", "ep", "micro_batch_size", "recompute", "zero")
 
 
@@ -151,14 +154,11 @@ def main() -> None:
     parser.add_argument("--stack", action="store_true")
     parser.add_argument("--detail", action="store_true", help="what the steps are spent on")
     asked = parser.parse_args()
-    every = dict.fromkeys(
-        (one.question, str(one.layout)) for one in (row for path in asked.runs for row in rows_of(path, asked.stack))
-    )
-    rows = {(one.question, str(one.layout)): one for path in asked.runs for one in rows_of(path, asked.stack)}
-    rows = {key: rows[key] for key in every}
-    chosen = [one for one in rows.values() if any(word in f"{one.name} {one.question}" for word in asked.only.split(","))][
-        :: asked.every
-    ]
+    every: dict[tuple[Question, str], Published] = {}
+    for one in (row for path in asked.runs for row in rows_of(path, asked.stack)):
+        every.setdefault((one.question, str(one.layout)), one)
+    words = asked.only.split(",")
+    chosen = [one for one in every.values() if any(word in f"{one.name} {one.question}" for word in words)][:: asked.every]
     groups: dict[Question, list[Published]] = {}
     for one in chosen:
         groups.setdefault(one.question, []).append(one)
