@@ -27,7 +27,7 @@ from gemmscope.forecast.communication import network_of
 from gemmscope.forecast.layouts import FAST_HOST_GBPS, PlanTask, Space
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.plan import Candidate, Search, order, run_searches, slowdown
-from gemmscope.forecast.stacks import software_on
+from gemmscope.forecast.stacks import software_on, stacks
 from gemmscope.gpu.specs import GB, gpu
 from gemmscope.job.load import load_model
 from gemmscope.model.spec import RunSpec
@@ -116,7 +116,8 @@ def searched(question: Question) -> tuple[Search, Forecaster]:
     task = PlanTask(
         source.model, question.gpus, question.global_batch, question.sequence, links.domain, links.host_gbps >= FAST_HOST_GBPS
     )
-    search = Search(task, Space({}, {"optimizer_state": "fp32", **dict(question.settings)}))
+    possible = stacks()[software.name].layouts if software.name in stacks() else {}
+    search = Search(task, Space(dict(possible), {"optimizer_state": "fp32", **dict(question.settings)}))
     with signals.defer_signals() as pending:
         run_searches(forecaster, [search], [question.recipe], links, pending, lambda _: None)
     search.candidates.sort(key=order)
@@ -133,9 +134,23 @@ def same(run: RunSpec, layout: dict[str, Any]) -> bool:
 def described(run: RunSpec) -> str:
     """The layout in a few words."""
     sizes = {"TP": run.tp, "PP": run.pp, "VP": run.vp, "CP": run.cp, "EP": run.ep, "mbs": run.micro_batch_size}
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1] + ["FSDP"] * (run.zero_stage == 3)
-    words += [run.recompute] * (run.recompute != "none") + [f"offload{run.offloaded_layers}"] * bool(run.offloaded_layers)
-    return " ".join(words) or "DP"
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] + ["FSDP"] * (run.zero_stage == 3)
+    parts += [f"{run.recompute} {run.recompute_share:.0%}"] * (run.recompute != "none")
+    return " ".join([*parts, *[f"offload{run.offloaded_layers}"] * bool(run.offloaded_layers)]) or "DP"
+
+
+def recommended(ordered: list[Candidate], forecaster: Forecaster) -> Candidate | None:
+    """Plan's best: the fastest; where its memory is tight, the fastest that is as fast as far as is known, and fits."""
+    if not ordered or ordered[0].fit != "tight":
+        return ordered[0] if ordered else None
+    safe = (other for other in ordered[1:] if other.fit == "fits" and is_close(ordered[0], other, forecaster))
+    return next(safe, ordered[0])
+
+
+def is_close(best: Candidate, other: Candidate, forecaster: Forecaster) -> bool:
+    """Whether it is too close to call between both."""
+    low = slowdown(best, other, forecaster).interval().low
+    return low is not None and low <= 1
 
 
 def waits(candidate: Candidate) -> str:
@@ -157,8 +172,8 @@ def main() -> None:
     every: dict[tuple[Question, str], Published] = {}
     for one in (row for path in asked.runs for row in rows_of(path, asked.stack)):
         every.setdefault((one.question, str(one.layout)), one)
-    words = asked.only.split(",")
-    chosen = [one for one in every.values() if any(word in f"{one.name} {one.question}" for word in words)][:: asked.every]
+    wanted = asked.only.split(",")
+    chosen = [one for one in every.values() if any(part in f"{one.name} {one.question}" for part in wanted)][:: asked.every]
     groups: dict[Question, list[Published]] = {}
     for one in chosen:
         groups.setdefault(one.question, []).append(one)
@@ -170,26 +185,25 @@ def main() -> None:
         except UserError as error:
             print(of_question[0].name, error.message, flush=True)
             continue
-        best = search.candidates[0] if search.candidates else None
+        best = recommended(search.candidates, forecaster)
         for one in of_question:
             about = f"{one.name:24} {Path(question.model[1]).stem:16} {question.chip} x {question.gpus:4} {question.recipe:10}"
-            runs = {number for number, run in enumerate(search.runs) if same(run, one.layout)}
-            kept = [candidate for candidate in search.candidates if candidate.run in runs]
-            wanted = " ".join(f"{name}{value}" for name, value in one.layout.items() if value not in (None, 1, "none"))
+            runs = [run for run in search.runs if same(run, one.layout)]
+            kept = [candidate for candidate in search.candidates if same(candidate.run, one.layout)]
+            layout = " ".join(f"{name}{value}" for name, value in one.layout.items() if value not in (None, 1, "none"))
             if not kept or best is None:
                 what = "dropped" if runs else "not searched"
                 counts[what] += 1
-                print(f"{about} {wanted}: {what}", flush=True)
+                print(f"{about} {layout}: {what}", flush=True)
                 continue
             mine = kept[0]
-            ratio = slowdown(best, mine, search.runs, forecaster).interval()
-            close = mine is best or (ratio.low is not None and ratio.low <= 1)
+            close = mine is best or is_close(best, mine, forecaster)
             behind.append(mine.step.time_ms / best.step.time_ms)
             counts["may not fit" if mine.fit == "may not fit" else "kept"] += 1
             counts["too close to call"] += close
             print(
-                f"{about} {wanted}: {mine.fit}, {mine.memory_gb:.0f} of {forecaster.chip.memory_bytes / GB:.0f} GB, "
-                f"{behind[-1] - 1:+.1%}{' (too close to call)' if close else ''}; best {described(search.runs[best.run])}, "
+                f"{about} {layout}: {mine.fit}, {mine.memory_gb:.0f} of {forecaster.chip.memory_bytes / GB:.0f} GB, "
+                f"{behind[-1] - 1:+.1%}{' (too close to call)' if close else ''}; best {described(best.run)}, "
                 f"{best.fit}, {best.memory_gb:.0f} GB",
                 flush=True,
             )

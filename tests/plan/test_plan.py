@@ -38,8 +38,8 @@ def run_of(layout: PlanLayout, sequence: int) -> RunSpec:
     """The run of a layout; the optimizer is in FP32 in all of them."""
     return RunSpec(
         layout.micro_batch_size, sequence, tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, ep=layout.ep, dp=layout.dp,
-        gradient_accumulation=layout.micro_batches, recompute=layout.recompute, zero=layout.zero, pp_layers=layout.pp_layers,
-        sequence_parallel=layout.tp > 1, optimizer_state="fp32",
+        gradient_accumulation=layout.micro_batches, recompute=layout.recompute, recompute_share=layout.recompute_share,
+        zero=layout.zero, pp_layers=layout.pp_layers, sequence_parallel=layout.tp > 1, optimizer_state="fp32",
     )  # fmt: skip
 
 
@@ -72,6 +72,39 @@ def test_a_layout_is_forecast_as_the_forecast_does() -> None:
         assert layout.step_ms.high == pytest.approx(step.interval.high)
         assert layout.memory_gb == pytest.approx(rank_memory(model, run, layout.recipe, chip).total_bytes / GB)
         assert layout.tokens_per_s.value == pytest.approx(64 * 8192 / 16 / step.time_ms * 1000)
+
+
+def test_only_as_many_layers_as_needed_are_recomputed() -> None:
+    """Where all recomputed layers fit and none do not, a share of them is a layout too: the least that surely fits."""
+    only = {"tp": 1, "pp": 1, "cp": 1, "zero": 3}
+    result = planned("llama-3.1-8b", "h100", 16, 256, 8192, recipes=("BF16",), restrict=only)
+    layouts = {(layout.micro_batch_size, layout.recompute, layout.recompute_share): layout for layout in result.layouts}
+    model, chip = load_model(preset="llama-3.1-8b").model, gpu("h100")
+    assert model is not None
+    partial = [layout for layout in result.layouts if layout.recompute_share < 1]
+    assert partial
+    for layout in partial:
+        run, whole = run_of(layout, 8192), layouts[layout.micro_batch_size, "full", 1.0]
+        less = replace(run, recompute_share=layout.recompute_share - 0.25)
+        verdicts = [rank_memory(model, one, "BF16", chip).fit for one in (run, less)]
+        assert verdicts[0] == "fits" != verdicts[1]
+        assert layout.step_ms.value < whole.step_ms.value
+        assert layout.recomputed == f"{layout.recompute_share:.0%} of layers"
+    full = planned("llama-3.1-8b", "h100", 16, 256, 8192, recipes=("BF16",), restrict={**only, "recompute": "full"})
+    assert {layout.recompute_share for layout in full.layouts} == {1.0}
+
+
+def test_micro_batches_divide_what_a_rank_has() -> None:
+    result = planned("llama-3.2-1b", "h100", 8, 48, 4096, recipes=("BF16",), restrict={"tp": 1, "pp": 1, "cp": 1, "zero": 1})
+    assert {layout.micro_batch_size for layout in result.layouts} == {1, 2, 3, 6}
+
+
+def test_a_stack_has_only_its_own_layouts() -> None:
+    """llm-foundry has FSDP, and nothing that splits the model; what is asked for is searched all the same."""
+    foundry, split = (small(recipes=("bf16",), stack="mosaic", restrict=only) for only in ({}, {"tp": 2, "recompute": "none"}))
+    assert {(layout.tp, layout.pp, layout.cp) for layout in foundry.layouts} == {(1, 1, 1)}
+    assert {layout.zero for layout in foundry.layouts} == {2, 3}
+    assert {layout.tp for layout in split.layouts} == {2}
 
 
 def test_the_front_has_no_layout_that_another_beats() -> None:

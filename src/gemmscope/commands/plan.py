@@ -16,7 +16,7 @@ from gemmscope.forecast.linear_results import padded_experts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
-from gemmscope.forecast.stacks import software_on
+from gemmscope.forecast.stacks import software_on, stacks
 from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.job.load import NO_FILE, assumption, usual_length
@@ -81,11 +81,12 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         names = [name for name in names if name in named]
     of_file = {name: value for name, value in source.run_settings.items() if name in OF_FILE}
     settings = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
-    space = Space(_restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
-    check(source.model, RunSpec(1, length, **space.settings))
-    sizes = _axes(options.vary or {}, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     software = software_on(chip, options.stack, source.stack, names if options.recipes is not None else (), gpus=count)
+    possible = {name: tuple(of) for name, of in stacks()[software.name].layouts.items()} if software.name in stacks() else {}
+    space = Space(possible | _restricted(options), {"optimizer_state": "fp32", **of_file, **settings})  # the same in all layouts
+    check(source.model, RunSpec(1, length, **space.settings))
+    sizes = _axes(options.vary or {}, source.model)
     forecaster = Forecaster(chip, clocks, measured=adjustment, software=software)
     with signals.defer_signals() as deferred:
         task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
@@ -113,7 +114,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         **common_fields(context.command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
-        run=winner.runs[sorted(winner.candidates, key=order)[first.layouts.index(best)].run],
+        run=sorted(winner.candidates, key=order)[first.layouts.index(best)].run,
         findings=(
             finding("forecast-not-measured"),
             *([assumption(assumed)] if assumed else []),

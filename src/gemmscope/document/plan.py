@@ -283,6 +283,7 @@ def _next_command(result: PlanResult) -> str:
         "gradient-accumulation": best.micro_batches,
         **({"zero": best.zero} if best.zero else {}),
         **({"recompute": best.recompute} if best.recompute != "none" else {}),
+        **({"recompute-share": f"{best.recompute_share:.6g}"} if best.recompute_share < 1 else {}),
         **({"offloaded-layers": best.offloaded_layers} if best.offloaded_layers else {}),
         **({"optimizer-state": run.optimizer_state} if run.optimizer_state != _usual_state(run) else {}),
         **({"pp-layers": ",".join(map(str, best.pp_layers))} if best.pp_layers else {}),

@@ -21,7 +21,7 @@ LayoutColumn = Column[PlanLayout]
 def layout_name(layout: PlanLayout) -> str:
     """A layout in a sentence: `FP8Current with TP4 PP8 VP5, micro-batch 1, recompute full, FSDP`."""
     parts = [f"micro-batch {layout.micro_batch_size}"]
-    parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    parts += [f"recompute {layout.recomputed}"] if layout.recompute != "none" else []
     parts += ["FSDP"] if layout.zero == 3 else []
     parts += [f"activations of {layout.offloaded_layers} layers offloaded"] if layout.offloaded_layers else []
     return f"{layout.recipe} with {layout.splits}, {', '.join(parts)}"
@@ -93,7 +93,7 @@ def _names(recompute: int, sharded: int) -> list[LayoutColumn]:
     return [
         Column("Recipe", lambda layout: layout.recipe),
         Column("Layout", lambda layout: layout.splits),
-        Column("Recompute", lambda layout: layout.recompute if layout.recompute != "none" else None, drop=recompute),
+        Column("Recompute", lambda layout: layout.recomputed if layout.recompute != "none" else None, drop=recompute),
         Column("Sharding", sharding, drop=sharded),
     ]
 
@@ -169,7 +169,7 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note
         *across(("tp", "pp", "vp", "cp", "ep", "etp", "dp"), lambda layout, size: getattr(layout, size), "g", head=str.upper),
         Column("Micro-batch", lambda layout: layout.micro_batch_size, "g"),
         Column("Micro-batches", lambda layout: layout.micro_batches, "g"),
-        Column("Recompute", lambda layout: layout.recompute),
+        Column("Recompute", lambda layout: layout.recomputed),
         Column("Sharding", sharding),
         Column("Step ms", lambda layout: layout.step_ms, "ms, range"),
         Column("Tokens/s/GPU", _rate, ",.0f"),

@@ -12,7 +12,7 @@ both times, and its error bar is the range of the results: it never lies below t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import exp
 from statistics import NormalDist
 from typing import Any
@@ -119,6 +119,7 @@ class LaunchedStep:
         gpu, slower = (exp(FURTHEST * half_width / SIGMAS) for half_width in (-uncertainty, self.unsure))
         return bool(self.step_ms(gpu, slower) > self.gpu_ms * gpu * (1 + 1e-9))
 
+    @cached_property
     def decided_by_launches(self) -> float:
         """By how much the step takes longer, relative to launches that take longer: from 0 to 1."""
         slow, fast = self.step_ms(slower=exp(NEAR)), self.step_ms(slower=exp(-NEAR))

@@ -179,7 +179,8 @@ def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: P
     if rest or not sequences:
         pruning.add("batch", f"{split['dp']} data-parallel ranks")
         return
-    for size in space.values("micro_batch_size", powers_of_two(min(sequences, MOST_MICRO_BATCH))):
+    most = min(sequences, MOST_MICRO_BATCH)
+    for size in space.values("micro_batch_size", [size for size in range(1, most + 1) if sequences % size == 0]):
         batches, rest = divmod(sequences, size)
         if rest or not 0 < batches <= LARGEST["parallel"]:
             pruning.add("batch", f"micro-batch {size} of {sequences} sequences")

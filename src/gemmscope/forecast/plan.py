@@ -6,11 +6,11 @@ GEMMs, which are derived once. The shares of the work go to several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from math import sqrt
+from itertools import groupby, islice
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from gemmscope import signals
@@ -23,9 +23,9 @@ from gemmscope.forecast.processes import computed, no_garbage_collection, proces
 from gemmscope.forecast.stacks import WAITING
 from gemmscope.forecast.step import StepForecast
 from gemmscope.forecast.step_estimate import CHANGED, StepEstimate
-from gemmscope.gpu.specs import GB
+from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.interval import Interval
-from gemmscope.model.spec import RunSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import Fit
@@ -41,13 +41,14 @@ ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some la
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 MAY_NEED = 1.22  # of the memory of a GPU: published layouts that ran usually need up to 1.21 of it, with settings that need less
+LESS_RECOMPUTED = (0.25, 0.5, 0.75)  # of the layers, where all are too many and none are too few
 Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
 
 
 class Candidate(NamedTuple):
-    """A layout that fits: which run, in which recipe."""
+    """A layout that fits, in one recipe."""
 
-    run: int
+    run: RunSpec
     recipe: str
     step: StepEstimate
     memory_gb: float
@@ -121,13 +122,28 @@ def _share(
     search = searches[number]
     runs = search.runs[first : first + AT_A_TIME]
     share = _Share(place, [], Pruning(), None, len(runs) * len(recipes))
-    wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
+    less = [] if "recompute" in search.space.given else _less_recomputed(runs, recipes, search.task.model, forecaster.chip)
+    wanted = list(_that_fit(search, first, [*runs, *less], recipes, forecaster, network, share))
     forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
     for step, needed in wanted:
-        for (run, name), memory in needed.items():
-            share.candidates.append(Candidate(run, name, step.step(name), *memory))
+        for name, memory in needed.items():
+            share.candidates.append(Candidate(step.run, name, step.step(name), *memory))
     forecaster.forget(beyond=MOST_KEPT)
     return share
+
+
+def _less_recomputed(runs: Iterable[RunSpec], recipes: Sequence[str], model: ModelSpec, chip: GpuSpec) -> Iterator[RunSpec]:
+    """Of the runs that fit only if all layers are recomputed, those with the fewest recomputed layers that still surely fit."""
+    memory = memory_of(model)
+
+    def fits(run: RunSpec) -> bool:
+        return all(known.fit == "fits" for known in memory.rank(run, recipes, chip).values())
+
+    for run in runs:
+        piece = max(run.pp_layers or (len(model.layers) // run.pp,)) // run.vp
+        if run.recompute == "full" and piece > 1 and fits(run) and not fits(replace(run, recompute="none")):
+            shares = dict.fromkeys(ceil(share * piece) / piece for share in LESS_RECOMPUTED)
+            yield from islice(filter(fits, (replace(run, recompute_share=share) for share in shares if share < 1)), 1)
 
 
 def _that_fit(
@@ -138,28 +154,28 @@ def _that_fit(
     forecaster: Forecaster,
     network: Network,
     share: _Share,
-) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, Fit]]]]:
-    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and the verdict."""
+) -> Iterator[tuple[StepForecast, dict[str, tuple[float, Fit]]]]:
+    """The runs that fit in some recipe, with the memory of each: recipe → GB, and the verdict."""
     model, chip = search.task.model, forecaster.chip
     for _, alike in groupby(enumerate(runs, first), key=lambda numbered: vars(numbered[1]) | {"vp": 1, "zero": None}):
         workload: Workload | None = None
         reasons: dict[str, str] = {}
         for place, run in alike:
-            needed: dict[tuple[int, str], tuple[float, Fit]] = {}
+            needed: dict[str, tuple[float, Fit]] = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
                 memory_gb = memory.total_bytes / GB
                 share.smallest = min(share.smallest or (memory_gb, place, name), (memory_gb, place, name))
                 if memory.fit != "does not fit" and memory.total_bytes <= MAY_NEED * memory.available_bytes:
-                    needed[place, name] = memory_gb, memory.fit
+                    needed[name] = memory_gb, memory.fit
                 else:
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
             if needed:
                 workload = workload or derive(model, run)
                 step = StepForecast(forecaster, model, run, workload, network)
                 reasons = reasons or {name: step.why_not(name) for name in recipes}
-                for name in [name for _, name in needed if reasons[name]]:
+                for name in [name for name in needed if reasons[name]]:
                     share.pruning.add("recipe", f"{name}: {reasons[name]}")
-                    del needed[place, name]
+                    del needed[name]
             if needed:
                 yield step, needed
 
@@ -170,11 +186,10 @@ def _name(run: RunSpec) -> str:
     return ", ".join([*parts, f"micro-batch {run.micro_batch_size}"])
 
 
-def order(candidate: Candidate) -> tuple[bool, float, float, int, str]:
+def order(candidate: Candidate) -> tuple[bool, float, float, str]:
     """Sort key: what may not fit comes last, the fastest first, then the least memory. Times are rounded so that rounding errors
     do not decide."""
-    time_ms = float(f"{candidate.step.time_ms:.8g}")
-    return candidate.fit == "may not fit", time_ms, candidate.memory_gb, candidate.run, candidate.recipe
+    return candidate.fit == "may not fit", float(f"{candidate.step.time_ms:.8g}"), candidate.memory_gb, candidate.recipe
 
 
 def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
@@ -189,18 +204,19 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
     tokens = task.global_batch * task.sequence_length / task.gpus
     best, listed = ordered[0], []
     for candidate in ordered[:most]:
-        step_ms, run = candidate.step.interval, search.runs[candidate.run]
+        step_ms, run = candidate.step.interval, candidate.run
         shown = candidate is best_of_recipe[candidate.recipe] or id(candidate) in front
         listed.append(
             PlanLayout(
                 recipe=candidate.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
                 dp=run.data_parallel, micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation,
-                recompute=run.recompute, zero=run.zero_stage, offloaded_layers=run.offloaded_layers, pp_layers=run.pp_layers,
+                recompute=run.recompute, recompute_share=run.recompute_share, zero=run.zero_stage,
+                offloaded_layers=run.offloaded_layers, pp_layers=run.pp_layers,
                 step_ms=step_ms,
                 tokens_per_s=_rate(step_ms, tokens * 1000),
                 mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"],
                 memory_gb=candidate.memory_gb, tight=candidate.fit == "tight", may_not_fit=candidate.fit == "may not fit",
-                slowdown=slowdown(best, candidate, search.runs, forecaster).interval() if candidate is not best else None,
+                slowdown=slowdown(best, candidate, forecaster).interval() if candidate is not best else None,
                 on_front=id(candidate) in front, host_bound=candidate.step.host_bound,
                 parts_ms=candidate.step.parts_ms if shown else {},
             )
@@ -224,14 +240,13 @@ def _front(ordered: Sequence[Candidate]) -> set[int]:
     return front
 
 
-def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
+def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estimate:
     """The step time of another layout divided by that of the best, without the errors that both have in common.
 
     Errors about the library or the GPU, and most errors about the software, affect both layouts. Equal GEMMs have equal errors,
     and different shapes have errors of their own; the same holds for exchanges.
     """
-    one, two = best.step, other.step
-    first, second = runs[best.run], runs[other.run]
+    one, two, first, second = best.step, other.step, best.run, other.run
     same_shapes = all(getattr(first, name) == getattr(second, name) for name in SHAPES)
     same_layout = same_shapes and (first.pp, first.vp, first.zero) == (second.pp, second.vp, second.zero)
     formats = 1.0 if best.recipe == other.recipe else forecaster.in_common(best.recipe, other.recipe)
@@ -260,13 +275,13 @@ def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
     estimate = step.parts.get(part)
     if estimate is None:
         return 0.0, 0.0
-    share = estimate.value / step.gpu.value * (1 - step.launched.decided_by_launches())
+    share = estimate.value / step.gpu.value * (1 - step.launched.decided_by_launches)
     return share * estimate.own, share * estimate.shared
 
 
 def _of_launches(step: StepEstimate) -> float:
     """The effect of the error of the launch time on the step, relative to the step."""
-    return step.launched.decided_by_launches() * step.launched.unsure
+    return step.launched.decided_by_launches * step.launched.unsure
 
 
 def _waits(step: StepEstimate) -> dict[str, float]:

@@ -152,7 +152,8 @@ class Software:
 
 @dataclass(frozen=True)
 class SoftwareStack:
-    """One stack as the table has it. Pairs are a factor (or milliseconds) and the spread of its logarithm."""
+    """One stack as the table has it. Pairs are a factor (or milliseconds) and the spread of its logarithm. `layouts`: the only
+    values of parts of a layout that it has."""
 
     name: str
     title: str
@@ -162,6 +163,7 @@ class SoftwareStack:
     once_ms: tuple[float, float] = (0.0, 0.0)
     per_doubling: float = 0.0
     backends: Sequence[str] = ("transformer_engine",)
+    layouts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def on(self, chip: GpuSpec) -> Software:
         """Its multipliers on this GPU."""

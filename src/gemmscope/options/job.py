@@ -116,6 +116,10 @@ class RunOptions(Options):
             default="none",
         ),
     ] = None
+    recompute_share: Annotated[
+        float | None,
+        Option("Share of the layers that full recomputation runs again: 0.5 for half of them.", default="1", metavar="X"),
+    ] = None
     separate_projections: Annotated[
         bool | None,
         Option(
@@ -356,9 +360,6 @@ class JobOptions(ClusterOptions):
             in_shell=False,
         ),
     ] = None
-    recompute_share: Annotated[float | None, Option("Share of the layers that are recomputed.", default="1", in_shell=False)] = (
-        None
-    )
     partly_recomputed: Annotated[bool | None, Option("Recompute something that is not counted in times.", in_shell=False)] = None
     sequence_parallel_linears: Annotated[
         bool | None, Option("With sequence parallelism: shard the inputs of linears, too.", in_shell=False)

@@ -23,6 +23,8 @@ class PlanLayout(Part):
     micro_batches: int
     """Of one step and data-parallel rank: gradient accumulation steps."""
     recompute: str = "none"
+    recompute_share: float = 1.0
+    """Of the layers."""
     zero: int = 0
     """What data-parallel ranks share: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too (FSDP)."""
     offloaded_layers: int = 0
@@ -46,6 +48,11 @@ class PlanLayout(Part):
     host_bound: bool = False
     parts_ms: dict[StepPart, float] = {}
     """Of the layouts on the front and of the best one of each recipe."""
+
+    @property
+    def recomputed(self) -> str:
+        """What is recomputed: `none`, `selective`, `full`, or `25% of layers`."""
+        return self.recompute if self.recompute_share == 1 else f"{self.recompute_share:.0%} of layers"
 
     @property
     def close(self) -> bool:
