@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from math import ceil, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from gemmscope import signals
 from gemmscope.forecast.communication import Network
@@ -41,7 +41,9 @@ ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some la
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 MAY_NEED = 1.22  # of the memory of a GPU: published layouts that ran usually need up to 1.21 of it, with settings that need less
-LESS_RECOMPUTED = (0.25, 0.5, 0.75)  # of the layers, where all are too many and none are too few
+LESS_RECOMPUTED = (0.25, 0.5, 0.75)  # of the layers
+FITS: tuple[Fit, ...] = get_args(Fit)
+Fitting = tuple[StepForecast, dict[str, tuple[float, Fit]]]  # a run, with its memory in GB and the verdict in each recipe
 Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
 
 
@@ -122,8 +124,10 @@ def _share(
     search = searches[number]
     runs = search.runs[first : first + AT_A_TIME]
     share = _Share(place, [], Pruning(), None, len(runs) * len(recipes))
-    less = [] if "recompute" in search.space.given else _less_recomputed(runs, recipes, search.task.model, forecaster.chip)
-    wanted = list(_that_fit(search, first, [*runs, *less], recipes, forecaster, network, share))
+    wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
+    if "recompute" not in search.space.given:
+        less = list(_less_recomputed(wanted, search.task.model, forecaster.chip))
+        wanted += _that_fit(search, first, less, recipes, forecaster, network, share)
     forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
     for step, needed in wanted:
         for name, memory in needed.items():
@@ -132,18 +136,20 @@ def _share(
     return share
 
 
-def _less_recomputed(runs: Iterable[RunSpec], recipes: Sequence[str], model: ModelSpec, chip: GpuSpec) -> Iterator[RunSpec]:
-    """Of the runs that fit only if all layers are recomputed, those with the fewest recomputed layers that still surely fit."""
-    memory = memory_of(model)
+def _less_recomputed(wanted: Iterable[Fitting], model: ModelSpec, chip: GpuSpec) -> Iterator[RunSpec]:
+    """The runs with the fewest recomputed layers that fit, and that surely fit, where all surely do and none do not."""
 
-    def fits(run: RunSpec) -> bool:
-        return all(known.fit == "fits" for known in memory.rank(run, recipes, chip).values())
+    def verdict(run: RunSpec, share: float) -> int:
+        memory = memory_of(model).rank(replace(run, recompute_share=share), needed, chip)
+        return max(FITS.index(known.fit) for known in memory.values())
 
-    for run in runs:
-        piece = max(run.pp_layers or (len(model.layers) // run.pp,)) // run.vp
-        if run.recompute == "full" and piece > 1 and fits(run) and not fits(replace(run, recompute="none")):
-            shares = dict.fromkeys(ceil(share * piece) / piece for share in LESS_RECOMPUTED)
-            yield from islice(filter(fits, (replace(run, recompute_share=share) for share in shares if share < 1)), 1)
+    for run, needed in ((step.run, needed) for step, needed in wanted if step.run.recompute == "full"):
+        if all(fit == "fits" for _, fit in needed.values()) and (without := verdict(run, 0.0)):
+            piece = max(run.pp_layers or (len(model.layers) // run.pp,)) // run.vp
+            shares = sorted({ceil(share * piece) / piece for share in LESS_RECOMPUTED} - {1.0})
+            verdicts = {share: verdict(run, share) for share in shares}
+            least = {next((share for share in shares if verdicts[share] <= most), 1.0) for most in range(min(without, 2))}
+            yield from (replace(run, recompute_share=share) for share in sorted(least - {1.0}))
 
 
 def _that_fit(
@@ -154,7 +160,7 @@ def _that_fit(
     forecaster: Forecaster,
     network: Network,
     share: _Share,
-) -> Iterator[tuple[StepForecast, dict[str, tuple[float, Fit]]]]:
+) -> Iterator[Fitting]:
     """The runs that fit in some recipe, with the memory of each: recipe → GB, and the verdict."""
     model, chip = search.task.model, forecaster.chip
     for _, alike in groupby(enumerate(runs, first), key=lambda numbered: vars(numbered[1]) | {"vp": 1, "zero": None}):
