@@ -221,6 +221,16 @@ def test_nothing_fits() -> None:
         planned("llama-3.1-70b", "h100", needed // 2, 64, 8192, recipes=["bf16"])
 
 
+def test_what_exceeds_the_gpu_is_no_recommendation() -> None:
+    result = planned("llama-3.1-8b", "h100", 2, 8, 8192, recipes=["bf16"], restrict={"zero": 1, "tp": 1, "pp": 1})
+    assert result.best is not None
+    assert result.best.may_not_fit
+    answer = str(result)
+    assert "no layout certainly fits in the 80 GB of a GPU. The fastest that may fit is BF16 with CP2" in " ".join(answer.split())
+    assert "of the 0 layouts" not in answer
+    assert not result.ready_to_paste
+
+
 def test_one_gpu() -> None:
     result = planned("llama-3.2-1b", "h200", 1, 4, 4096)
     assert {(layout.tp, layout.pp, layout.dp, layout.zero) for layout in result.layouts} == {(1, 1, 1, 0)}

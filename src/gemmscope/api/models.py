@@ -141,6 +141,7 @@ class Model:
         recompute: Literal["none", "selective", "full"] | None = None,
         lora: int | str | None = None,
         lora_linears: Sequence[str] | str | None = None,
+        recompute_share: float | str | None = None,
         separate_projections: bool | None = None,
         tp: int | str | None = None,
         sequence_parallel: bool | None = None,
@@ -164,7 +165,6 @@ class Model:
         zero_ranks: int | str | None = None,
         gradient_precision: Literal["bf16", "fp32"] | None = None,
         recompute_modules: Sequence[str] | None = None,
-        recompute_share: float | str | None = None,
         partly_recomputed: bool | None = None,
         sequence_parallel_linears: bool | None = None,
         vocab_multiple: int | str | None = None,
@@ -187,6 +187,7 @@ class Model:
                 all weights are trained]
             lora_linears: With lora: which linears have adapters, by block (attention, mlp, experts) or by name (qkv-proj). An
                 unknown name lists all names. [default: all but experts and the output head]
+            recompute_share: Share of the layers that full recomputation runs again: 0.5 for half of them. [default: 1]
             separate_projections: Run Q, K and V (and gate and up) as separate GEMMs, as Hugging Face does, or fused, as
                 Transformer Engine does. [default: fused-projections]
             tp: Tensor parallel size. [default: 1]
@@ -216,7 +217,6 @@ class Model:
             zero_ranks: Number of ranks that share what ZeRO shards. [default: all]
             gradient_precision: Precision of the gradients that are kept and reduced.
             recompute_modules: What selective recomputation computes again. [default: core_attn]
-            recompute_share: Share of the layers that are recomputed. [default: 1]
             partly_recomputed: Recompute something that is not counted in times.
             sequence_parallel_linears: With sequence parallelism: shard the inputs of linears, too.
             vocab_multiple: Pad the vocabulary to a multiple of this times tp. [default: 1]

@@ -137,7 +137,7 @@ def plan(source: ModelSource, options: PlanOptions, context: RunContext = PLAIN)
         recipes=tuple(names),
         points=(*points, *impossible),
         varied=tuple(sizes),
-        ready_to_paste={} if sizes else layout_to_paste(best, batch, length, len(layers), experts=experts),
+        ready_to_paste={} if sizes or best.may_not_fit else layout_to_paste(best, batch, length, len(layers), experts=experts),
         interrupted=done < wanted,
     )
 

@@ -83,7 +83,7 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
     if best is None:
         return phrase("plan-nothing-fits"), []
     sentence = phrase(
-        "plan-fastest" if best is point.layouts[0] else "plan-use",
+        "plan-may-fit" if best.may_not_fit else "plan-fastest" if best is point.layouts[0] else "plan-use",
         layout=layout_name(best),
         rate=rate_text(best.tokens_per_s),
         mfu=best.mfu,
@@ -91,7 +91,7 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
         memory=result.memory_gb,
         cost=_cost_text(result, best),
     )
-    return sentence, [*_safe_text(point), _close_text(point), _pruned_text(point)]
+    return sentence, [*_safe_text(point), *([_close_text(point)] if point.fitting else []), _pruned_text(point)]
 
 
 def _safe_text(point: PlanPoint) -> list[str]:
