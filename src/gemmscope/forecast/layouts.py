@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal, get_args
 
 from gemmscope.choices import RECOMPUTE
@@ -174,28 +175,29 @@ def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) ->
 
 
 def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[RunSpec]:
-    """The layouts of one split: micro-batch, recomputation, virtual stages and sharding."""
+    """The layouts of one split: recomputation, micro-batch (the smallest first), virtual stages and sharding."""
     sequences, rest = divmod(task.global_batch, split["dp"])
     if rest or not sequences:
         pruning.add("batch", f"{split['dp']} data-parallel ranks")
         return
-    most = min(sequences, MOST_MICRO_BATCH)
-    for size in space.values("micro_batch_size", [size for size in range(1, most + 1) if sequences % size == 0]):
+    most, sizes = min(sequences, MOST_MICRO_BATCH), list[tuple[int, int]]()
+    for size in sorted(space.values("micro_batch_size", [size for size in range(1, most + 1) if sequences % size == 0])):
         batches, rest = divmod(sequences, size)
         if rest or not 0 < batches <= LARGEST["parallel"]:
             pruning.add("batch", f"micro-batch {size} of {sequences} sequences")
-            continue
-        for recompute in space.values("recompute", RECOMPUTE):
-            for virtual in _virtual_stages(task, space, split, batches, pruning):
-                for zero in _sharding(space, split, pruning):
-                    run = _run(
-                        task, space, split, micro_batch_size=size, gradient_accumulation=batches, recompute=recompute,
-                        vp=virtual, zero=zero,
-                    )  # fmt: skip
-                    yield run
-                    if task.offloads and zero == 3 and split["pp"] == 1 and recompute == "none" and not run.offloaded_layers:
-                        for share in OFFLOADED:
-                            yield replace(run, offloaded_layers=round(len(task.model.layers) * share))
+        else:
+            sizes.append((size, batches))
+    for recompute, (size, batches) in product(space.values("recompute", RECOMPUTE), sizes):
+        for virtual in _virtual_stages(task, space, split, batches, pruning):
+            for zero in _sharding(space, split, pruning):
+                run = _run(
+                    task, space, split, micro_batch_size=size, gradient_accumulation=batches, recompute=recompute, vp=virtual,
+                    zero=zero,
+                )  # fmt: skip
+                yield run
+                if task.offloads and zero == 3 and split["pp"] == 1 and recompute == "none" and not run.offloaded_layers:
+                    for share in OFFLOADED:
+                        yield replace(run, offloaded_layers=round(len(task.model.layers) * share))
 
 
 def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from math import ceil, sqrt
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from gemmscope import signals
 from gemmscope.forecast.communication import Network
@@ -42,6 +42,7 @@ SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 MAY_NEED = 1.22  # of the memory of a GPU: published layouts that ran usually need up to 1.21 of it, with settings that need less
 LESS_RECOMPUTED = (0.25, 0.5, 0.75)  # of the layers
+BESIDE_BATCH = ("tp", "cp", "pp", "vp", "ep", "etp", "zero", "recompute", "offloaded_layers")
 FITS: tuple[Fit, ...] = get_args(Fit)
 Fitting = tuple[StepForecast, dict[str, tuple[float, Fit]]]  # a run, with its memory in GB and the verdict in each recipe
 Smallest = tuple[float, int, str]  # the least memory that was seen, in GB, by which run in which recipe
@@ -162,11 +163,15 @@ def _that_fit(
     share: _Share,
 ) -> Iterator[Fitting]:
     """The runs that fit in some recipe, with the memory of each: recipe → GB, and the verdict."""
-    model, chip = search.task.model, forecaster.chip
+    model, chip, hopeless = search.task.model, forecaster.chip, set[tuple[Any, ...]]()
     for _, alike in groupby(enumerate(runs, first), key=lambda numbered: vars(numbered[1]) | {"vp": 1, "zero": None}):
         workload: Workload | None = None
         reasons: dict[str, str] = {}
         for place, run in alike:
+            beside_batch = tuple(getattr(run, name) for name in BESIDE_BATCH)
+            if beside_batch in hopeless:
+                share.pruning.add("memory", "", len(recipes))
+                continue
             needed: dict[str, tuple[float, Fit]] = {}
             for name, memory in memory_of(model).rank(run, recipes, chip).items():
                 memory_gb = memory.total_bytes / GB
@@ -175,7 +180,9 @@ def _that_fit(
                     needed[name] = memory_gb, memory.fit
                 else:
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
-            if needed:
+            if not needed:
+                hopeless.add(beside_batch)  # larger micro-batches, which come later, need more
+            else:
                 workload = workload or derive(model, run)
                 step = StepForecast(forecaster, model, run, workload, network)
                 reasons = reasons or {name: step.why_not(name) for name in recipes}
