@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ class Case:
     sleep_s: float = 0.0
     syncs: bool = False
     low_clock: bool = False
+    graphs: bool = False
     recipe_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,6 +94,14 @@ CASES = {
     "healthy_torchao_compiled": replace(LLAMA, kit="torchao-compiled", recipe="tensorwise", layers=3),
     "healthy_torch_compiled_bf16": replace(LLAMA, kit="torchao-compiled", recipe=None, layers=3),
     "healthy_torchao_rowwise": replace(LLAMA, kit="torchao-compiled", recipe="rowwise", layers=3),
+    # Pairs whose fix `explain` predicts: CUDA graphs, compilation at the same depth, one micro-batch instead of four
+    "graphs_off": replace(SMALL, kit="torch", recipe=None),
+    "graphs_on": replace(SMALL, kit="torch", recipe=None, graphs=True),
+    "graphs_off_large": replace(LLAMA, kit="torch", recipe=None, layers=3),
+    "graphs_on_large": replace(LLAMA, kit="torch", recipe=None, layers=3, graphs=True),
+    "eager_torchao_as_compiled": replace(LLAMA, kit="torchao", recipe="tensorwise", layers=3),
+    "eager_torch_bf16_as_compiled": replace(LLAMA, kit="torch", recipe=None, layers=3),
+    "accumulation_one_micro_batch": replace(WAITING, batch=4, micro_batches=1),
 }  # fmt: skip
 
 
@@ -230,6 +240,22 @@ def build(case: Case, device: str) -> Any:
     return model
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as one CUDA graph, captured after a warm-up on a stream of its own (https://pytorch.org/docs/stable/notes/cuda.html)."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def record(name: str, case: Case, target: Path, device: str) -> None:
     """Train a few steps and record two of them."""
     import torch
@@ -240,7 +266,7 @@ def record(name: str, case: Case, target: Path, device: str) -> None:
     torch.manual_seed(0)
     model = build(case, device)
     on_gpu = device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu, capturable=on_gpu and case.graphs)
     shape = (case.micro_batches, case.batch * case.sequence)
     tokens = torch.randint(case.vocab, shape, device=device)
     recipe = None
@@ -259,20 +285,21 @@ def record(name: str, case: Case, target: Path, device: str) -> None:
                 logits = model(tokens[number], how)
             functional.cross_entropy(logits, tokens[number].roll(-1)).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not case.graphs)
         if case.sleep_s:
             time.sleep(case.sleep_s)
 
+    run = captured(step) if case.graphs and on_gpu else step
     steps = 2
     with trace_me(target, steps=steps, after=5) as trace:
         for _ in range(5 + steps):
-            step()
+            run()
             trace.step()
     if on_gpu:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(5):
-            step()
+            run()
         torch.cuda.synchronize()
         wall_ms = (time.perf_counter() - begin) * 200
         print(f"  {name}: {wall_ms:.2f} ms a step unprofiled, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)

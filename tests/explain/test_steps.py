@@ -164,7 +164,7 @@ def test_kernels_missing_from_a_replayed_graph_are_not_idle_time(tmp_path: Path)
     diagnosis = graphs([10, 10, 0, 10]).diagnose(tmp_path / "missing.json")
     assert diagnosis.account.classes_ms[UNRECORDED] == pytest.approx(9.0 / 4, rel=0.02)
     assert sum(diagnosis.account.idle_ms.values()) < 0.7
-    assert "graph-kernels-missing" in codes(diagnosis.findings)
+    assert "launched-kernels-missing" in codes(diagnosis.findings)
     assert not {"host", "idle", "elsewhere"} & {cause.code for cause in diagnosis.causes}
     assert sum(diagnosis.account.classes_ms.values()) == pytest.approx(diagnosis.account.step_ms)
 
@@ -209,3 +209,19 @@ def test_recomputed_convolutions_count(tmp_path: Path) -> None:
     cause = next(cause for cause in diagnosis.causes if cause.code == "recompute")
     assert cause.cost_ms == pytest.approx(0.3)
     assert fact(cause.evidence, "cause-recomputed-kernels", "kernels") == 3
+
+
+def test_kernels_that_the_profiler_dropped_are_no_idle_time(tmp_path: Path) -> None:
+    """Every launch is early; of the third kernel of each step, only the launch was recorded."""
+    builder = Builder()
+    for step in range(3):
+        base, called = 10_000.0 + 1000 * step, 1000.0 + 200 * step
+        builder.mark(f"ProfilerStep#{step}", called - 1, 199)
+        for number in range(10):
+            builder.kernel(BF16, base + 100 * number, 99.0, launched=called + 10 * number)
+            if number == 3:
+                del builder.events[-2]
+    diagnosis = builder.diagnose(tmp_path / "t.json")
+    assert diagnosis.account.classes_ms[UNRECORDED] == pytest.approx(0.1, rel=0.02)
+    assert "launched-kernels-missing" in codes(diagnosis.findings)
+    assert "streams" not in [cause.code for cause in diagnosis.causes]

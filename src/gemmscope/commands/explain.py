@@ -67,6 +67,7 @@ def explain(
         context.reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
     trace, evidence = diagnosis.trace, diagnosis.evidence
     tables = explain_tables(diagnosis, ranks.waits_us if ranks is not None else {})
+    shapes = with_better_recipe(tables.gemm_shapes, trace.gpu_name) if trace.phase.judged else tables.gemm_shapes
     return ExplainResult(
         command=context.command,
         findings=(*diagnosis.findings, *findings),
@@ -88,7 +89,7 @@ def explain(
         comparisons=tuple(comparisons),
         ranks=ranks.times if ranks is not None else (),
         straggler=ranks.straggler if ranks is not None else None,
-        tables=tables.model_copy(update={"gemm_shapes": with_better_recipe(tables.gemm_shapes, trace.gpu_name)}),
+        tables=tables.model_copy(update={"gemm_shapes": shapes}),
     )
 
 

@@ -193,7 +193,8 @@ def _flops(key: _Key, items: Sequence[TimedWork], runs: int) -> float:
 def _with_faster(row: AttentionTotal, step: StepEvidence) -> AttentionTotal:
     """Name the backend that the table gives a clearly higher rate than this one reached."""
     rates, peak = _rates(step)
-    if peak is None or row.tflops is None or row.pass_name == "" or (row.keys or 0) < LONG:
+    judged = step.view.trace.phase.judged
+    if not judged or peak is None or row.tflops is None or row.pass_name == "" or (row.keys or 0) < LONG:
         return row
     if row.precision not in (BF16, FP16) or (row.head_dim or 0) > LARGEST_HEAD or (row.head_dim or 0) % 8:
         return row

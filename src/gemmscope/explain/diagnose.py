@@ -145,7 +145,6 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         step.account.share("quantization"),
         step.account.parts_ms.get("convolutions", 0.0) / (step.account.busy_ms or 1),
     )
-    formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
     judged: dict[str, Fact] = {"phase": phase.name, "busy": busy, "part": part, "time_ms": time, "share": time / step.step_ms}
     verdicts = (
         (unrecorded > 0.5 * step.step_ms, finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)),
@@ -161,7 +160,6 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
             not step.is_low and step.unknown_share > 1 - WELL_NAMED,
             finding("step-precision-partly-unknown", share=step.unknown_share),
         ),
-        (bool(step.weight_only) and not step.is_low, finding("step-weight-only", formats=formats, busy=busy)),
         (unknown_fp8, finding("step-fp8-not-known", busy=busy)),
         (step.has_fp8 is False and not step.is_low, finding("step-without-fp8", gpu=gpu, busy=busy)),
     )

@@ -17,6 +17,7 @@ from gemmscope.results.explain import Cause
 # Bytes that casts move per element of X, W and dY, each in two of three GEMMs: read twice (maximum, cast) and written in two
 # layouts, as Transformer Engine does it; and with torchao, compiled (recorded on an H200)
 CAST_BYTES, UNFUSED_CAST_BYTES = 6.0, 14.0
+BYTES_LIKE_GEMMS = 30.0  # per element, where casts take as long as the GEMMs in FP8: 22 and 49 in two recorded models
 # Of GEMMs in FP8 over BF16: in blocks, and the ratio of the peaks; kernels that cast per GEMM (192 for 48 with current scaling)
 LEAST_RATIO, LARGEST_RATIO, CASTS_PER_GEMM = 1.5, 2.0, 4.0
 GAIN_LOST = 0.5  # of the GEMMs' gain
@@ -35,7 +36,7 @@ def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
     if full or not step.gemms or not step.precision_known:
         return
     if not step.is_low:
-        if step.low_is_certain and step.has_fp8 and not step.weight_only:
+        if step.low_is_certain and step.has_fp8:
             yield _not_low(step)
         return
     yield from _high_gemms(step)
@@ -95,7 +96,8 @@ def _casts_ms(step: StepEvidence, items: list[TimedWork], cast_bytes: float) -> 
     if sizes and step.gpu is not None and step.gpu.bandwidth_tbps:
         elements = sum(sum(map(prod, combinations(size, 2))) / 3 for size in sizes)
         return cast_bytes * elements / step.gpu.bandwidth_tbps / 1e9 / step.view.count
-    return step.ms(items) / step.ratio * (min(step.casting_ms / step.ms(step.low), 0.5) if step.low else 0.0)
+    known = min(step.casting_ms / step.ms(step.low), 0.5) if step.low else cast_bytes / BYTES_LIKE_GEMMS
+    return step.ms(items) / step.ratio * known
 
 
 def _high_gemms(step: StepEvidence) -> Iterator[Cause]:

@@ -339,6 +339,8 @@ def architecture_of(kernels: Iterable[str]) -> str:
 
     >>> architecture_of(["Cijk_Ailk_Bljk_BBS_BH_MT256x112x64_ISA942_IU1"]), architecture_of(["ampere_sgemm_128x64_nn"])
     ('AMD Instinct MI300 series (ISA942 in kernel names)', '')
+    >>> architecture_of(["nvjet_sm90_tst_128x64_64x8_4x1_v_bz_TNT"])
+    'NVIDIA Hopper (nvjet_sm90 in kernel names)'
     """
     rules: list[dict[str, str]] = load_data("gemmscope.gpu", "other_gpus.toml")["architecture"]
     matches = ((rule["is"], match[0]) for name in kernels for rule in rules if (match := re.search(rule["kernel"], name)))

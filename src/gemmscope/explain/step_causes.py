@@ -7,7 +7,7 @@ from itertools import groupby
 
 from gemmscope.explain.host_activity import HOST_ACTIVITIES
 from gemmscope.explain.step_evidence import NAMED, StepEvidence, main_kernels, sizes_of
-from gemmscope.explain.timeline import LATE, Gap, frames_of, incomplete_replays
+from gemmscope.explain.timeline import LATE, Gap, frames_of, lost_launches
 from gemmscope.explain.trace_view import TITLES, TimedWork
 from gemmscope.findings import Finding, finding
 from gemmscope.grouping import add_up, grouped
@@ -84,7 +84,7 @@ def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
     """Kernels are missing from the trace, and the time is not idle."""
     time = step.account.unrecorded_ms
     if time > NAMED * step.step_ms:
-        code = "graph-kernels-missing" if incomplete_replays(step.view.trace) else "kernels-missing"
+        code = "launched-kernels-missing" if lost_launches(step.view.trace) else "kernels-missing"
         yield finding(code, **step.time_facts(time))
 
 

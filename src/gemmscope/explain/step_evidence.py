@@ -13,7 +13,7 @@ from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.gemms import WEIGHTS
 from gemmscope.explain.recorded_trace import RecordedTrace, as_list
 from gemmscope.explain.step_replay import StepChange, StepGraph, replayed_speedup, step_graphs
-from gemmscope.explain.timeline import LATE, Gap
+from gemmscope.explain.timeline import LATE, UNKNOWN_LAUNCH, Gap
 from gemmscope.explain.trace_view import HOST, TimedWork, TraceView
 from gemmscope.explain.work_class import BF16, FP8, LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.findings import Fact, Finding, finding
@@ -113,7 +113,7 @@ class StepEvidence:
         clock_ms = CLOCKS * min((1 - 1 / speedup) / CHANGED, 1.0) * (self.account.busy_ms - self.ms(work))
         if more_launches:
             low, high = max(low, self._host_ms + more_launches * self._launch_ms), high - clock_ms
-        elif self.recording.unknown and any(gap.why in LATE for gap in gaps):
+        elif self.recording.plain_ms is None and any(gap.why in (*LATE, UNKNOWN_LAUNCH) for gap in gaps):
             low = step_ms
         else:
             low += clock_ms
@@ -187,13 +187,7 @@ class StepEvidence:
     @property
     def precision_known(self) -> bool:
         """Whether the trace shows the precision of most GEMMs."""
-        known = self.known_weight + self.weight(self.weight_only)
-        return known > 0 and known >= 0.5 * self.weight(self.gemms)
-
-    @cached_property
-    def weight_only(self) -> list[TimedWork]:
-        """GEMMs that decode weights of fewer bits and multiply in BF16."""
-        return [item for item in self.gemms if item.gemm.precision in WEIGHT_ONLY]
+        return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
 
     @cached_property
     def unknown_share(self) -> float:

@@ -8,10 +8,9 @@ compute at the same time share that time equally.
 Idle time has one owner. Up to the end of the launch of the work that ended a gap it is the CPU: it launched late, waited for the
 GPU before, or did something else. From then on it is what the work waited for: another stream or rank.
 
-A gap in the recording is not idle time where the GPU must have been busy. Three things show it: a CUDA graph was replayed, and
-its kernels are missing from the trace; the CPU waited for the GPU in a
-synchronization or a blocking copy, which return only when the GPU has finished; or the first recorded work of a stream began
-long after its launch, behind work from before the recording.
+A gap in the recording is not idle time where the GPU must have been busy. Three things show it: kernels or a graph were launched,
+and are missing from the trace; the CPU waited for the GPU in a synchronization or a blocking copy, which return only when the GPU
+has finished; or the first recorded work of a stream began long after its launch, behind work from before the recording.
 """
 
 import re
@@ -34,8 +33,10 @@ LATE = ("late launch", "late launch after synchronization")
 HOST_IDLE = (
     *LATE, "no launch for over 1 ms", *(entry["name"] for entry in HOST_ACTIVITIES),
 )  # fmt: skip
+UNKNOWN_LAUNCH = "launch not recorded"
 NOT_RECORDED = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
+KERNEL_LAUNCH = re.compile("LaunchKernel|GraphLaunch|LaunchCooperative")
 BLOCKING = "WithStream"  # hipMemcpyWithStream; cudaMemcpyAsync from pageable memory is busy on the CPU instead
 PROMPT_US, SHORT_US = 100.0, 10.0  # from the end of a launch to the begin of its work, and between two kernels, if nothing delays
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
@@ -110,14 +111,14 @@ class _HostTimeline:
         self._activities = by_key(
             ((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls
         )
-        self._waits, self._replays = by_key(_waits(trace)), Covered(_replays(trace))
+        self._waits, self._lost = by_key(_waits(trace)), Covered(_lost(trace))
         self.first_on_stream = {work.stream: work for work in reversed(trace.work)}
 
     def was_busy(self, begin: float, end: float, next_call: Call | None) -> bool:
         """Whether the GPU must have been busy in a gap, although nothing was recorded. `next_call`: what launched the work that
         ended the gap. If that was launched before the gap, a wait was for that."""
         half = 0.5 * (end - begin)
-        if self._replays.within(begin, end) > half:
+        if self._lost.within(begin, end) > half:
             return True
         waits = self._waits.get(next_call.thread) if next_call is not None and next_call.start > begin else None
         return waits is not None and waits.within(begin, end) > half
@@ -211,7 +212,7 @@ def _before_launch(
 def _reason(trace: RecordedTrace, begin: float, call: Call | None, scope: Scope, host: _HostTimeline) -> str:
     """Why the work that ended the gap was launched late, if that is known (`call`)."""
     if call is None:
-        return "launch not recorded"
+        return UNKNOWN_LAUNCH
     awaited = _waited_until(trace, begin, call.start)
     at = bisect_left(host.calls, call.start)
     previous = host.calls[at - 1] if at else begin
@@ -248,31 +249,29 @@ def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
                 yield call.thread, call.start, end
 
 
-def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
-    """Time from the launch of a graph whose kernels are missing until the next work of another launch begins, or a wait ends."""
-    incomplete = incomplete_replays(trace)
-    if not incomplete:
-        return
+def _lost(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
+    """Time from a launch whose kernels are missing until the next work of another launch begins, or a wait ends."""
+    lost = lost_launches(trace)
     launched = sorted((work.call.start, work.start) for work in trace.work if work.call is not None)
     synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
     last = max(work.end for work in trace.work)
-    for replay in incomplete:
-        at = bisect_right(launched, replay.start, key=lambda launch: launch[0])
-        end = launched[at][1] if at < len(launched) else max(last, replay.end)
-        wait = bisect_left(synchronizations, replay.start, key=lambda call: call.start)
+    for call in lost:
+        at = bisect_right(launched, call.start, key=lambda launch: launch[0])
+        end = launched[at][1] if at < len(launched) else max(last, call.end)
+        wait = bisect_left(synchronizations, call.start, key=lambda wait: wait.start)
         if wait < len(synchronizations):
-            end = min(end, max(synchronizations[wait].end, replay.end))
-        if end > replay.start:
-            yield replay.start, end
+            end = min(end, max(synchronizations[wait].end, call.end))
+        if end > call.start:
+            yield call.start, end
 
 
-def incomplete_replays(trace: RecordedTrace) -> list[Call]:
-    """Launches of graphs whose kernels are missing from the trace."""
-    replays = {key: call for key, call in trace.launches.items() if "GraphLaunch" in call.name}
-    if not replays:
+def lost_launches(trace: RecordedTrace) -> list[Call]:
+    """Launches of kernels and graphs that are missing from the trace, unless they were captured or ran on another GPU."""
+    if trace.other_gpus or any("BeginCapture" in name for name in trace.calls):
         return []
     recorded = {work.correlation for work in trace.work}
-    return sorted((call for key, call in replays.items() if key not in recorded), key=lambda call: call.start)
+    lost = (call for key, call in trace.launches.items() if key not in recorded and KERNEL_LAUNCH.search(call.name))
+    return sorted(lost, key=lambda call: call.start)
 
 
 def frames_of(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
