@@ -85,21 +85,19 @@ def closest(given: str, known: Iterable[str], how_many: int = 3, *, cutoff: floa
     return difflib.get_close_matches(given[:LONGEST_COMPARED], names, n=how_many, cutoff=cutoff)
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: str, known: Iterable[str], how_many: int = 3) -> str:
     """The start of a hint: the known names that are most similar to `given`; empty where none is.
 
     >>> did_you_mean("lama", ["llama", "gpt2"]), did_you_mean("xyz", ["llama"])
     ('did you mean llama? ', '')
     """
-    similar = closest(given, known)
+    similar = closest(given, known, how_many)
     return f"did you mean {' or '.join(similar)}? " if similar else ""
 
 
 def no_option(function: str, name: str, known: Sequence[str]) -> UserError:
     """The error for a keyword that a function of the Python API does not have: it lists those that it has."""
-    similar = closest(name, known, 1)
-    meant = f"did you mean {similar[0]}? " if similar else ""
-    return UserError(f"{function} has no option {name}", f"{meant}options: {', '.join(known)}")
+    return UserError(f"{function} has no option {name}", f"{did_you_mean(name, known, 1)}options: {', '.join(known)}")
 
 
 LONGEST_SHOWN = 60

@@ -230,14 +230,14 @@ def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
     return ", ".join(distinct[:most]) + more
 
 
-def listed(items: Iterable[str]) -> str:
+def listed(items: Iterable[str], last_by: str = "and") -> str:
     """All names, as the subject of a sentence.
 
-    >>> listed(["a"]), listed("ab"), listed("abc")
-    ('a', 'a and b', 'a, b and c')
+    >>> listed(["a"]), listed("ab"), listed("abc"), listed("abc", "or")
+    ('a', 'a and b', 'a, b and c', 'a, b or c')
     """
     *first, last = dict.fromkeys(items)
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"{', '.join(first)} {last_by} {last}" if first else last
 
 
 # The return type of templates that are only defined for some arguments

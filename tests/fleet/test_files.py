@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.fleet.gather import fleet_result, read_runs, summary
-from gemmscope.fleet.summaries import RunSummary
+from gemmscope.fleet.gather import fleet_result, read_runs
+from gemmscope.fleet.summaries import RunSummary, summary
 from gemmscope.results import read
 from gemmscope.results.fleet import FleetResult
 from gemmscope.results.read import read_result

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.fleet.gather import Run, fleet_result, summary
-from gemmscope.fleet.summaries import RunSummary
+from gemmscope.fleet.gather import Run, fleet_result
+from gemmscope.fleet.summaries import RunSummary, summary
 from gemmscope.results.fleet import FleetGpu, FleetResult, GpuCondition
 from support.fleets import HEALTH, TIMES, VERSIONS, run_of, simulated_fleet, simulated_runs
 from support.run_files import recorded_bench, squares

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
-from gemmscope.fleet.gather import Run, fleet_result, summary
+from gemmscope.fleet.gather import Run, fleet_result
 from gemmscope.fleet.quote import quoted_spread
 from gemmscope.fleet.spread import Floats, another_gpu, chip_spread, median_interval
+from gemmscope.fleet.summaries import summary
 from gemmscope.results.fleet import FleetGpu
 from support.fleets import simulated_fleet
 from support.run_files import recorded_bench

@@ -22,8 +22,8 @@ from gemmscope.folders import temporary_folder
 from gemmscope.pool.gpus import allowed_cores
 from gemmscope.pool.local import LocalPlace, LocalPool
 from gemmscope.pool.place_messages import PlaceSetup
-from gemmscope.pool.pool import Event, Unit, UnitProgress
-from gemmscope.pool.schedule import Limits, Outcomes, Schedule
+from gemmscope.pool.pool import Event, Outcomes, Unit, UnitProgress
+from gemmscope.pool.schedule import Limits, Schedule
 from gemmscope.process import PACKAGES_VARIABLE, WorkerProcess, descendants
 from gemmscope.progress import PoolProgress, Reporter
 from support.pools import Script, tiny_bench
@@ -56,6 +56,11 @@ def open_files() -> set[tuple[str, str]]:
         with suppress(FileNotFoundError):
             files.add((number, os.readlink(f"/proc/self/fd/{number}")))  # noqa: PTH115
     return files
+
+
+def pids(pool: LocalPool) -> dict[str, int]:
+    """The process of each place's place worker, by the place's key."""
+    return {key: slot.process.pid for key, slot in pool._slots.items() if slot.process is not None}
 
 
 def run(pool: LocalPool, units: Sequence[Unit], **options: Any) -> Outcomes:
@@ -136,7 +141,7 @@ def test_a_silent_site_is_ended_and_its_unit_measured_again(tmp_path: Path, monk
     pool, passed = LocalPool([LocalPlace()], alive_s=0.1, restart_s=0.0), [0.0]
 
     def clock() -> float:
-        passed[0] += 600.0 if any(state(pid) == "T" for pid in pool.pids().values()) else 0.0
+        passed[0] += 600.0 if any(state(pid) == "T" for pid in pids(pool).values()) else 0.0
         return time.monotonic() + passed[0]
 
     unit = Unit("a", Script("stop_first", str(tmp_path / "stopped")))
@@ -213,7 +218,7 @@ class Killing(LocalPool):
         events = list(super().events(wait_s))
         for event in events:
             if isinstance(event, UnitProgress) and event.text.startswith("preparing") and len(self.killed) < 2:
-                site = self.pids()[event.place]
+                site = pids(self)[event.place]
                 self.killed.append(descendants(site)[0] if self.killed else site)
                 os.kill(self.killed[-1], signal.SIGKILL)
         return events
@@ -244,7 +249,7 @@ def test_a_site_sees_its_gpu_and_its_cores_only(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("gemmscope.pool.local.WorkerProcess", Recorded)
     places = [LocalPlace(1, "GPU-b", (4, 5)), LocalPlace(0, "GPU-a"), LocalPlace(0, "GPU-a"), LocalPlace(3)]
     with LocalPool(places, share_gpu=True) as pool:
-        keys = list(pool.pids())
+        keys = list(pids(pool))
         assert pool.expected() == 4
     assert [visible for visible, _ in started] == ["GPU-b", "GPU-a", "GPU-a", "3"]
     assert [replace(setup, folder="") for _, setup in started] == [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gemmscope.engine.journal import Journal
 from gemmscope.errors import UserError
-from gemmscope.pool.pool import Event, Place, PlaceFound, PoolEnded, Unit, UnitDone
-from gemmscope.pool.schedule import MOST_TRIES, Limits, Outcomes, Schedule
+from gemmscope.pool.pool import Event, Outcomes, Place, PlaceFound, PoolEnded, Unit, UnitDone
+from gemmscope.pool.schedule import MOST_TRIES, Limits, Schedule
 from gemmscope.progress import PoolProgress, Reporter
 from support.fake_pool import FOREVER, FakePool, Fate
 

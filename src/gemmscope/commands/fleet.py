@@ -35,7 +35,7 @@ from gemmscope.results.step import StepResult
 from gemmscope.run_context import PLAIN, RunContext
 from gemmscope.signals import defer_signals
 
-SUMMARY = "gemmscope.fleet.gather:summary"
+SUMMARY = "gemmscope.fleet.summaries:summary"
 MOST_REPEATS = 100
 TOLERANCE: float = rule_data()["tolerance"]
 EVERY_GPU = FleetOptions()

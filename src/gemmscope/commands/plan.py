@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.communication import network_of
@@ -167,9 +167,8 @@ def _axes(vary: Mapping[str, Sequence[int]], model: ModelSpec) -> dict[str, list
     for name, values in vary.items():
         size = ALSO_CALLED.get(name, name)
         if size not in VARIED:
-            similar = closest(name, [*VARIED, *ALSO_CALLED], 1)
-            hint = f"did you mean {similar[0]}? " if similar else ""
-            raise UserError(f"{shown(name)} is not a size that a plan can vary", f"{hint}sizes: {', '.join(VARIED)}")
+            similar = did_you_mean(name, [*VARIED, *ALSO_CALLED], 1)
+            raise UserError(f"{shown(name)} is not a size that a plan can vary", f"{similar}sizes: {', '.join(VARIED)}")
         if not values:
             raise UserError(f"{option('vary')} gives {name} no values", f"for example {option('vary', 'hidden=5120,6144')}")
         axes[size] = list(dict.fromkeys(values))

@@ -25,7 +25,7 @@ from gemmscope.fleet.chips import Chip, FigureColumn, columns, gpu_order, label_
 from gemmscope.fleet.evidence import Reference, common, different, evidence, fleet_differences
 from gemmscope.fleet.rule import GroupCalls, OutlierCall, RuleOutcome, call_group, rule_data, typical_error
 from gemmscope.fleet.spread import another_gpu, chip_spread, median_interval
-from gemmscope.fleet.summaries import RunSummary, RunView, digest, rounded, summary, summary_of
+from gemmscope.fleet.summaries import RunSummary, RunView, digest, rounded, summary_of
 from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.reading import called, enough_memory, read_bytes
@@ -33,8 +33,6 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetNode, FleetResult, Outlier, OutlierRule
 from gemmscope.results.keep import BESIDE
 from gemmscope.results.read import EXPECTED, LARGEST, MOST_VALUES, read_result
-
-__all__ = ["Run", "fleet_result", "summary"]
 
 MOST_DIFFERENCES_NAMED = 4
 MANY_FAST, SHARE_OF_FAST = 3, 0.1  # fast outliers from which on the others may be slow

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from gemmscope.findings import Finding, catalog
-from gemmscope.gpu.environment import Environment
 from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import UNCOMPARED_SETTINGS, ModelResult, ModelSummary, Part
+from gemmscope.results.base import UNCOMPARED_SETTINGS, ModelSummary, OneGpuResult, Part
 from gemmscope.results.bench import BenchResult, BenchSettings
 from gemmscope.results.fleet import GpuCondition
 from gemmscope.results.linears import Linears
@@ -68,16 +67,13 @@ class _StatesView(Part):
     failure: str = ""
 
 
-class RunView(ModelResult):
+class RunView(OneGpuResult):
     """A run file of bench or step, without its samples: quick to read. Other parts of the file are ignored."""
 
     model_config = ConfigDict(extra="ignore", from_attributes=True)
 
     kind: Literal["bench", "step"]
     settings: Any
-    environment: Environment
-    device: dict[str, Any]
-    versions: dict[str, str]
     linears: Linears | None = None
     tasks: tuple[_StatesView, ...] = ()
     ran: str = ""

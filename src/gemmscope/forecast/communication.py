@@ -19,7 +19,7 @@ from functools import cache, partial
 from math import hypot, sqrt
 from typing import Literal, NamedTuple
 
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.layer_spec import MoeSpec
 from gemmscope.model.limits import check_size
@@ -93,11 +93,10 @@ def _named(network: str | float) -> tuple[str, float]:
     try:
         gbps = float(network)
     except ValueError:
-        similar = closest(str(network), known, 1)
-        hint = f"did you mean {similar[0]}? " if similar else ""
+        similar = did_you_mean(str(network), known, 1)
         raise UserError(
             f"{option('network')} {shown(network)} is not a known network",
-            f"{hint}give one of {', '.join(known)}, or the GB/s of one GPU, such as {option('network', 50)}",
+            f"{similar}give one of {', '.join(known)}, or the GB/s of one GPU, such as {option('network', 50)}",
         ) from None
     if not SLOWEST_GBPS <= gbps <= FASTEST_GBPS:
         raise UserError(

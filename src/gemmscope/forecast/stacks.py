@@ -14,7 +14,7 @@ from math import exp, hypot, log, log2, sqrt
 from statistics import NormalDist, mean, pvariance
 from typing import Any, NamedTuple
 
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.forecast.communication import Exposed
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.gpu.specs import GpuSpec
@@ -240,10 +240,9 @@ def software_on(
         return mixture(chip) if gpus > 1 else reference(chip)
     chosen = stacks().get(of_file if name is None else name.strip().lower())
     if chosen is None:
-        similar = closest(str(name), stacks(), 1)
         raise UserError(
             f"{option('stack')} {shown(name)} is not a known software stack",
-            f"{f'did you mean {similar[0]}? ' if similar else ''}give one of {', '.join(stacks())}",
+            f"{did_you_mean(str(name), stacks(), 1)}give one of {', '.join(stacks())}",
         )
     possible = stacks_on(chip)
     if chosen not in possible:

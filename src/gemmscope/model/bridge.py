@@ -43,14 +43,13 @@ def recognises(text: str) -> bool:
     >>> recognises("model:\\n  hidden_size: 4096"), recognises("model: llama")
     (True, False)
     """
-    if not re.search(r"^[\"']?model[\"']?[ \t]*:", text, re.MULTILINE):
-        return False
-    names = "|".join(TELLTALE)
-    return bool(
-        re.search(rf"^[ \t]+[\"']?(?:{names})[\"']?[ \t]*:", text, re.MULTILINE)
-        or re.search(rf"^[\"']?model[\"']?[ \t]*:[ \t]*\{{[^\n]*\b(?:{names})\b", text, re.MULTILINE)
-        or re.search(r"[\s{,]_target_[ \t]*:[ \t]*[\"']?(?:megatron\.|\w{1,80}Provider)", text)
+    section, names = r"^[\"']?model[\"']?[ \t]*:", "|".join(TELLTALE)
+    ways = (
+        rf"^[ \t]+[\"']?(?:{names})[\"']?[ \t]*:",
+        rf"{section}[ \t]*\{{[^\n]*\b(?:{names})\b",
+        r"[\s{,]_target_[ \t]*:[ \t]*[\"']?(?:megatron\.|\w{1,80}Provider)",
     )
+    return bool(re.search(section, text, re.MULTILINE)) and any(re.search(way, text, re.MULTILINE) for way in ways)
 
 
 def read(text: str, origin: str) -> ModelSource:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from gemmscope.errors import UserError, did_you_mean, option
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Notes, applicable, finding
 from gemmscope.model import bridge, hf, presets
 from gemmscope.model.bridge import provider_classes
 from gemmscope.model.megatron_model import REQUIRED
@@ -72,12 +72,12 @@ def read(text: str, origin: str, path: Path | None = None, function: str = "") -
     recipes = [_named(follower, module, function)] if function else _recipes(follower, module)
     recipe, *others = recipes
     source = _source(recipe, origin)
-    findings = [finding("recipe-calls-not-read", calls=[*recipe.not_followed])] if recipe.not_followed else list[Finding]()
-    if GPUS.search(recipe.function):
-        findings.append(finding("recipe-gpus", function=recipe.function))
-    if others:
-        findings.append(finding("recipe-of-several", function=recipe.function, count=len(recipes), origin=origin))
-    return replace(source, findings=(*source.findings, *findings))
+    notes: Notes = {
+        "recipe-calls-not-read": (recipe.not_followed, {"calls": [*recipe.not_followed]}),
+        "recipe-gpus": (GPUS.search(recipe.function), {"function": recipe.function}),
+        "recipe-of-several": (others, {"function": recipe.function, "count": len(recipes), "origin": origin}),
+    }
+    return replace(source, findings=(*source.findings, *applicable(notes)))
 
 
 def _known(name: str, holder: object, arguments: Sequence[object], keywords: Mapping[str, object]) -> Record | None:

@@ -503,26 +503,26 @@ class Follower:
     def _about(self, name: str, arguments: Sequence[object], node: ast.Call) -> object:
         """hasattr, getattr, setattr, isinstance."""
         hidden = Record(_written(node), hidden=COMPUTED)
-        one = arguments[0] if arguments else None
-        if len(arguments) < 2 or not (isinstance(arguments[1], str) or name == "isinstance"):
-            self.not_followed += [(f"{name}()", one)] if name == "setattr" and isinstance(one, Record) else []
-            return hidden
-        if name == "isinstance":
-            wanted = {_last(item) for item in (node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]])}
-            if isinstance(one, Record):
-                return True if one.name in wanted else hidden
-            return type(one).__name__ in wanted
-        attribute = str(arguments[1])
-        if not isinstance(one, Record):
-            return hidden if name != "getattr" or one is not None or len(arguments) < 3 else arguments[2]
-        if name == "setattr" and len(arguments) == 3:
-            self._put(one.values, attribute, arguments[2], self.branches > 0)
-            return None
-        if name == "hasattr":
-            return True if attribute in one.values or attribute in one.defaults else hidden if one.hidden else False
-        if attribute not in one.values and not one.hidden and len(arguments) == 3:
-            return arguments[2]
-        return one.get(attribute)
+        match [name, *arguments]:
+            case ["isinstance", one, _]:
+                wanted = {_last(item) for item in (node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]])}
+                if isinstance(one, Record):
+                    return True if one.name in wanted else hidden
+                return type(one).__name__ in wanted
+            case ["setattr", Record() as one, str() as attribute, value]:
+                self._put(one.values, attribute, value, self.branches > 0)
+                return None
+            case ["setattr", Record() as one, *_]:
+                self.not_followed.append(("setattr()", one))
+            case ["hasattr", Record() as one, str() as attribute]:
+                return True if attribute in one.values or attribute in one.defaults else hidden if one.hidden else False
+            case ["getattr", Record() as one, str() as attribute, default] if attribute not in one.values and not one.hidden:
+                return default
+            case ["getattr", Record() as one, str() as attribute, *_]:
+                return one.get(attribute)
+            case ["getattr", None, str(), default]:
+                return default
+        return hidden
 
     def _call(self, code: Code, arguments: Sequence[object], keywords: Mapping[str, object]) -> tuple[object, dict[str, object]]:
         """What a function returns, and its variables at the end."""

@@ -116,10 +116,6 @@ class LocalPool:
             slot.restart_at = time.monotonic()
             self._waiting.append(PlaceLost(place, "ended", again=True))
 
-    def pids(self) -> dict[str, int]:
-        """The process of each place's place worker, by the place's key."""
-        return {slot.place.key: slot.process.pid for slot in self._slots.values() if slot.process is not None}
-
     def _start(self, slot: _Slot) -> None:
         slot.starts += 1
         folder = self._folder / f"{list(self._slots).index(slot.place.key)}-{slot.starts}"

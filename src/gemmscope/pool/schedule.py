@@ -165,8 +165,6 @@ def too_slow(seconds: float, typical: float | None, limit: tuple[float, float]) 
     return typical is not None and seconds > max(limit[0] * typical, limit[1])
 
 
-__all__ = ["Limits", "Outcomes", "Schedule", "UnitFailure", "UnitOutcome"]
-
 POLL_S = 0.5  # the longest wait for events, so that Ctrl-C is noticed soon
 SHOW_S = 0.2  # between two reports of progress
 PAUSE_S = 5.0  # after a longer time between two checks, this process was not running

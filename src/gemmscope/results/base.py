@@ -16,8 +16,10 @@ from pydantic_core import PydanticSerializationError, to_json
 from gemmscope import __version__
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.findings import Finding
+from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.reading import without_surrogates
 from gemmscope.text import visible_json
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -101,7 +103,8 @@ class Result(Part):
         try:
             text = self.model_dump_json(by_alias=True, indent=1)
         except PydanticSerializationError:  # lone surrogates, which JSON cannot hold
-            text = to_json(_whole(self.model_dump(mode="json", by_alias=True)), indent=1, inf_nan_mode="null").decode()
+            whole = without_surrogates(self.model_dump(mode="json", by_alias=True))
+            text = to_json(whole, indent=1, inf_nan_mode="null").decode()
         return visible_json(text) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -131,15 +134,6 @@ class Result(Part):
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
         return str(_show().notebook(self))
-
-
-def _whole(data: Any) -> Any:
-    """The data with a question mark in the place of every lone surrogate."""
-    if isinstance(data, str):
-        return data.encode("utf-8", "replace").decode()
-    if isinstance(data, list):
-        return [_whole(item) for item in data]
-    return {_whole(key): _whole(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 VALUE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
@@ -226,6 +220,22 @@ class ModelResult(Result):
     def name(self) -> str:
         """What the result is about, in a title."""
         return self.model.name if self.model is not None else "GEMMs"
+
+
+class OneGpuResult(ModelResult):
+    """A measurement on one GPU, or on the CPU: of the linears, or of the training step."""
+
+    environment: Environment
+    device: dict[str, Any]
+    versions: dict[str, str]
+    fingerprint: str = ""
+    """The same for runs that measure the same: --resume finds the journal by it, or the run file of a GPU."""
+    interrupted: bool = False
+
+    @property
+    def where(self) -> str:
+        """The name of the GPU."""
+        return str(self.device.get("name", "this machine"))
 
 
 @dataclass(kw_only=True, repr=False)

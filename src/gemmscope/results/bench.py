@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gemmscope.choices import Timing
-from gemmscope.gpu.environment import Environment
-from gemmscope.results.base import ModelResult, Samples
+from gemmscope.results.base import OneGpuResult, Samples
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import Task
 
@@ -52,7 +51,7 @@ class TaskResult(Samples):
     kernels: list[list[Any]] = field(default_factory=list)
 
 
-class BenchResult(ModelResult):
+class BenchResult(OneGpuResult):
     """The result of `gemmscope bench`: the linears in every recipe and mode, and every sample behind them."""
 
     kind: Literal["bench"] = "bench"
@@ -61,20 +60,10 @@ class BenchResult(ModelResult):
     """Measured until every speedup was known to this precision."""
     time_limit_s: float | None = None
     """Or until this much time had passed."""
-    environment: Environment
-    device: dict[str, Any]
-    versions: dict[str, str]
-    fingerprint: str = ""
-    """The same for runs that measure the same: --resume finds the journal by it, or the run file of a GPU."""
     rounds: int
-    interrupted: bool = False
     linears: Linears
     tasks: tuple[TaskResult, ...]
 
     @property
     def sample_count(self) -> int:
         return sum(task.sample_count for task in self.tasks)
-
-    @property
-    def where(self) -> str:
-        return str(self.device.get("name", "this machine"))

@@ -12,6 +12,7 @@ from gemmscope.errors import UserError, shown
 from gemmscope.reading import LIMITS, called, check_numbers, enough_memory, parse_json, read_bytes
 from gemmscope.results.base import SCHEMA_VERSION, Result, command_of
 from gemmscope.results.fleet import FleetGpu
+from gemmscope.units import listed
 
 KINDS = ["shapes", "bench", "step", "sweep", "forecast", "plan", "numerics", "explain", "compare", "fleet"]
 LARGEST, MOST_VALUES = (LIMITS["run_file"][name] for name in ("bytes", "entries"))
@@ -33,16 +34,6 @@ def read_result(path: str | Path, kinds: Collection[str] = KINDS) -> Result:
         return _result(path, kinds)
 
 
-def _either(kinds: Collection[str]) -> str:
-    """The kinds in a sentence.
-
-    >>> _either(["numerics"]), _either(["bench", "step", "forecast"])
-    ('numerics', 'bench, step or forecast')
-    """
-    *most, last = kinds
-    return f"{', '.join(most)} or {last}" if most else last
-
-
 def _result(path: str | Path, kinds: Collection[str]) -> Result:
     data, values = _json(Path(path))
     path = called(path)
@@ -52,7 +43,7 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
     if not isinstance(kind, str) or kind not in kinds:
         given = f"its kind is {shown(kind)}" if kind else "it has no kind"
         hint = "write one with --json PATH" + "; gemmscope report shows all kinds" * (isinstance(kind, str) and kind in KINDS)
-        raise UserError(f"{path} is not a run file of {_either(kinds)}: {given}", hint)
+        raise UserError(f"{path} is not a run file of {listed(kinds, 'or')}: {given}", hint)
     if version != SCHEMA_VERSION:
         older = isinstance(version, int) and version < SCHEMA_VERSION
         hint = f"run {command_of(kind)} again with --json" if older or version is None else "update gemmscope"

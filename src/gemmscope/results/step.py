@@ -12,11 +12,10 @@ from pydantic import AliasChoices, Field
 
 from gemmscope.choices import Compile, OptimizerName
 from gemmscope.findings import Finding
-from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import NUMBER, ModelResult, Origin, Part, Samples
+from gemmscope.results.base import NUMBER, OneGpuResult, Origin, Part, Samples
 from gemmscope.results.linears import Speedup, Winner
 
 
@@ -278,22 +277,16 @@ class VariantResult(Samples):
     host_each_ms: list[float] = field(default_factory=list)
 
 
-class StepResult(ModelResult):
+class StepResult(OneGpuResult):
     """The result of `gemmscope step`: the training step in every recipe, and the recommendation."""
 
     kind: Literal["step"] = "step"
-    environment: Environment
-    device: dict[str, Any]
-    versions: dict[str, str]
     settings: StepSettings
     ran: Literal["stack", "module", "huggingface"] = "stack"
     """A stack of layers built from the model's sizes, the user's own module, or the Hugging Face class of a config."""
     depth: int
     """Of the stacks that were run; 0 for a module, which runs as it is."""
     layers: int
-    interrupted: bool = False
-    fingerprint: str = ""
-    """The same for runs that measure the same: --resume finds the journal by it, or the run file of a GPU."""
     seconds: dict[str, float] = {}
     """How long predicting and verifying took."""
     step: StepTimes
@@ -307,7 +300,3 @@ class StepResult(ModelResult):
     @property
     def sample_count(self) -> int:
         return sum(variant.sample_count for variant in self.variants)
-
-    @property
-    def where(self) -> str:
-        return str(self.device.get("name", "this machine"))

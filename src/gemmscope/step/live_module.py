@@ -27,7 +27,7 @@ from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, KernelSources, gated_backward_is_wrong
 from gemmscope.step.module_plan import ModulePlan, truncated
-from gemmscope.workload.factory import Built, load_factory, own_loss
+from gemmscope.workload.factory import Built, load_factory, own_loss, scalar
 from gemmscope.workload.failures import TraceError, naming
 from gemmscope.workload.huggingface import BUILDING, as_built, huggingface_model, training_inputs
 from gemmscope.workload.module_parts import expert_weights, find_layers, tensors_in, with_tensors
@@ -142,12 +142,7 @@ class Objective(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.module(*args, **kwargs)
         loss = self.given(output) if self.given is not None else _squares(output) if self.squares else own_loss(output)
-        if not isinstance(loss, torch.Tensor):
-            raise TraceError(f"the loss is of type {type(loss).__name__}, not a tensor", "return a scalar tensor from the loss")
-        if loss.numel() != 1:
-            shape = " x ".join(map(str, loss.shape))
-            raise TraceError(f"the loss is a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
-        return loss.reshape(())
+        return scalar(loss).reshape(())
 
     def compiled(self) -> nn.Module:
         """Compiled as users do it: a module that computes its own loss is compiled alone, any other together with its loss."""
@@ -200,6 +195,7 @@ class ModuleStep:
 
     def __init__(self, live: LiveModule, kit: Kit, accumulation: int = 1) -> None:
         self.live, self.kit, self._accumulation = live, kit, accumulation
+        self.optimizer = live.optimizer  # which all recipes share
         objective = live.copied()
         self.conversion = decide(live.linears, live.head, kit) if kit.recipe.quantizes else {}  # why not, by path
         converted = [path for path, reason in self.conversion.items() if not reason]
@@ -227,11 +223,6 @@ class ModuleStep:
             loss: torch.Tensor = self._objective(*self.live.built.args, **self.live.built.kwargs)
         return loss
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, which all recipes share."""
-        return self.live.optimizer
-
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
         for phase in self.phases():
@@ -257,8 +248,8 @@ class ModuleStep:
 
     def _update(self) -> None:
         mark_step("optimizer")
-        if self.live.optimizer is not None:
-            self.live.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
 

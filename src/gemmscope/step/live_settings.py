@@ -15,7 +15,7 @@ from gemmscope.recipe.frameworks import backends
 from gemmscope.results.step import StepSettings
 from gemmscope.step.answer import BYTES_PER_PARAMETER
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
-from gemmscope.units import si
+from gemmscope.units import listed, si
 
 CPU_BYTES_PER_PARAMETER = 16  # the same in FP32, which the CPU runs for comparison
 COMPILING_S = 1200.0  # allowed time without a message: compiling a whole model takes minutes, and so does tuning kernels
@@ -49,7 +49,7 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
     """How to measure. Defaults are those of the frameworks: torchao's layers are compiled, Transformer Engine's are not."""
     for name, value, known in (("compile", compile_what, COMPILES), ("optimizer", optimizer, OPTIMIZERS)):
         if value is not None and value not in known:
-            raise UserError(f"{option(name)} must be {', '.join(known[:-1])} or {known[-1]}, not {shown(value)}")
+            raise UserError(f"{option(name)} must be {listed(known, 'or')}, not {shown(value)}")
     for applies, message, hint in (
         (
             optimizer not in (None, "adamw"),

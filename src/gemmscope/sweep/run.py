@@ -18,8 +18,8 @@ from gemmscope.options.measuring import BenchOptions, StepOptions, SweepOptions
 from gemmscope.options.values import Shape
 from gemmscope.pool.gpus import launched, local_gpus, open_pool
 from gemmscope.pool.measure_unit import MeasureUnit
-from gemmscope.pool.pool import Unit
-from gemmscope.pool.schedule import Outcomes, Schedule
+from gemmscope.pool.pool import Outcomes, Unit
+from gemmscope.pool.schedule import Schedule
 from gemmscope.progress import PoolProgress, Reporter
 from gemmscope.results.sweep import SweepResult
 from gemmscope.run_context import RunContext

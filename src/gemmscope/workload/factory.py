@@ -123,18 +123,23 @@ def loss_of(built: Built, output: Any) -> torch.Tensor | None:
     if built.loss is None:
         own = own_loss(output)
         return own if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1 else None
-    value = built.loss(output)
-    if not isinstance(value, torch.Tensor):
-        raise TraceError(f"the loss returned {type(value).__name__}, not a tensor", "return a scalar tensor from the loss")
-    if value.numel() != 1:
-        shape = " x ".join(map(str, value.shape))
-        raise TraceError(f"the loss returned a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
+    value = scalar(built.loss(output))
     if not value.requires_grad:
         raise TraceError(
             "the loss does not depend on a parameter that requires a gradient",
             "compute it from the module's output, without .detach(), .item() or torch.no_grad()",
         )
     return value
+
+
+def scalar(loss: Any) -> torch.Tensor:
+    """The loss, or a `TraceError` where it is not one number."""
+    if not isinstance(loss, torch.Tensor):
+        raise TraceError(f"the loss is of type {type(loss).__name__}, not a tensor", "return a scalar tensor from the loss")
+    if loss.numel() != 1:
+        shape = " x ".join(map(str, loss.shape))
+        raise TraceError(f"the loss is a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
+    return loss
 
 
 def own_loss(output: Any) -> Any:

@@ -10,8 +10,9 @@ time of a trace. The layers of a model run the same operators on the same shapes
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from gemmscope.workload import stand_ins
 from gemmscope.workload.ops import PASSES
@@ -253,10 +255,10 @@ class RememberedShapes:
         except _UnknownError:
             return operator(*args, **kwargs)
         if key in self._known:
-            return _rebuilt(self._known[key])
+            return tree_map(lambda make: make(), self._known[key])
         output = operator(*args, **kwargs)
         with contextlib.suppress(_UnknownError):
-            self._known[key] = _described(output, {tensor.untyped_storage()._cdata for tensor in inputs})
+            self._known[key] = tree_map(partial(_maker, {tensor.untyped_storage()._cdata for tensor in inputs}), output)
         return output
 
 
@@ -283,23 +285,11 @@ def _is_plain_meta(tensor: Tensor) -> bool:
     return tensor.is_meta and tensor.layout == torch.strided and not tensor.is_complex()
 
 
-def _described(output: Any, storages: set[int]) -> Any:
-    """Sizes and type of each tensor. Views of inputs are not remembered: they must stay views."""
-    if isinstance(output, (list, tuple)):
-        return type(output), [_described(item, storages) for item in output]
+def _maker(storages: set[int], output: Any) -> Callable[[], Any]:
+    """Makes new meta tensors like this one. Views of inputs (`storages`) are not remembered: they must stay views."""
     if output is None:
-        return None
+        return lambda: None
     plain = type(output) is Tensor and _is_plain_meta(output)
     if not plain or output.storage_offset() or output.untyped_storage()._cdata in storages:
         raise _UnknownError
-    return output.shape, output.stride(), output.dtype
-
-
-def _rebuilt(described: Any) -> Any:
-    """New meta tensors with the described sizes and types."""
-    if described is None:
-        return None
-    if isinstance(described[0], type):
-        return described[0](map(_rebuilt, described[1]))
-    shape, stride, dtype = described
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return partial(torch.empty_strided, output.shape, output.stride(), dtype=output.dtype, device="meta")

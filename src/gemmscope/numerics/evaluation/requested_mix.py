@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, did_you_mean, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.numerics.evaluation.mixes import mismatch
@@ -134,11 +134,10 @@ def _ops(request: MixRequest, present: tuple[str, ...]) -> tuple[tuple[str, ...]
     named = {name: tuple(_present(name, present)) for name in request.kept.ops}
     for name, ops in named.items():
         if not ops:
-            similar = closest(name, tuple(map(name_of, present)))
-            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+            names = tuple(map(name_of, present))
             raise UserError(
                 f"{request.given} names {shown(name)}, which is not a linear of this model",
-                f"{hint}the model has {', '.join(map(name_of, present)) or 'none that a recipe quantizes'}",
+                f"{did_you_mean(name, names)}the model has {', '.join(names) or 'none that a recipe quantizes'}",
             )
         kept.update(ops)
     parts = {op: [name for name, ops in named.items() if ops == (op,) and name.lower() != name_of(op).lower()] for op in kept}
