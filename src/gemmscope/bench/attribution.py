@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from gemmscope.engine.kernels import KernelFacts, KernelRun, classify
+from gemmscope.grouping import add_up, grouped
 from gemmscope.results.linears import QUANTIZED_ONCE, QUANTIZED_PER_GEMM, quantization_by_pass
 from gemmscope.workload.ops import PASSES
 
@@ -80,20 +81,17 @@ def attribute(
     if gemms != len(passes) * gemms_per_pass:
         raise AttributionError(f"{gemms} GEMMs instead of {len(passes) * gemms_per_pass}")
     labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
-    times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
-    kernels: dict[str, list[str]] = {}
     # before the first GEMM, every weight has one cast; X has the others: one, or one per expert
     before = takewhile(lambda piece: not piece.starts_gemm, pieces)
     of_x = max(sum(piece.facts.ends_tensor for piece in before) - (0 if weight_cached else max(len(rows), 1)), 1)
     pass_of = [name for name in passes for _ in range(gemms_per_pass)]
-    for piece, label in zip(pieces, _parts(pieces, pass_of, casts, of_x), strict=True):
-        part = label if label in times_us else "other"
-        times_us[part] += piece.time_us
-        kernels.setdefault(part, []).append(piece.name)
+    parts = [part if part in (*passes, *labels) else "other" for part in _parts(pieces, pass_of, casts, of_x)]
+    times_us = add_up((part, piece.time_us) for part, piece in zip(parts, pieces, strict=True))
+    kernels = grouped((part, piece.name) for part, piece in zip(parts, pieces, strict=True))
     return Parts(
-        {name: times_us[name] for name in passes},
-        {label: times_us[label] for label in labels},
-        times_us["other"] + left_us,
+        {name: times_us.get(name, 0.0) for name in passes},
+        {label: times_us.get(label, 0.0) for label in labels},
+        times_us.get("other", 0.0) + left_us,
         {part: tuple(names) for part, names in kernels.items()},
     )
 

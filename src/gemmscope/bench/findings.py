@@ -139,11 +139,10 @@ def _op_speedups(linears: Linears) -> Iterator[tuple[str, Mode, str, Interval]]:
 
 def _slower(linears: Linears) -> list[Finding]:
     """Ops that are slower in low precision, beyond the interval."""
-    slower: dict[Mode, dict[str, float]] = {}
-    for name, mode, op, speedup in _op_speedups(linears):
-        if speedup.below_one:
-            slower.setdefault(mode, {})[f"{op} in {name}"] = speedup.value
-    return [finding("ops-slower", mode=mode, speedups=speedups) for mode, speedups in slower.items()]
+    slower = (
+        (mode, (f"{op} in {name}", speedup.value)) for name, mode, op, speedup in _op_speedups(linears) if speedup.below_one
+    )
+    return [finding("ops-slower", mode=mode, speedups=dict(speedups)) for mode, speedups in grouped(slower).items()]
 
 
 def _too_close(linears: Linears) -> Iterator[Finding]:

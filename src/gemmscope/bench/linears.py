@@ -237,9 +237,8 @@ def _totals(measured: Measurements, linears: Linears) -> Iterator[LinearsTotal]:
 
 def _winners(measured: Measurements, linears: Linears) -> dict[Mode, Winner]:
     """The fastest recipe of each mode that has speedups."""
-    winners = {}
-    for mode in linears.modes:
-        speedups = {name: gain for name in linears.columns(mode) if (gain := _speedup(measured, linears, mode, name)) is not None}
-        if speedups:
-            winners[mode] = find_winner(speedups, partial(_speedup, measured, linears, mode))
-    return winners
+    speedups = {
+        mode: {name: gain for name in linears.columns(mode) if (gain := _speedup(measured, linears, mode, name)) is not None}
+        for mode in linears.modes
+    }
+    return {mode: find_winner(own, partial(_speedup, measured, linears, mode)) for mode, own in speedups.items() if own}

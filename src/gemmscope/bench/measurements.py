@@ -7,6 +7,7 @@ from gemmscope.engine.messages import Group, Kernels, Message, Sum
 from gemmscope.engine.rule import Uncertainty
 from gemmscope.engine.stats import Bursts, Noise, noise_of, ratio_interval, time_interval
 from gemmscope.engine.store import ResultStore
+from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
@@ -20,9 +21,8 @@ class Measurements(ResultStore[TaskResult]):
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         super().__init__({task.key: TaskResult(task) for task in tasks})
-        self._keys: dict[tuple[str, Mode], dict[Case, list[str]]] = {}  # of a recipe and mode, by case: looked up often
-        for key, result in self.tasks.items():
-            self._keys.setdefault(result.task.group, {}).setdefault(result.task.case, []).append(key)
+        by_group = grouped((result.task.group, (result.task.case, key)) for key, result in self.tasks.items())
+        self._keys = {group: grouped(keys) for group, keys in by_group.items()}  # by case: looked up often
         self._noise: dict[tuple[Case, ...], Noise] = {}  # until there are more samples
 
     def take(self, message: Message) -> None:

@@ -26,6 +26,7 @@ from gemmscope.engine.messages import Done, Failed, Hello, Kernels, Ready, Sum
 from gemmscope.engine.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer, start_profiler
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, plan_rounds, versions_of
 from gemmscope.errors import in_a_line
+from gemmscope.grouping import grouped
 from gemmscope.recipe.frameworks import measuring_classes
 from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Task
@@ -171,12 +172,9 @@ class Worker(MeasuringProcess):
 
     def _groups(self) -> list[BurstGroup]:
         """The tasks to measure, grouped by recipe and mode; and by op where the GPU rests between bursts."""
-        groups: dict[tuple[str, ...], BurstGroup] = {}
-        for task in self.tasks:
-            if task.key in self.ready and task.key not in self.sums:
-                apart = (*task.group, task.case.op if self.request["rest_ms"] else "")
-                groups.setdefault(apart, BurstGroup(task.group, [])).tasks.append(task.key)
-        return list(groups.values())
+        measured = [task for task in self.tasks if task.key in self.ready and task.key not in self.sums]
+        apart = grouped(((task.group, task.case.op if self.request["rest_ms"] else ""), task.key) for task in measured)
+        return [BurstGroup(group, keys) for (group, _), keys in apart.items()]
 
     def _runnables(self, group: BurstGroup) -> list[Runnable]:
         return [self.ready[key] for key in group.tasks]

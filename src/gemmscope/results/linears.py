@@ -237,11 +237,11 @@ def linears_total(
 ) -> LinearsTotal:
     """The total of all linears of a recipe. `ops`: all ops by name. With `layer_counts`, passes are summed over one layer."""
     counts = layer_counts or {case.op: case.count for case in cases}
-    pass_ms = {}
-    for pass_name in PASSES:
-        times = [(ops[op].pass_ms.get(pass_name), count) for op, count in counts.items()]
-        if all(time is not None for time, _ in times):
-            pass_ms[pass_name] = sum(time.value * count for time, count in times if time is not None)
+    pass_ms = {
+        pass_name: sum(ops[op].pass_ms[pass_name].value * count for op, count in counts.items())
+        for pass_name in PASSES
+        if all(pass_name in ops[op].pass_ms for op in counts)
+    }
     return LinearsTotal(
         recipe=name,
         mode=mode,

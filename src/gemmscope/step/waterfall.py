@@ -8,7 +8,7 @@ measured or forecast.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise, product, takewhile
 
 from gemmscope.bench.linears import evidence
 from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
@@ -192,17 +192,17 @@ def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
     if recipe.kept is not None:
         gemms = [classify(kernel.name) for kernel in placed if kernel.block in LINEARS]
         return fallbacks(recipe_named(recipe.base), placed) if _all_in_bf16(gemms) else None
-    requested: dict[str, list[str]] = {}
     unmarked = [classify(kernel.name) for kernel in placed if kernel.block == "model"]
-    if recipe.quantizes and _all_in_bf16(unmarked):
-        requested[" x ".join(recipe.operands["fprop"])] = ["every GEMM"]
-    for block in LINEARS:
-        for direction, passes in PASSES_OF.items():
-            names = dict.fromkeys(kernel.name for kernel in placed if (kernel.block, kernel.direction) == (block, direction))
-            if any(_fell_back(recipe, passes, name) for name in names):
-                requested.setdefault(" x ".join(recipe.operands[passes[0]]), []).append(f"{block} {direction}")
-    if not requested:
+    wrong = [("fprop", "every GEMM")] if recipe.quantizes and _all_in_bf16(unmarked) else list[tuple[Pass, str]]()
+    names = grouped(((kernel.block, kernel.direction), kernel.name) for kernel in placed)
+    wrong += [
+        (passes[0], f"{block} {direction}")
+        for block, (direction, passes) in product(LINEARS, PASSES_OF.items())
+        if any(_fell_back(recipe, passes, name) for name in set(names.get((block, direction), ())))
+    ]
+    if not wrong:
         return None
+    requested = grouped((" x ".join(recipe.operands[pass_name]), place) for pass_name, place in wrong)
     where = [place for places in requested.values() for place in places]
     return finding("step-fallback", recipe=recipe.name, where=where, ran=" x ".join(IN_BF16), requested=list(requested))
 

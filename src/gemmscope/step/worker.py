@@ -195,7 +195,7 @@ class StepWorker(MeasuringProcess):
             self.begin(name, "preparing")  # again and again: a step may take a minute
             step.run()  # delayed scaling knows its scales from the second step on
             self.begin(name, "preparing")
-            loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
+            loss, self.once_ms[name] = step.loss(), self._once_ms(step)
         except Exception as error:
             self.failed(name, error)
             if variant["captured"]:
@@ -223,16 +223,15 @@ class StepWorker(MeasuringProcess):
             reasons = [reason for kernels in mixers for what, reason in kernels.refused.items() if what in plain]
             self.warn("mixer-kernels-slow", parts=plain, advice=reasons[0] if reasons else "install flash-linear-attention")
 
-    def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
-        """Milliseconds per step, launched back to back on an idle GPU."""
+    def _once_ms(self, step: AnyStep) -> float:
+        """Milliseconds of one step, launched on an idle GPU."""
 
         def work() -> None:
-            for _ in range(count):
-                step.run()
+            step.run()
             self._synchronize()
 
         self._synchronize()
-        return elapsed_ms(work) / count
+        return elapsed_ms(work)
 
     def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""

@@ -172,13 +172,6 @@ def _about(possible: Sequence[tuple[dict[str, int], MeasureUnit]], axes: Axes) -
 
 def _mark(of: str, possible: Sequence[tuple[dict[str, int], MeasureUnit]]) -> str:
     """A key that is equal for sweeps of the same points, on any GPUs and at any precision."""
-    content = []
-    for values, unit in possible:
-        content.append(
-            [
-                values,
-                identity(unit.job),
-                repr(sorted({**unit.options.given(), "precision": 0, "time_limit": 0, "resume": False}.items())),
-            ]
-        )
+    same = {"precision": 0, "time_limit": 0, "resume": False}
+    content = [[values, identity(unit.job), repr(sorted({**unit.options.given(), **same}.items()))] for values, unit in possible]
     return fingerprint("sweep", of, content)

@@ -8,7 +8,6 @@ FP8Block came out 3% lower when it shared a burst with its bare GEMMs, which dra
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -17,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gemmscope.choices import Mode
+from gemmscope.grouping import grouped
 from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass, gemm_size
 
 LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # with less, the times would be those of the cache
@@ -96,14 +96,15 @@ class Task:
 
 def cases_of(linears: Iterable[Linear], *, as_run: bool = False) -> list[Case]:
     """The distinct linears of a workload; equal ones are counted together. `as_run`: with the passes that run, not with all."""
-    counts, ran = Counter[Case](), dict[Case, set[str]]()
-    for linear in linears:
-        rows = linear.rows if isinstance(linear, GroupedLinear) else ()
-        case = Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows, quantized=linear.quantized)
-        counts[case] += linear.count
-        ran.setdefault(case, set()).update(gemm.pass_name for gemm in linear.gemms())
-    passes = {case: tuple(name for name in PASSES if name in ran[case] or not as_run) for case in counts}
-    return [replace(case, count=count, passes=passes[case]) for case, count in counts.items()]
+    by_case = grouped((_case(linear), linear) for linear in linears)
+    ran = {case: {gemm.pass_name for linear in alike for gemm in linear.gemms()} for case, alike in by_case.items()}
+    passes = {case: tuple(name for name in PASSES if name in ran[case] or not as_run) for case in by_case}
+    return [replace(case, count=sum(one.count for one in alike), passes=passes[case]) for case, alike in by_case.items()]
+
+
+def _case(linear: Linear) -> Case:
+    rows = linear.rows if isinstance(linear, GroupedLinear) else ()
+    return Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows, quantized=linear.quantized)
 
 
 def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode], same_kernels: dict[str, str]) -> list[Task]:
@@ -132,12 +133,12 @@ def forward_calls(cases: Iterable[Case]) -> list[Case]:
     >>> [(each.op, each.tokens, each.inputs, each.outputs) for each in forward_calls([Case("MLP Up", 8, 2, 4)])]
     [('MLP Up', 8, 2, 4), ('MLP Up (dgrad)', 8, 4, 2), ('MLP Up (wgrad)', 2, 8, 4)]
     """
-    calls = []
-    for case in cases:
-        for name in PASSES:
-            m, k, n = gemm_size(case.tokens, case.inputs, case.outputs, name)
-            calls.append(replace(case, op=case.op + CALLED[name], tokens=m, inputs=k, outputs=n, passes=PASSES[:1]))
-    return calls
+    return [
+        replace(case, op=case.op + CALLED[name], tokens=m, inputs=k, outputs=n, passes=PASSES[:1])
+        for case in cases
+        for name in PASSES
+        for m, k, n in [gemm_size(case.tokens, case.inputs, case.outputs, name)]
+    ]
 
 
 def op_of(name: str) -> str:

@@ -124,8 +124,6 @@ def _attention(gemms: Iterable[tuple[tuple[str, int, int, int, int], int]]) -> C
 
 
 def _unequal(derived: Counts, traced: Counts) -> list[Difference]:
-    counts: dict[str, list[int]] = {}  # text → derived, traced
-    for side, items in enumerate((derived, traced)):
-        for text, count in items:
-            counts.setdefault(text, [0, 0])[side] += count
-    return [Difference(text, *pair) for text, pair in counts.items() if pair[0] != pair[1]]
+    here, there = ({text: sum(counts) for text, counts in grouped(side).items()} for side in (derived, traced))
+    pairs = {text: (here.get(text, 0), there.get(text, 0)) for text in {**here, **there}}
+    return [Difference(text, *pair) for text, pair in pairs.items() if pair[0] != pair[1]]
