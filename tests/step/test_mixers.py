@@ -17,14 +17,14 @@ pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
 from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels, gated_backward_is_wrong  # noqa: E402
-from gemmscope.step.mixer_modules import mixer_of  # noqa: E402
+from gemmscope.step.mixer_modules import MIXERS  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
 
 
 def mixer(spec: MixerSpec) -> Any:
     torch.manual_seed(0)
-    return mixer_of(Kit(recipe("FP32")), HIDDEN, spec, SEQUENCE, None)
+    return MIXERS[spec.kind](Kit(recipe("FP32")), HIDDEN, spec, SEQUENCE, None)
 
 
 def load(ours: Any, **weights: Any) -> None:

@@ -20,14 +20,14 @@ from gemmscope.step.stack_plan import plan_step
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 
-from gemmscope.step.conversion import decide, find_head, record_linears, summary  # noqa: E402
+from gemmscope.step.conversion import decide, record_linears, summary  # noqa: E402
 from gemmscope.step.kits.plain import Kit, PlainLinear  # noqa: E402
 from gemmscope.step.live_module import LiveModule, ModuleStep, built_notes, linear_notes  # noqa: E402  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
 from gemmscope.step.worker import StepWorker  # noqa: E402
 from gemmscope.workload.failures import TraceError  # noqa: E402
-from gemmscope.workload.module_parts import expert_weights, find_layers  # noqa: E402
+from gemmscope.workload.module_parts import expert_weights, find_layers, output_head  # noqa: E402
 
 MODULES = """
 import torch
@@ -306,7 +306,8 @@ def test_a_mask_is_seen_and_a_head_is_the_last_linear_outside_the_layers() -> No
     module = Attending()
     uses, masked = record_linears(module, lambda: module(torch.ones(1, 2, 4)))
     assert masked == [True, False]
-    assert (uses["first"].rows, find_head(module, uses, [])) == ([2], "first")
+    head = output_head(module, {path: use.last_call for path, use in uses.items() if use.rows}, [])
+    assert (uses["first"].rows, head) == ([2], "first")
     assert nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
     assert all(decide(uses, None, kit()).values())
 

@@ -175,13 +175,11 @@ def _ask_frameworks() -> dict[str, Any]:
 
 def _gpu_line(gpu: GpuFacts) -> str:
     architecture = architecture_name(gpu.capability) if gpu.capability else "unknown architecture"
-    parts = [f"GPU {gpu.index}: {gpu.name}, {architecture}"]
-    if gpu.memory_bytes:
-        parts.append(f"{si(gpu.memory_bytes, 'B')} of memory, {si(gpu.memory_used_bytes or 0, 'B')} in use")
-    if gpu.power_limit_w:
-        parts.append(f"power limit {gpu.power_limit_w:.0f} W")
-    if gpu.max_sm_mhz:
-        parts.append(f"SM clock {gpu.now.sm_mhz} of {gpu.max_sm_mhz} MHz")
-    if gpu.now.temperature_c is not None:
-        parts.append(f"{gpu.now.temperature_c} °C")
-    return ", ".join(parts)
+    parts = (
+        f"GPU {gpu.index}: {gpu.name}, {architecture}",
+        f"{si(gpu.memory_bytes, 'B')} of memory, {si(gpu.memory_used_bytes or 0, 'B')} in use" if gpu.memory_bytes else "",
+        f"power limit {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else "",
+        f"SM clock {gpu.now.sm_mhz} of {gpu.max_sm_mhz} MHz" if gpu.max_sm_mhz else "",
+        f"{gpu.now.temperature_c} °C" if gpu.now.temperature_c is not None else "",
+    )
+    return ", ".join(filter(None, parts))

@@ -454,14 +454,15 @@ class Follower:
                 return self._object(function, keywords, arguments)
             return self._call(function, arguments, keywords)[0]
         if not isinstance(function, Code) and holder is None:
-            if name in ("hasattr", "getattr", "isinstance", "setattr"):
-                return self._about(name, arguments, node)
-            if name == "fields" and arguments and isinstance(one := arguments[0], Record):
-                return [Record("Field", {"name": name}, constructed=True) for name in one.known()]
-            if name in BUILTINS:
-                return self._plain(node, BUILTINS[name], arguments)
-            if name == "cast" and len(arguments) == 2:
-                return arguments[1]
+            match [name, *arguments]:
+                case ["hasattr" | "getattr" | "isinstance" | "setattr", *_]:
+                    return self._about(name, arguments, node)
+                case ["fields", Record() as one, *_]:
+                    return [Record("Field", {"name": field}, constructed=True) for field in one.known()]
+                case ["cast", _, value]:
+                    return value
+                case _ if name in BUILTINS:
+                    return self._plain(node, BUILTINS[name], arguments)
         if any(type(holder) is kind and name in methods for kind, methods in METHODS.items()):
             if self.branches and name in CHANGING:
                 arguments = [[Record(name, hidden=CONDITION)]]

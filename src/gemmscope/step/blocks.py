@@ -20,7 +20,7 @@ from gemmscope.model.spec import NormSpec
 from gemmscope.step.attention_modules import SelfAttention
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.mixer_modules import mixer_of
+from gemmscope.step.mixer_modules import MIXERS
 from gemmscope.step.stack_plan import StackPlan, norm_places
 
 GRADIENT = 1e-3  # about what gradients of activations are
@@ -156,7 +156,9 @@ class Block(nn.Module):
         self.parallel = places.shared
         own = None if self.parallel or both or sharded or not places.before else norm
         self.attention = SelfAttention(kit, layer.attention, plan, own) if layer.attention is not None else None
-        self.mixer = mixer_of(kit, hidden, layer.mixer, plan.sequence_length, own) if layer.mixer is not None else None
+        self.mixer = (
+            MIXERS[layer.mixer.kind](kit, hidden, layer.mixer, plan.sequence_length, own) if layer.mixer is not None else None
+        )
         self.routes = isinstance(layer.mlp, MoeSpec)  # experts take this rank's tokens, and norm them
         alone = sharded and not self.routes
         inside = None if self.parallel or alone or not places.before else norm

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from gemmscope.grouping import grouped
 from gemmscope.step.kits.plain import Kit
-from gemmscope.workload.module_parts import output_head, why_not_converted
+from gemmscope.workload.module_parts import why_not_converted
 from gemmscope.workload.ops import why_high_precision
 
 NOT_CALLED = "never called as a module: its weight is used directly, or not at all"
@@ -72,11 +72,6 @@ def _called(use: LinearUse, calls: Iterator[int], _: nn.Module, inputs: tuple[An
     if inputs and isinstance(inputs[0], torch.Tensor):
         use.rows.append(inputs[0].numel() // max(inputs[0].shape[-1], 1))
         use.last_call = next(calls)
-
-
-def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[str]) -> str | None:
-    """The path of the linear that makes the outputs; None if there is none outside the layers."""
-    return output_head(module, {path: use.last_call for path, use in uses.items() if use.rows}, layers)
 
 
 def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> dict[str, str]:

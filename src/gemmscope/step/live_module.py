@@ -22,7 +22,7 @@ from torch import nn
 
 from gemmscope.errors import option
 from gemmscope.grouping import grouped
-from gemmscope.step.conversion import LinearUse, decide, find_head, record_linears, summary
+from gemmscope.step.conversion import LinearUse, decide, record_linears, summary
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, KernelSources, gated_backward_is_wrong
@@ -30,7 +30,7 @@ from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, load_factory, own_loss, scalar
 from gemmscope.workload.failures import TraceError, naming
 from gemmscope.workload.huggingface import BUILDING, as_built, huggingface_model, training_inputs
-from gemmscope.workload.module_parts import expert_weights, find_layers, tensors_in, with_tensors
+from gemmscope.workload.module_parts import expert_weights, find_layers, output_head, tensors_in, with_tensors
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0}),
@@ -104,7 +104,7 @@ class LiveModule:
             objective=objective,
             linears=linears,
             layers=layers,
-            head=find_head(built.module, linears, layers),
+            head=output_head(built.module, {path: use.last_call for path, use in linears.items() if use.rows}, layers),
             optimizer=_optimizer(trained, optimizer),
             cast=cast,
             masked=any(masked) if masked else None,

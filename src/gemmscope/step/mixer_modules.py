@@ -18,13 +18,9 @@ from gemmscope.step.marks import mark
 from gemmscope.workload.mixers import input_widths
 
 
-def mixer_of(kit: Kit, hidden: int, spec: MixerSpec, sequence: int, norm: NormSpec | None) -> nn.Module:
-    """The mixer of a layer. `norm`: before its input projection; None: its input is normed already."""
-    return MIXERS[spec.kind](kit, hidden, spec, sequence, norm)
-
-
 class Mixer(nn.Module):
-    """Input projection, causal convolution, recurrence, gated norm, output projection."""
+    """Input projection, causal convolution, recurrence, gated norm, output projection. `norm`: before the input projection; None:
+    the input is normed already."""
 
     convolved: tuple[str, ...] = ("q", "k", "v")
     gate_first = False  # the gate is applied before the norm

@@ -103,16 +103,14 @@ def _kimi_kinds(inner: Mapping[str, object], count: int) -> list[str]:
     listed = {kind: inner.get(key) for key, kind in (("full_attn_layers", FULL), ("kda_layers", LINEAR))}
     if any(numbers is None for numbers in listed.values()):
         return [FULL if index and index % 4 == 0 else LINEAR for index in range(count)]
-    kinds: list[str | None] = [None] * count
+    kinds: dict[int, str] = {}
     for kind, numbers in listed.items():
         if not isinstance(numbers, list) or not all(type(number) is int and 1 <= number <= count for number in numbers):
             raise UserError(f"full_attn_layers and kda_layers must list layers from 1 to {count}, not {shown(numbers)}")
-        for number in numbers:
-            kinds[number - 1] = kind
-    if None in kinds:
-        missing = kinds.index(None) + 1
-        raise UserError(f"layer {missing} is neither in full_attn_layers nor in kda_layers", "add it to one of them")
-    return [str(kind) for kind in kinds]
+        kinds |= dict.fromkeys(numbers, kind)
+    if missing := [number for number in range(1, count + 1) if number not in kinds]:
+        raise UserError(f"layer {missing[0]} is neither in full_attn_layers nor in kda_layers", "add it to one of them")
+    return [kinds[number] for number in range(1, count + 1)]
 
 
 def minimax(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
