@@ -12,7 +12,7 @@ from gemmscope.errors import UserError
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.check import differences
-from gemmscope.workload.derive import derive, lora_findings, with_adapters
+from gemmscope.workload.derive import Workload, derive, with_lora
 from gemmscope.workload.ops import ADAPTERS, Linear, Optimizer
 from gemmscope.workload.traced_ops import TracedLinear
 from support.oracle import model_of
@@ -127,10 +127,9 @@ def test_a_traced_module_gets_adapters_too() -> None:
     linear = TracedLinear(label="blocks.*.up", count=4, seen=seen, **sizes)
     router = replace(linear, label="blocks.*.gate", convertible=False)
     run = RunSpec(1, 64, lora=8)
-    ops = list(with_adapters((linear, router), run))
-    assert [op.label for op in ops if op.role in ADAPTERS] == ["blocks.*.up LoRA A", "blocks.*.up LoRA B"]
-    assert {gemm.pass_name for gemm in ops[0].gemms()} == {"fprop", "dgrad"}  # type: ignore[attr-defined]
-    [about] = lora_findings(ops, run, 10**6, "mine.py")
-    assert about.facts["ops"] == ["blocks.*.up"]
+    workload = with_lora(Workload((linear, router), stage=0), run, "mine.py")
+    assert [op.label for op in workload.ops if op.role in ADAPTERS] == ["blocks.*.up LoRA A", "blocks.*.up LoRA B"]
+    assert {gemm.pass_name for gemm in workload.gemms() if gemm.op == "blocks.*.up"} == {"fprop", "dgrad"}
+    assert workload.findings[0].facts["ops"] == ["blocks.*.up"]
     with pytest.raises(UserError, match=r"mine\.py has no linears that adapters can be added to"):
-        list(lora_findings(with_adapters((router,), run), run, 1, "mine.py"))
+        with_lora(Workload((router,), stage=0), run, "mine.py")

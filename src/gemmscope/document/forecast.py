@@ -55,6 +55,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
 
+LORA = "gemmscope step --module FILE.py:FUNCTION"  # a measured step trains all weights, but those that the module freezes
 MEMORY_USES = {
     "weights_bytes": "Weights",
     "gradients_bytes": "Gradients",
@@ -86,6 +87,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         for gpu in ([gpu for gpu in result.gpus if gpu.gpu not in unfit] or result.gpus)
     )
     titles += f"; does not fit on {units.listed(unfit)}" if 0 < len(unfit) < len(result.gpus) else ""
+    lora = result.run is not None and result.run.lora is not None
     nothing_fits, several_gpus = len(unfit) == len(result.gpus), result.run is not None and result.run.gpus > 1
     where = [(gpu, f"{gpu.title}, FORECAST") for gpu in result.gpus]
     return Document(
@@ -113,7 +115,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         ),
         forecast=True,
         next_purpose=phrase("forecast-next-plan" if nothing_fits else "forecast-next-rank" if several_gpus else "forecast-next"),
-        next_command=_plans(result) if nothing_fits else same_model(*_measures(result)),
+        next_command=_plans(result) if nothing_fits else LORA if lora else same_model(*_measures(result)),
         name=name,
     )
 

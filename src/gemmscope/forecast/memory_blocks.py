@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gemmscope.model.spec import RunSpec, recomputed_facts
-from gemmscope.workload.derive import EMBEDDING, HEAD
+from gemmscope.workload.derive import EMBEDDING, HEAD, with_adapters
 from gemmscope.workload.ops import ELEMENT_BYTES, FP32_BYTES, Activation, Attention, Elementwise, Linear, Loss, Op
 
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the routing map
@@ -54,7 +54,7 @@ NOTHING = BlockMemory()
 
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     """The memory that the ops of one layer (or the embedding, or the head) need. `width`: sum over all residual streams."""
-    ops = tuple(ops)
+    ops = tuple(with_adapters(ops, run))
     inputs, again = _inputs(ops, run), _again(ops)
     memories = [_op_memory(op, run, share) for op, share in zip(ops, again, strict=True)]
     written = any(isinstance(op, Attention) and not _repeated(op) for op in ops)  # the context is kept by attention

@@ -19,7 +19,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import RecipeMemory
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD, with_adapters
-from gemmscope.workload.ops import FP32_BYTES, BatchedGemm, Convolution, Direction, Linear, Op
+from gemmscope.workload.ops import FP32_BYTES, BatchedGemm, Convolution, Direction, Elementwise, Linear, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER, ModuleTrace, as_workload
 from gemmscope.workload.traced_ops import Between, TracedAttention
@@ -68,20 +68,24 @@ def _unfused_ms(op: TracedAttention, chip: GpuSpec, direction: Direction) -> flo
 
 def launches(ops: Iterable[Op], *, fused: bool) -> int:
     """The number of kernels of one micro-batch in BF16."""
-    count = 0
-    for op in ops:
-        if isinstance(op, Between):
-            count += op.all_moved.kernels if fused else op.all_moved.launches
-        elif isinstance(op, Linear):
-            count += sum(gemm.count for gemm in op.gemms())
-        elif isinstance(op, TracedAttention):
-            kernels = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
-            count += round(op.count * (kernels[0] * op.forward_runs + kernels[1] * op.backward_runs))
-        elif isinstance(op, (BatchedGemm, Convolution)):
-            count += op.count
-        elif isinstance(op, (Scan, CausalConv)):
-            count += op.count * (2 * facts()["linear attention"]["kernels"] if isinstance(op, Scan) else 2)
-    return count
+    return sum(_launches(op, fused=fused) for op in ops)
+
+
+def _launches(op: Op, *, fused: bool) -> int:
+    match op:
+        case Between():
+            return op.all_moved.kernels if fused else op.all_moved.launches
+        case Linear():
+            return sum(gemm.count for gemm in op.gemms())
+        case TracedAttention():
+            forward, backward = (UNFUSED_FORWARD, UNFUSED_BACKWARD) if op.unfused else (1, BACKWARD_KERNELS)
+            return round(op.count * (forward * op.forward_runs + backward * op.backward_runs))
+        case BatchedGemm() | Convolution():
+            return op.count
+        case Scan():
+            return 2 * op.count * int(facts()["linear attention"]["kernels"])
+        case _:
+            return 2 * op.count if isinstance(op, (CausalConv, Elementwise)) else 0
 
 
 def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, run: RunSpec, *, fused: bool) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from gemmscope.model.limits import check_size
 from gemmscope.model.spec import ModelSource, RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
-from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive, lora_findings, with_adapters
-from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Optimizer
+from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive, with_lora
+from gemmscope.workload.ops import PASSES, GroupedLinear, Linear
 from gemmscope.workload.trace import ModuleTrace, as_workload, trace_huggingface, trace_module
 from gemmscope.workload.traced_ops import TracedLinear
 
@@ -52,7 +52,7 @@ def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
         workload = derive(job.source.model, job.run)
     else:
         trace = _trace(job, say)
-        workload = _with_lora(as_workload(trace), job)
+        workload = with_lora(as_workload(trace), run, job.source.origin)
         if trace.inputs is not None:  # which the module provides: the micro-batch is their number of samples
             run = replace(run, micro_batch_size=trace.samples or 1, sequence_length=1, inputs=trace.inputs)
     findings = (*job.source.findings, *job.findings, *workload.findings)
@@ -64,17 +64,6 @@ TRACED_SETTINGS = (
     "micro_batch_size", "sequence_length", "gradient_accumulation", "dp", "zero", "zero_ranks", "optimizer_state",
     "gradient_precision", "dp_overlap", "cuda_graphs", "separate_projections", "lora", "lora_linears",
 )  # fmt: skip
-
-
-def _with_lora(workload: Workload, job: ModelRun) -> Workload:
-    """A traced workload with adapters, if the run has any. Of its parameters, those of linears are known."""
-    ops = tuple(with_adapters(workload.ops, job.run))
-    linears = [op for op in ops if isinstance(op, Linear)]
-    known = sum(op.parameters or op.groups * op.inputs * op.outputs * op.count for op in linears)
-    findings = (*workload.findings, *lora_findings(ops, job.run, known, job.source.origin))
-    trained = sum(op.trained_parameters for op in linears)
-    ops = tuple(replace(op, updated=trained) if isinstance(op, Optimizer) and job.run.lora else op for op in ops)
-    return replace(workload, ops=ops, findings=findings)
 
 
 def _trace(job: ModelRun, say: Callable[[str], None]) -> ModuleTrace:

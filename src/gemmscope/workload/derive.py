@@ -4,11 +4,10 @@ Read `layer_ops` first: it lists the operations of a transformer layer in the or
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from string import ascii_lowercase
-from typing import Any, ParamSpec, cast
+from typing import Any, cast
 
 from gemmscope import roles
 from gemmscope.errors import UserError, option
@@ -36,7 +35,6 @@ from gemmscope.workload.rank_ops import bottleneck, linear, norm, on_sequence_sh
 from gemmscope.workload.residual_streams import layer_input_ops, stream_ops
 from gemmscope.workload.sparse import compressed_attention, indexer_ops, sparse
 
-P = ParamSpec("P")
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
 
@@ -63,27 +61,13 @@ class Workload:
         return sum(op.all_parameters for op in self.ops)
 
 
-def as_trained(derived: Callable[P, Iterator[Op]]) -> Callable[P, Iterator[Op]]:
-    """The operations as the run (the last argument) trains them: with LoRA, frozen and with adapters."""
-
-    @wraps(derived)
-    def ops(*args: P.args, **kwargs: P.kwargs) -> Iterator[Op]:
-        return with_adapters(derived(*args, **kwargs), cast(RunSpec, args[-1]))
-
-    return ops
-
-
 def with_adapters(ops: Iterable[Op], run: RunSpec) -> Iterator[Op]:
     """With LoRA, all weights are frozen, and adapters follow the linears that have them; else the same operations."""
     for op in ops:
-        if run.lora is None or op.frozen or op.role in ADAPTERS or isinstance(op, Optimizer):
-            yield op
-        elif isinstance(op, Linear):
-            yield replace(op.running("fprop", "dgrad"), frozen=True)
-            if _is_adapted(op, run):
-                yield from _adapters(op, run.lora)
-        else:
-            yield replace(op, frozen=True)
+        linear = isinstance(op, Linear)
+        yield op if run.lora is None else replace(op.running("fprop", "dgrad") if linear else op, frozen=True)
+        if run.lora is not None and linear and _is_adapted(op, run):
+            yield from _adapters(op, run.lora)
 
 
 def _is_adapted(op: Linear, run: RunSpec) -> bool:
@@ -131,21 +115,27 @@ def _without_first_gradients(ops: Sequence[Op], layers: Mapping[str, int]) -> It
             yield replace(op, count=op.count - once)
 
 
-def lora_findings(ops: Iterable[Op], run: RunSpec, parameters: int, name: str) -> Iterator[Finding]:
-    """What LoRA trains; a `UserError` if nothing has adapters."""
-    linears = [op for op in ops if isinstance(op, Linear)]
+def with_lora(workload: Workload, run: RunSpec, name: str) -> Workload:
+    """The workload with frozen weights and adapters, if the run has LoRA; a `UserError` if nothing can have adapters."""
     if run.lora is None:
-        return
+        return workload
+    ops = tuple(with_adapters(workload.ops, run))
+    linears = [op for op in ops if isinstance(op, Linear)]
     adapted = dict.fromkeys(op.label.removesuffix(f" {op.facts.name}") for op in linears if op.role == ADAPTERS[0])
     if not adapted:
-        known = {part for op in linears if op.frozen for part in (op.block.lower().replace(" ", "-"), op.key) if part}
+        known = {part for op in linears for part in (op.block.lower().replace(" ", "-"), op.key) if part}
         asked = f"{option('lora_linears', ','.join(run.lora_linears))} names no linear of {name}"
         raise UserError(
             asked if run.lora_linears else f"{option('lora', run.lora)}: {name} has no linears that adapters can be added to",
             f"its linears: {', '.join(sorted(known))}" if known else "gemmscope shapes lists what it runs",
         )
+    if workload.layers and workload.stage == 0:
+        ops = tuple(_without_first_gradients(ops, workload.layers))
     trained = sum(op.trained_parameters for op in linears)
-    yield finding("lora", rank=run.lora, ops=list(adapted), trained=trained / 1e6, share=trained / parameters)
+    every = trained + sum(op.updated for op in ops if isinstance(op, Optimizer))
+    about = finding("lora", rank=run.lora, ops=list(adapted), trained=trained / 1e6, share=trained / every)
+    ops = tuple(replace(op, updated=trained) if isinstance(op, Optimizer) else op for op in ops)
+    return replace(workload, ops=ops, findings=(*workload.findings, about))
 
 
 def derive(model: ModelSpec, run: RunSpec) -> Workload:
@@ -162,14 +152,12 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     stages = _different_stages(model, run, bounds) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
+    parameters = sum(op.all_parameters for op in ops)
+    optimizer = Optimizer(role="optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
-    about = [*_findings(model, run, stage, ops), *lora_findings(ops, run, sum(op.all_parameters for op in ops), model.name)]
-    if run.lora is not None and stage == 0:
-        ops = tuple(_without_first_gradients(ops, layers))
-    optimizer = Optimizer(role="optimizer", section=STEP, updated=sum(op.trained_parameters for op in ops))
     if model.prediction_layers and stage == run.pp - 1:
         layers[PREDICTION] = model.prediction_layers
-    return Workload((*ops, optimizer), stage, tuple(about), layers)
+    return with_lora(Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)), layers), run, model.name)
 
 
 def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, int]]) -> list[int]:
@@ -250,7 +238,6 @@ def _features(layer: LayerSpec) -> dict[str, str]:
     return features
 
 
-@as_trained
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes before the first layer."""
     if model.vocab_size is None:
@@ -276,7 +263,6 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(inputs_norm, rows=inputs_norm.rows * len(model.layers))
 
 
-@as_trained
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of a layer, in order. `forward_runs` is 2 for recomputed ones, less for a share of the layers."""
     norms = [replace(norm(model, run, "norm", model.hidden_size), count=layer.norms)] if layer.norms else []
@@ -466,7 +452,6 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
         yield on_sequence_shard(linear("shared-expert-scale", run, hidden, 1), run)
 
 
-@as_trained
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes after the last layer: norm, vocabulary, loss."""
     for extra in model.last_linears:
@@ -491,7 +476,6 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     yield Loss(role="loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
 
-@as_trained
 def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
 
