@@ -84,8 +84,10 @@ def _launches(op: Op, *, fused: bool) -> int:
             return op.count
         case Scan():
             return 2 * op.count * int(facts()["linear attention"]["kernels"])
+        case CausalConv() | Elementwise():
+            return 2 * op.count
         case _:
-            return 2 * op.count if isinstance(op, (CausalConv, Elementwise)) else 0
+            return 0
 
 
 def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, run: RunSpec, *, fused: bool) -> tuple[float, float]:

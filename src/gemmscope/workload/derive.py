@@ -64,9 +64,11 @@ class Workload:
 def with_adapters(ops: Iterable[Op], run: RunSpec) -> Iterator[Op]:
     """With LoRA, all weights are frozen, and adapters follow the linears that have them; else the same operations."""
     for op in ops:
-        linear = isinstance(op, Linear)
-        yield op if run.lora is None else replace(op.running("fprop", "dgrad") if linear else op, frozen=True)
-        if run.lora is not None and linear and _is_adapted(op, run):
+        if run.lora is None:
+            yield op
+            continue
+        yield replace(op.running("fprop", "dgrad") if isinstance(op, Linear) else op, frozen=True)
+        if isinstance(op, Linear) and _is_adapted(op, run):
             yield from _adapters(op, run.lora)
 
 
