@@ -56,7 +56,9 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
         findings = [finding("twin-recording", files=slowed, speedup=busy[0] / busy[1], before_ms=busy[0], after_ms=busy[1])]
     if after.get("GEMMs") and before.get("GEMMs"):
         findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))
-    findings += _largest_difference("twin-part-grew", [part for part in parts if part.part not in unsure], after_ms)
+    findings += _largest_difference(
+        "twin-gpu-part-grew" if slowed else "twin-part-grew", [part for part in parts if part.part not in unsure], after_ms
+    )
     findings += _not_comparable(slow, fast, all(flops))
     return StepComparison(
         title=f"Comparison with the {main_precision(slow) or 'other'} trace",

@@ -26,7 +26,7 @@ COMPILED = 0.1  # share of the time of eager casts that is left when they are co
 COMPILED_AS_WELL = ("elementwise", "norms", "activations")
 SMALL_SHARE = 0.5
 # Least share of busy time; gain of tensor cores over FP32 where sizes are not known (NVIDIA's guide to mixed precision: up to 3x)
-FULL, ASSUMED_GAIN = 0.05, 2.0
+FULL, ASSUMED_GAIN, GAINS = 0.05, 2.0, (1.5, 3.0)
 
 
 def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
@@ -57,7 +57,9 @@ def _full_precision(step: StepEvidence) -> Iterator[Cause]:
         return
     best, sized = max(faster, key=lambda name: peaks[name]), [item for item in items if item.gemm.flops > 0]
     least = {item.index: gpu.least_us(best, item.gemm.flops, item.gemm.bytes_in(best)) for item in sized}
-    left_us = sum(min(least.get(item.index) or item.share / ASSUMED_GAIN, item.share) for item in items)
+    left = [[min(least.get(item.index) or item.share / gain, item.share) for item in items] for gain in (ASSUMED_GAIN, *GAINS)]
+    saved, low, high = (time_ms - sum(own) / 1000 / step.view.count for own in left)
+    beside = 0.5 * step.ms(item for item in step.items if item.name in COMPILED_AS_WELL)  # half the bytes in mixed precision
     kinds = [
         name for name, own in (("GEMMs", True), ("convolutions", False)) if any(item.work_class.is_gemm == own for item in items)
     ]
@@ -66,7 +68,7 @@ def _full_precision(step: StepEvidence) -> Iterator[Cause]:
         shown = {name: peaks[name] for name in faster}
         evidence.append(finding("cause-full-precision-rate", tflops=tflops(sized), peaks=shown))
     evidence += [finding("cause-full-precision-assumed", gain=ASSUMED_GAIN)] if len(sized) < len(items) else []
-    yield step.cause("full-precision", time_ms - left_us / 1000 / step.view.count, evidence, items, "", FP32)
+    yield step.cause("full-precision", saved, evidence, items, "", FP32, costs_ms=(low, high + beside))
 
 
 def _not_low(step: StepEvidence) -> Cause:
@@ -178,11 +180,11 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
     small = [item for item in step.low if item.gemm.size and min(item.gemm.size) < 1024]
     least, largest = (time - _casts_ms(step, step.low, cast) for cast in (UNFUSED_CAST_BYTES, CAST_BYTES))
     cost = largest if "transformer_engine" in step.view.trace.phase.frameworks else least
+    code, where = "quantization", "around every converted linear"
     if step.weight(small) > SMALL_SHARE * step.weight(step.low):
         evidence.append(finding("cause-small-gemms", sizes=sizes_of(small)))
-        yield step.cause("small", cost, evidence, compiled, costs_ms=(least, largest))
-    else:
-        yield step.cause("quantization", cost, evidence, compiled, "around every converted linear", costs_ms=(least, largest))
+        code, where = "small", ""
+    yield step.cause(code, cost, evidence, compiled, where, costs_ms=(least, largest))
 
 
 def _recast(step: StepEvidence) -> Iterator[Cause]:

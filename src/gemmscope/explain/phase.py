@@ -10,7 +10,7 @@ from gemmscope.toml import load_data
 RULES: dict[str, list[dict[str, Any]]] = load_data("gemmscope.explain", "recognize.toml")
 GRADED = 3  # sequence numbers of the autograd graph: an operator without gradient gets none of its own
 LONGEST_EVIDENCE = 80
-TRAINING, FORWARD, NO_GRADIENT = "training", "forward pass of a module in training", "forward pass without gradients"
+TRAINING, FORWARD, NO_GRADIENT = "training", "forward pass with gradients", "forward pass without gradients"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ def recognized(
     'Optimizer.step#SGD.step'
     >>> recognized(["aten::mm"], [], ["diffusers/models/unet.py(12): forward"], 0, True).name
     'image or video generation'
+    >>> recognized(["igemm_bwd_gtcx3_nhwc_bf16"], [], [], 0, True).name, recognized(["flash_bwd_kernel"], [], [], 0, True).name
+    ('forward pass without gradients', 'training')
     >>> [recognized(["aten::mm"], [], [], count, True).name for count in (1, 9)]
-    ['forward pass without gradients', 'forward pass of a module in training']
+    ['forward pass without gradients', 'forward pass with gradients']
     """
     kinds = {"found": names, "calls": calls, "frames": frames}
 
