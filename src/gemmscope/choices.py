@@ -17,5 +17,8 @@ Compile = Literal["whole", "layers", "none"]
 COMPILES: tuple[Compile, ...] = get_args(Compile)
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+Switch = Literal["hadamard", "stochastic"]
+"""Of NVFP4: the Hadamard transform, and stochastic rounding."""
+SWITCHES: tuple[Switch, ...] = get_args(Switch)
 SyntheticKind = Literal["normal", "heavy", "outliers"]
 SYNTHETIC_KINDS: tuple[SyntheticKind, ...] = get_args(SyntheticKind)

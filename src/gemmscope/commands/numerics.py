@@ -9,7 +9,7 @@ from functools import cache
 from math import isfinite
 from pathlib import Path
 
-from gemmscope.choices import SYNTHETIC_KINDS
+from gemmscope.choices import SWITCHES, SYNTHETIC_KINDS, Switch
 from gemmscope.commands.forecast import forecast
 from gemmscope.errors import UserError, option, shown
 from gemmscope.forecast.gpus_and_recipes import forecastable
@@ -57,6 +57,7 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
         source=_source(options, job, context.reporter),
         recipes=tuple(chosen_recipes(options.recipes, backend)),
         backend=backend,
+        without=_without(options),
         device=device,
         seed=options.seed,
         depth=_depth(job, options.depth),
@@ -142,6 +143,20 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
     return TensorSource(
         "synthetic", synthetic, sizes={case.op: (case.inputs, case.outputs) for case in cases}, model=subject.name
     )
+
+
+def _without(options: NumericsOptions) -> tuple[Switch, ...]:
+    """What is switched off."""
+    names: list[str] = options.without or []
+    known = tuple(one for one in SWITCHES if one in names)
+    if wrong := [name for name in names if name not in SWITCHES]:
+        raise UserError(f"{option('without')} {shown(wrong[0])} is not known", f"it can be {' or '.join(SWITCHES)}")
+    if known and (options.checkpoint is not None or options.depth):
+        raise UserError(
+            f"{option('without', ','.join(known))} needs the GEMMs of a recording",
+            f"leave out {option('checkpoint')} and {option('depth')}",
+        )
+    return known
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:

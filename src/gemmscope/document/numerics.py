@@ -16,6 +16,7 @@ from gemmscope.document.numerics_tables import (
     heat_maps,
     kept_in_baseline,
     kept_names,
+    kept_table,
     linear_table,
     loss_table,
     mix_name,
@@ -85,6 +86,8 @@ def _context(result: NumericsResult) -> Iterator[str]:
     yield f"{source}{tokens}{sample}"
     layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
     yield phrase("numerics-weighted" if weighted(result) else "numerics-error", linears=len(linears), layers=layers)
+    if result.without:
+        yield phrase("numerics-without", listed=units.listed([phrase(f"numerics-switch-{one}") for one in result.without]))
     if result.speed_of is not None:
         how = phrase(f"numerics-speeds-{result.speed_origin}")
         file = f"; {result.speed_file}" if result.speed_file else ""
@@ -284,7 +287,12 @@ def _sections(result: NumericsResult, marked: str) -> tuple[Section, ...]:
         {
             "Speed and error": [scatter, recipe_table(result, marked), mix_table(result, marked), probed_table(result, marked)],
             "Layers and linears": [*maps, worst_table(result, marked)],
-            "Linears and passes": [by_recipe, linear_table(result, marked), operand_table(result, marked)],
+            "Linears and passes": [
+                by_recipe,
+                linear_table(result, marked),
+                kept_table(result, marked),
+                operand_table(result, marked),
+            ],
             "Delayed scaling": [stale_table(result, marked)],
             "Along depth": [*depth_charts(result, marked), loss_table(result, marked)],
         }

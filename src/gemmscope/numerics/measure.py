@@ -8,7 +8,8 @@ the values as the recipe's library would do it, with the maxima of the whole ten
 
 Of fprop, the damage is measured, too: half of the sum over tokens of ⟨dY_t, ΔY_t⟩², the second-order estimate of the divergence
 of the model's predictions (an empirical Fisher term), for a loss that is a sum over tokens. Of wgrad, the tokens are divided
-into `GROUPS` parts: what the errors of all parts have in common is bias, the rest is noise, and so is the gradient's own.
+into `GROUPS` parts: what the errors of all parts have in common is bias, the rest is noise, and so is the gradient's own. How
+much the bias varies if a part is left out is its standard error.
 
 What is returned are sums on the tensors' device, which `recording.py` makes numbers of. Nothing is read back here, no random
 number of the training is used, and nothing depends on a value."""
@@ -23,7 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemmscope.numerics.quantizers import HADAMARD_SIZE, HIGH_PRECISION, GemmOperand, Quantizer, libraries_of, operands
+from gemmscope.numerics.quantizers import (
+    HADAMARD_SIZE,
+    HIGH_PRECISION,
+    GemmOperand,
+    Quantizer,
+    libraries_of,
+    operands,
+    switches_of,
+)
 from gemmscope.numerics.recording import GROUPS, variant_name
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
@@ -39,9 +48,14 @@ Pair = tuple[GemmOperand, GemmOperand]
 
 @cache
 def variants() -> Mapping[str, Mapping[Pass, Pair]]:
-    """Every recipe that changes values, as each library quantizes it: the operands of every pass."""
+    """Every recipe that changes values, as each library quantizes it, with and without what can be switched off: the operands of
+    every pass."""
     names = [(name, library) for name, one in recipes().items() if one.quantizes for library in libraries_of(one)]
-    every = {variant_name(name, library): {one: operands(name, one, library) for one in OPERANDS} for name, library in names}
+    every = {
+        variant_name(name, library, off): {one: operands(name, one, library, off) for one in OPERANDS}
+        for name, library in names
+        for off in switches_of(name, library)
+    }
     return every | {variant_name(BASELINE): {one: operands(BASELINE, one) for one in OPERANDS}}
 
 
@@ -142,6 +156,7 @@ class LinearMeasurement:
     """One linear in one training step: X [M, K], W [N, K], dY [M, N], of which some may be missing; `passes`: those that run.
 
     `dtype`: in which the GEMM reads its operands without quantization. `delayed`: maxima of earlier steps, for delayed scaling.
+    `top_k`: of a router, the experts that it chooses for a token.
     """
 
     x: Tensor
@@ -151,6 +166,7 @@ class LinearMeasurement:
     seed: int
     passes: Sequence[Pass] = tuple(OPERANDS)
     delayed: Mapping[TensorName, float] = field(default_factory=dict)
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator(self.x.device).manual_seed(self.seed)
@@ -222,9 +238,20 @@ class LinearMeasurement:
                             parts[1] += error[:, at] @ w_values
                     gradient = rows["dgrad"].exact if pass_name == "fprop" and "dgrad" in rows else None
                     numbers = token_numbers(parts, exact[pass_name], gradient, drawn)
-                    known[pass_name, pair] = torch.cat([numbers, lost_w, weight.sums, lost, own.sums])
+                    rerouted = self._rerouted(exact[pass_name], parts, drawn)
+                    known[pass_name, pair] = torch.cat([numbers, lost_w, weight.sums, lost, own.sums, *rerouted])
                 measured[f"{name}/{pass_name}"] = known[pass_name, pair]
         return measured
+
+    def _rerouted(self, exact: Tensor, errors: Sequence[Tensor], drawn: Drawn) -> list[Tensor]:
+        """Of a router: the share of tokens that get other experts."""
+        if not self.top_k:
+            return []
+        chosen = [
+            torch.zeros_like(one).scatter(1, one.topk(self.top_k).indices, 1.0) for one in (exact, exact + errors[0] + errors[1])
+        ]
+        changed = (chosen[0] != chosen[1]).any(1).float()
+        return [(changed @ drawn.weights / drawn.weights.sum())[None]]
 
     def weight_rows(self, at: slice) -> Rows:
         """A piece of the weight."""
@@ -255,18 +282,33 @@ class LinearMeasurement:
             "output/wgrad": norms.sum()[None],
             "gradient": torch.stack([norms.sum(), (weights * exact.square()).sum(), self._energy["X"] @ self._energy["dY"]]),
         }
-        uncertain = [float(not one.complete) for one in (of_dy, of_x)]
+        known, roots = {}, weights.sqrt()  # `known`: X by quantizer; stochastic rounding is for dY alone
         for variant, pair in self.quantizing("wgrad", self.dtype).items():
-            x_values, x_error, x_lost = x.quantized(pair[0].quantizer, self.delayed.get("X", 0.0))
+            if pair[0].quantizer not in known:
+                known[pair[0].quantizer] = x.quantized(pair[0].quantizer, self.delayed.get("X", 0.0))
+            x_values, x_error, x_lost = known[pair[0].quantizer]
             _, dy_error, dy_lost = dy.quantized(pair[1].quantizer, self.delayed.get("dY", 0.0))
             first, second = product(dy.exact, x_error), product(dy_error, x_values)
             error = first + second
             whole, of_first, of_second = error.sum(0), first.sum(0), second.sum(0)
-            terms = [whole.square(), of_first.square(), of_second.square(), whole * total, total.square(), error.square().sum(0)]
+            terms = [whole.square(), of_first.square(), of_second.square(), whole * total, total.square()]
             sums = torch.stack(terms) * weights
-            lines = [sums[[0, 4]].sum(dim) for dim in (2, 1)]
-            grams = [(one @ one.T).flatten() * part for one, part in zip(lines, uncertain, strict=True)]
-            measured[f"{variant}/wgrad"] = torch.cat([sums.sum((1, 2)), grams[0] + grams[1], x_lost, x.sums, dy_lost, dy.sums])
+            lines = [sums[::4].sum(dim) for dim, drawn in ((2, of_dy), (1, of_x)) if not drawn.complete]
+            ends = torch.cat(lines or [sums.new_zeros(2, 1)], 1)
+            of_groups = (error * roots).flatten(1)
+            across = of_groups @ of_groups.T
+            own = across.diagonal()
+            parts = [
+                sums.sum((1, 2)),
+                own.sum()[None],
+                (ends @ ends.T).flatten(),
+                x_lost,
+                x.sums,
+                dy_lost,
+                dy.sums,
+                across.sum(1) - own,
+            ]
+            measured[f"{variant}/wgrad"] = torch.cat(parts)
         return measured
 
 

@@ -4,14 +4,17 @@ The reduced dimension is the last one: what a library calls the columnwise copy 
 a value, so that torch.compile sees one graph. `operands` says which quantizers a recipe uses, from `recipe/quantizers.toml`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gemmscope.choices import SWITCHES, Switch
 from gemmscope.errors import UserError, shown
 from gemmscope.numerics.formats import FORMATS, IGNORES_NAN, RULES, round_nearest, round_stochastic
 from gemmscope.recipe.precisions import precision_facts
@@ -144,6 +147,7 @@ class Quantizer:
 
 
 HADAMARD_SIZE = 16
+SWITCHED_OFF: dict[Switch, dict[str, Any]] = {"hadamard": {"signs": ()}, "stochastic": {"stochastic": False}}
 
 
 @cache
@@ -218,8 +222,8 @@ def library_of(recipe: Recipe, backend: str = "") -> str:
     return backend if backend in libraries else next(iter(libraries))
 
 
-def operands(recipe: str, pass_name: Pass, backend: str = "") -> tuple[GemmOperand, GemmOperand]:
-    """The operands of a pass: W, X in fprop; W, dY in dgrad; X, dY in wgrad.
+def operands(recipe: str, pass_name: Pass, backend: str = "", without: Sequence[Switch] = ()) -> tuple[GemmOperand, GemmOperand]:
+    """The operands of a pass: W, X in fprop; W, dY in dgrad; X, dY in wgrad. `without`: what is switched off.
 
     >>> [(one.tensor, one.columnwise, one.quantizer.format) for one in operands("FP8Current", "dgrad")]
     [('W', True, 'e4m3'), ('dY', False, 'e5m2')]
@@ -230,9 +234,24 @@ def operands(recipe: str, pass_name: Pass, backend: str = "") -> tuple[GemmOpera
         quantizers = [Quantizer(number_format) for number_format in formats]
     else:
         names = _table()["recipes"][known.name][library][pass_name]
-        quantizers = [replace(quantizer_named(*pair), delayed=known.delayed) for pair in zip(names, formats, strict=True)]
+        changes = {"delayed": known.delayed} | {key: value for one in without for key, value in SWITCHED_OFF[one].items()}
+        quantizers = [replace(quantizer_named(*pair), **changes) for pair in zip(names, formats, strict=True)]
     first, second = (
         GemmOperand(tensor, (tensor, pass_name) in COLUMNWISE, quantizer)
         for tensor, quantizer in zip(OPERANDS[pass_name], quantizers, strict=True)
     )
     return first, second
+
+
+@cache
+def switches_of(recipe: str, library: str) -> tuple[tuple[Switch, ...], ...]:
+    """Every set of what can be switched off in a recipe, first the empty one. Only as its first library quantizes it: recording
+    takes time for every set.
+
+    >>> switches_of("NVFP4", "transformer_engine"), switches_of("NVFP4", "torchao")
+    (((), ('hadamard',), ('stochastic',), ('hadamard', 'stochastic')), ((),))
+    """
+    as_it_is = [operands(recipe, one, library) for one in OPERANDS]
+    own = [one for one in SWITCHES if [operands(recipe, name, library, (one,)) for name in OPERANDS] != as_it_is]
+    own = own if library == library_of(recipe_named(recipe)) else []
+    return tuple(chain.from_iterable(combinations(own, count) for count in range(len(own) + 1)))

@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, log2, sqrt
 from pathlib import Path
+from statistics import pvariance
 from typing import Any
 
 from pydantic import Field, ValidationError
 
+from gemmscope.choices import Switch
 from gemmscope.errors import UserError, option, shown
 from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
 from gemmscope.reading import called, check_numbers, parse_json
@@ -22,7 +24,7 @@ from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 GROUPS = 8  # parts of the tokens, of which bias and noise of a gradient come
 DIGITS = 6
-VERSION = 2
+VERSION = 3
 METADATA = "gemmscope"
 HISTORY = 1024  # steps: Transformer Engine's default
 ZERO_OUTPUT = "the exact output is zero"
@@ -30,9 +32,13 @@ Sums = Sequence[float]
 HINT = f"give a file that gemmscope.record_tensors wrote, or a checkpoint with {option('checkpoint')}"
 
 
-def variant_name(recipe: str, library: str = "") -> str:
-    """The name of a recipe as a library quantizes it."""
-    return f"{recipe}/{library}" if library else recipe
+def variant_name(recipe: str, library: str = "", without: Sequence[Switch] = ()) -> str:
+    """The name of a recipe as a library quantizes it, without what is switched off.
+
+    >>> variant_name("NVFP4", "torchao", ["stochastic"]), variant_name("BF16")
+    ('NVFP4/torchao-stochastic', 'BF16')
+    """
+    return "-".join([f"{recipe}/{library}" if library else recipe, *without])
 
 
 class TensorFacts(Part):
@@ -77,8 +83,12 @@ class GemmNumbers(Part):
     """Of fprop: half of the sum over tokens of ⟨dY_t, ΔY_t⟩²."""
     bias: float = 0.0
     """Of wgrad: the squared norm of what the errors of different tokens have in common, relative to that of the output."""
+    bias_error: float = 0.0
+    """Its standard error."""
     noise: float = 0.0
     """Of wgrad: the variance of the rest, relative to the squared norm of the output."""
+    rerouted: float | None = None
+    """Of a router: the share of tokens that get other experts."""
     operands: tuple[OperandNumbers, OperandNumbers]
 
 
@@ -137,6 +147,8 @@ class LinearFacts(Part):
     expert: int | None = None
     experts: int = 1
     """Of the layer, on this rank."""
+    top_k: int = 0
+    """Of a router: how many experts it chooses for a token."""
     steps: tuple[StepFacts, ...] = ()
     weights: dict[str, OperandNumbers] = Field(default_factory=dict)
     """Of a checkpoint, where only W is known: by the name of the variant."""
@@ -249,14 +261,19 @@ def _common(sums: Sums, grams: Sums, operands: Sums) -> dict[str, Any]:
 
 def _of_tokens(values: Sums, scales: Mapping[TensorName, float]) -> GemmNumbers:
     unit = scales["X"] * scales["W"] * scales.get("dY", 1.0)
-    return GemmNumbers(**_common(values[:5], values[6:10], values[10:]), damage=short(values[5] / 2 * unit**2))
+    return GemmNumbers(
+        **_common(values[:5], values[6:10], values[10:22]),
+        damage=short(values[5] / 2 * unit**2),
+        rerouted=next(iter(values[22:]), None),
+    )
 
 
 def _weight_gradient(values: Sums, groups: int) -> GemmNumbers:
     bias, noise = _bias_and_noise(values[0], values[5], groups)
-    return GemmNumbers(
-        **_common(values[:5], values[6:10], values[10:]), bias=_ratio(bias, values[4]), noise=_ratio(noise, values[4])
-    )
+    without = [2 * groups**2 / max((groups - 1) * (groups - 2), 1) * one for one in values[22:]]  # each part, left out in turn
+    error = sqrt((groups - 1) * pvariance(without))
+    common, below = _common(values[:5], values[6:10], values[10:22]), values[4]
+    return GemmNumbers(**common, bias=_ratio(bias, below), bias_error=_ratio(error, below), noise=_ratio(noise, below))
 
 
 def _gradient(values: Sums, scales: Mapping[TensorName, float], groups: int) -> GradientFacts:

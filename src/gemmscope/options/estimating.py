@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
-from gemmscope.choices import RECOMPUTE, ClockState, StatePrecision, SyntheticKind
+from gemmscope.choices import RECOMPUTE, SWITCHES, ClockState, StatePrecision, SyntheticKind
 from gemmscope.options.declare import OWN, Option, Options, RunFile, options_of
 from gemmscope.options.job import OverlapOptions, SystemOptions
 from gemmscope.options.measuring import AXIS, KEEP_HIGHER, MIX, SHAPES_HELP, TOKENS, RecipeOptions
@@ -380,6 +380,15 @@ class NumericsOptions(Options):
             parse=names,
             accepts="Names | None",
             default="all of Transformer Engine",
+        ),
+    ] = None
+    without: Annotated[
+        list[str] | None,
+        Option(
+            "Show NVFP4 without its Hadamard transform (hadamard), without stochastic rounding (stochastic), or without both.",
+            choices=SWITCHES,
+            parse=names,
+            accepts="Names | None",
         ),
     ] = None
     backend: Annotated[

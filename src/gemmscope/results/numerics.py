@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from gemmscope.choices import Switch
 from gemmscope.interval import Interval
 from gemmscope.results.base import Origin, Part, Result
 from gemmscope.workload.ops import Pass, TensorName
@@ -112,6 +113,9 @@ class LinearError(Part):
     product of dY and the output's error, for a loss that is the mean over tokens. Null where dY is not known."""
     gradient: GradientError | None = None
     """Errors of dgrad that arrive from later layers are included."""
+    rerouted: float | None = None
+    """Of a router: the share of tokens that get other experts, were it quantized. Routers belong to no layer, because they do not
+    count."""
     failure: str = ""
     """Why there are no numbers."""
 
@@ -243,6 +247,8 @@ class NumericsResult(Result):
     """Recorded training steps."""
     tokens: int | None = None
     """Of one micro-batch on one rank."""
+    without: tuple[Switch, ...] = ()
+    """What is switched off in the recipes that have it."""
     sampled_bytes: int | None = None
     layers: int = 0
     recipes: tuple[RecipeError, ...] = ()

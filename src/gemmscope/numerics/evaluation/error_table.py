@@ -15,7 +15,7 @@ Gradients: what low precision does to them has a part from wgrad, and one from t
 has a part from W, which is the same for all tokens and for many steps, and a part from dY, which differs from token to token.
 Both travel to all earlier layers. On the way they are diluted: the gradient of the residual stream is that of later layers plus
 what a block adds, and only what is added has passed through quantized GEMMs. How much that is follows from the norms of dY at
-the linears that end a block, which read the residual stream's gradient.
+the linears that end a block, which read the residual stream's gradient (those of experts read what the router leaves of it).
 
 Bias stays when many micro-batches are averaged, noise averages out with the gradient's own noise.
 """
@@ -39,12 +39,8 @@ from gemmscope.roles import role_named
 
 Values = npt.NDArray[np.float64]
 LEAST_SIGNAL = 0.02  # share of a gradient's squared norm that is no noise, where the measured one is smaller
-SOFTMAX = (
-    "q",
-    "k",
-    "query",
-    "key",
-)  # their gradients pass through the softmax, which removes most of the error of dgrad before it
+# the gradients of these linears pass through the softmax, which removes most of the error of the dgrad before it
+SOFTMAX = {"q_proj", "k_proj", "wq", "wk", "query", "key", "q", "k"}
 
 
 @dataclass(frozen=True)
@@ -271,18 +267,19 @@ def _signal(linears: Iterable[LinearError]) -> float:
 def _arriving(linears: Sequence[LinearError]) -> Mapping[str, Arriving]:
     """The error of dY of every linear, from the last layer to the first one."""
     errors: dict[str, Arriving] = {}
-    stream, added, before = Arriving(), Arriving(), 0.0
+    stream, added, before = Arriving(), list[Arriving](), 0.0
     for block, end in _blocks(linears):
-        norm = fmean(one.gradient.arriving for one in end if one.gradient is not None) if end and end[0].gradient else 0.0
-        share = min(max(1 - before / norm, 0.0), 1.0) if norm and before and end[0].experts == 1 else 0.5
-        stream = stream.plus(added, share if before else 0.0)
-        before = norm if norm and end[0].experts == 1 else before or norm
+        read = [one.gradient.arriving for one in end if one.gradient is not None and one.experts == 1]
+        if norm := fmean(read or [0.0]):
+            share = max(1 - before / norm, 0.0) / len(added) if before and added else 0.0
+            for part in added:
+                stream = stream.plus(part, share)
+            added, before = [], norm
         inside = stream.plus(_dgrad(end))
         rest = [one for one in block if one not in end]
         for one in block:
-            through_softmax = one.linear.rpartition(".")[2].partition("_")[0] in SOFTMAX
-            errors[one.name] = stream if one in end or through_softmax else inside
-        added = _dgrad(end).plus(_dgrad(rest))
+            errors[one.name] = stream if one in end or one.linear.rpartition(".")[2] in SOFTMAX else inside
+        added.append(_dgrad(end).plus(_dgrad(rest)))
     return errors
 
 

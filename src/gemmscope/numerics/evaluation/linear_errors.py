@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import exp, sqrt
+from math import exp, hypot, sqrt
 from statistics import fmean
 
 from gemmscope import units
+from gemmscope.choices import Switch
 from gemmscope.engine.stats import student
 from gemmscope.grouping import grouped
 from gemmscope.interval import Interval
-from gemmscope.numerics.quantizers import library_of, operands
+from gemmscope.numerics.quantizers import library_of, operands, switches_of
 from gemmscope.numerics.recording import (
+    GROUPS,
     ZERO_OUTPUT,
     GemmNumbers,
     LinearFacts,
@@ -27,20 +29,21 @@ from gemmscope.results.numerics import DroppedPass, GradientError, LinearError, 
 from gemmscope.workload.ops import OPERANDS, Pass, TensorName
 
 FREEDOM = 30.0  # degrees of freedom of the intervals: tokens weigh unequally
-CHANCE = 0.1  # of the noise: a bias that cannot be told from chance, with the few parts of the tokens
 NO_ERROR = OperandNumbers(relative=0.0, underflow=0.0, saturated=0.0)
 EXACT = GemmNumbers(squared=0.0, variance=0.0, first_share=0.5, parallel=0.0, operands=(NO_ERROR, NO_ERROR))
 
 
-def linear_error(facts: LinearFacts, recipe: str, backend: str = "") -> LinearError:
-    """The errors of the linear in a recipe, or why there are none."""
+def linear_error(facts: LinearFacts, recipe: str, backend: str = "", without: Sequence[Switch] = ()) -> LinearError:
+    """The errors of the linear in a recipe, or why there are none. `without`: what is switched off, in recipes that have it."""
     known = recipe_named(recipe)
     about = without_errors(facts, known.name, _failure(facts, known, backend))
     if about.failure:
         return about
-    variant = variant_name(known.name, library_of(known, backend) if known.quantizes else "")
-    if weight := facts.weights.get(variant):
+    library = library_of(known, backend) if known.quantizes else ""
+    if weight := facts.weights.get(variant_name(known.name, library)):
         return about.model_copy(update={"weight": _operand("W", known.operands["fprop"][0], [weight], [])})
+    off = max((one for one in switches_of(known.name, library) if {*one} <= {*without}), key=len)
+    variant = variant_name(known.name, library, off)
     usable = {name: [step for step in facts.measured if name in step.outputs and not step.problem(name)] for name in OPERANDS}
     passes = tuple(_pass(name, steps, variant, known.name, backend) for name, steps in usable.items() if steps)
     dropped = tuple(_dropped(facts))
@@ -56,6 +59,7 @@ def linear_error(facts: LinearFacts, recipe: str, backend: str = "") -> LinearEr
             "dropped": dropped,
             "damage": fmean(damages) if damages else None,
             "gradient": _gradient(usable["wgrad"], variant),
+            "rerouted": _rerouted(usable["fprop"], variant),
         }
     )
 
@@ -65,7 +69,7 @@ def _failure(facts: LinearFacts, recipe: Recipe, backend: str) -> str:
         return facts.failure or "it was not measured in any step"
     multiple = recipe.multiple_in(backend)  # tokens can be padded: zeros have no error
     for name, size in (("input features", facts.inputs), ("output features", facts.outputs)):
-        if size % multiple:
+        if size % multiple and not facts.top_k:
             return f"{name} = {size} is not a multiple of {multiple}: pad it to {size + -size % multiple}"
     return ""
 
@@ -104,6 +108,12 @@ def _pass(name: Pass, steps: Sequence[StepFacts], variant: str, recipe: str, bac
     )
 
 
+def _rerouted(steps: Sequence[StepFacts], variant: str) -> float | None:
+    """The share of tokens that get other experts."""
+    shares = [share for step in steps if (share := _gemm(step, "fprop", variant).rerouted) is not None]
+    return fmean(shares) if shares else None
+
+
 def _relative(gemms: Sequence[GemmNumbers]) -> Interval:
     """The relative error with its 95% interval; of several steps, the root mean square."""
     squared = fmean(one.squared for one in gemms)
@@ -135,7 +145,9 @@ def _gradient(steps: Sequence[StepFacts], variant: str) -> GradientError | None:
     own = fmean(gradient.noise for gradient, _ in known)
     squared = fmean(gradient.squared for gradient, _ in known)
     bias, noise = (fmean(getattr(gemm, name) * gradient.squared for gradient, gemm in known) for name in ("bias", "noise"))
-    return GradientError(bias=max(bias - CHANCE * noise, 0.0), noise=max(noise, 0.0), own_noise=max(own, 0.0), squared=squared,
+    error = hypot(*(gemm.bias_error * gradient.squared for gradient, gemm in known)) / len(known)
+    certain = bias - student(len(known) * (GROUPS - 1)) * error  # less cannot be told from chance
+    return GradientError(bias=max(certain, 0.0), noise=max(noise, 0.0), own_noise=max(own, 0.0), squared=squared,
                          energy=fmean(gradient.energy for gradient, _ in known),
                          arriving=fmean((step.tensors["dY"].norm or 0.0) ** 2 for step in steps))  # fmt: skip
 
@@ -144,8 +156,9 @@ def without_errors(facts: LinearFacts, recipe: str, failure: str = "") -> Linear
     """What is known of a linear besides its errors, or why it has none."""
     counts = [step.tokens for step in facts.steps if step.tokens]
     return LinearError(
-        name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
-        experts=facts.experts, tokens=sum(counts) / len(counts) if counts else None, recipe=recipe, failure=failure,
+        name=facts.name, linear=facts.linear, layer=None if facts.top_k else facts.layer, op=facts.op, inputs=facts.inputs,
+        outputs=facts.outputs, experts=facts.experts, recipe=recipe, failure=failure,
+        tokens=sum(counts) / len(counts) if counts else None,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from gemmscope.choices import Switch
 from gemmscope.errors import UserError
 from gemmscope.grouping import grouped
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -67,6 +68,8 @@ class ErrorsRequest:
     source: TensorSource
     recipes: tuple[str, ...]
     backend: str = ""
+    without: tuple[Switch, ...] = ()
+    """What is switched off in recipes that have it."""
     device: str = "cpu"
     seed: int = 0
     depth: DepthModel | None = None

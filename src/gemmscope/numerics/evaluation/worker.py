@@ -90,6 +90,7 @@ def about(facts: RecordingFacts, request: ErrorsRequest) -> NumericsResult:
         origin=facts.origin,
         model_name=facts.model,
         steps=facts.steps,
+        without=request.without,
         probed=tuple(ProbedDamage(recipe=one.recipe, layer=one.layer, measured=one.divergence) for one in facts.probes),
         tokens=tokens.pop() if len(tokens) == 1 else TOKENS if facts.source == "synthetic" else None,
         layers=len({linear.layer for linear in facts.linears if linear.layer is not None}),
@@ -102,7 +103,8 @@ def errors_of(facts: LinearFacts, request: ErrorsRequest) -> LinearComputed:
     """One linear in every recipe, and how its maxima grew. An error in it does not affect other linears."""
     try:
         stale = growth_of_maxima(facts) if any(recipe(name).delayed for name in request.recipes) else ()
-        return LinearComputed(tuple(linear_error(facts, name, request.backend) for name in request.recipes), tuple(stale))
+        errors = (linear_error(facts, name, request.backend, request.without) for name in request.recipes)
+        return LinearComputed(tuple(errors), tuple(stale))
     except Exception as error:  # of values that no measurement gives
         reason = error.message if isinstance(error, UserError) else in_a_line(error)[:200]
         failure = f"its errors cannot be computed: {reason}"

@@ -43,6 +43,8 @@ class LinearPlace:
     """Of its layer, on this rank."""
     parameter: str = ""
     """Of an expert whose weight is part of a parameter [experts, ., .]: the parameter's name in its module."""
+    top_k: int = 0
+    """Of a router: how many experts it chooses for a token."""
 
 
 ComputedLinear = tuple[Tensor, Tensor, Tensor, tuple[Pass, ...]]
@@ -118,7 +120,7 @@ class StepCapture:
         A later call replaces an earlier one without a gradient, which may never get one. A frozen linear whose input needs no
         gradient runs fprop alone: it is captured at once, because nothing else keeps its X until the backward pass.
         """
-        frozen = not output.requires_grad
+        frozen = not output.requires_grad or place.top_k > 0  # what a router chooses does not depend on gradients
         if self.is_done(place) or (frozen and not torch.is_grad_enabled()) or not len(x) or recomputes():
             return
         taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
@@ -205,7 +207,14 @@ class StepCapture:
             x, dy = _same_tokens(x, dy, *taken.place.tp)
             taken.tokens = len(x)
             taken.numbers = LinearMeasurement(
-                x, weight, dy, taken.dtype, number_of(self.seed, self.step, key), taken.passes, self.measured[key]
+                x,
+                weight,
+                dy,
+                taken.dtype,
+                number_of(self.seed, self.step, key),
+                taken.passes,
+                self.measured[key],
+                taken.place.top_k,
             ).numbers()
 
     @contextmanager

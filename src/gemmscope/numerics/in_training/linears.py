@@ -15,7 +15,7 @@ from gemmscope.numerics.in_training.norm_mlp import mlp_linears, normalized
 from gemmscope.workload.module_parts import tensors_in
 
 PLAIN = {"Linear", "ColumnParallelLinear", "RowParallelLinear", "Conv1D"}
-NORM_LINEAR, NORM_MLP, GROUPED = "LayerNormLinear", "LayerNormMLP", "GroupedLinear"
+NORM_LINEAR, NORM_MLP, GROUPED, ROUTER = "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "Router"
 OURS = {*PLAIN, NORM_LINEAR, NORM_MLP, GROUPED}
 PACKAGES = ("transformer_engine", "megatron", "transformers")
 
@@ -27,7 +27,15 @@ def kind_of(module: nn.Module) -> str:
     for base in type(module).__mro__:
         if base is nn.Linear or (base.__name__ in OURS and base.__module__.partition(".")[0] in PACKAGES):
             return base.__name__
-    return ""
+    weight = module._parameters.get("weight")
+    return ROUTER if weight is not None and weight.dim() == 2 and top_k_of(module) else ""
+
+
+def top_k_of(module: Any) -> int:
+    """How many experts a router chooses for a token; 0 if a module is no router that chooses by its largest outputs alone."""
+    top_k = next((one for name in ("top_k", "topk") if isinstance(one := getattr(module, name, None), int)), 0)
+    biased = any(True for _ in module.buffers(recurse=False)) or module._parameters.get("bias") is not None
+    return 0 if biased else top_k
 
 
 def module_weights(module: nn.Module) -> list[Tensor]:

@@ -14,7 +14,7 @@ from gemmscope.errors import UserError, in_a_line
 from gemmscope.grouping import grouped
 from gemmscope.numerics.in_training.capture import LinearPlace, StepCapture
 from gemmscope.numerics.in_training.experts import ExpertHooks
-from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, LinearHooks, kind_of, module_weights
+from gemmscope.numerics.in_training.linears import GROUPED, NORM_MLP, ROUTER, LinearHooks, kind_of, module_weights, top_k_of
 from gemmscope.numerics.in_training.norm_mlp import ACTIVATIONS, GATED
 from gemmscope.numerics.in_training.probe import measured_divergences
 from gemmscope.numerics.names import CHUNK, LinearName, few_experts, few_of, name_linears, unwrapped
@@ -127,7 +127,17 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     modules = [(path, module, own) for path, module, compiled, own in everything if not compiled]
     hidden = sum(len(own) for *_, compiled, own in everything if compiled)
     places = {place.key: place for *_, own in modules for place in own}
-    named = {key: _global_layer(name, key, model) for key, name in _named(places).items() if name.is_recorded}
+    routers = {
+        id(one): top_k_of(module) for module in model.modules() for one in (module, *module.children()) if top_k_of(module)
+    }
+    every = _named(places)
+    top_k = {
+        place.key: routers.get(id(module), 0)
+        for _, module, own in modules
+        for place in own
+        if kind_of(module) == ROUTER or not every[place.key].is_recorded
+    }
+    named = {key: _global_layer(name, key, model) for key, name in every.items() if top_k.get(key, name.is_recorded)}
     counts = few_experts(named, settings["seed"])
     names = _unique({key: named[key] for key in counts})
     notes = tuple(
@@ -140,11 +150,15 @@ def make_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
         say(f"gemmscope: {notes[-1]}")
     if count := sum(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         notes += (f"nn.MultiheadAttention is not recorded ({counted(count, 'module')}), because it does not call its linears",)
-    own = [(module, [place for place in own if place.key in names]) for _, module, own in modules]
+    own = [
+        (module, [replace(place, top_k=top_k.get(place.key, 0)) for place in own if place.key in names])
+        for _, module, own in modules
+    ]
     facts = {
         key: LinearFacts(
             name=name.path, linear=name.linear, layer=name.layer, op=name.op, kind=places[key].kind, inputs=places[key].inputs,
             outputs=places[key].outputs, expert=name.expert, experts=max(places[key].experts, counts[key]),
+            top_k=top_k.get(key, 0),
         )
         for key, name in names.items()
     }  # fmt: skip

@@ -40,7 +40,7 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
     `model`: the module that your training loop calls, such as the one that `torch.compile` or a wrapper returned; or a list of
     modules, as Megatron has for a pipeline stage. `seed`: of the tokens that are drawn. `samples`: in how many of the recorded
     steps each linear is measured, at least; the work of a step grows with it. `ranks`: the processes of a distributed job that
-    write a file; with more than one, each file name includes the rank. `megabytes` is ignored: files are small, whatever it says.
+    write a file; with more than one, each file name includes the rank.
     `probe`: a function that runs the model on batches that training has not seen, and returns the logits. After the recorded
     steps, it runs with every recipe in all layers, and with the coarsest one in one layer at a time, without gradients: the
     measured damage."""
@@ -53,7 +53,6 @@ class record_tensors:  # noqa: N801 (it reads as a verb where it is used)
         *,
         steps: int = 8,
         after: int = 10,
-        megabytes: float = 64,  # noqa: ARG002 (scripts written for earlier versions give it)
         seed: int = 0,
         samples: int = 1,
         ranks: tuple[int, ...] = (0,),
