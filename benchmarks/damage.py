@@ -1,13 +1,14 @@
 """Checks predicted damage against what quantization does to small language models that are trained here.
 
-    python benchmarks/damage.py OUT [--models llama4 llama8 neox moe] [--seeds 0 1 2 3 4 5] [--steps 200]
+    python benchmarks/damage.py OUT [--models llama4 llama8 neox moe qwen3] [--seeds 0 1 2 3 4 5] [--steps 200]
     python benchmarks/damage.py OUT --summary docs/measured/damage.json
 
 Each model is trained on the sources of Python's standard library, as bytes, and eight more batches of the training are recorded
 with `gemmscope.record_tensors`. Then one linear at a time, and one layer at a time, runs in NVFP4, and the KL divergence of the
 predictions is measured on batches that neither the training nor the recording has seen. Mixes that the tool chooses are compared
 with the best ones of the same FLOPs by measured KL. For weight gradients, the backward pass of the quantized model is compared
-with its own backward pass in float32, over several batches: the mean of the difference is the bias, the rest is noise.
+with its own backward pass in float32, over several batches: what the differences have in common is the bias, the rest is noise. A
+bias below two standard errors cannot be told from chance, so that biases are compared once with these and once without.
 
 Quantization here is code of its own: only the quantizers are those of the package. Trained models are kept in OUT; one takes two
 to five minutes on one core.
@@ -36,8 +37,8 @@ from gemmscope.results.numerics import LinearError, NumericsResult
 
 BATCH, LENGTH, WIDTH = 16, 128, 128
 RECIPE = "NVFP4"
-MODELS = ("llama4", "llama8", "neox", "moe")
-HELD_OUT, GRADIENTS = 4, 12  # batches
+MODELS = ("llama4", "llama8", "neox", "moe", "qwen3")
+HELD_OUT, GRADIENTS = 4, 16  # batches
 BOUNDS = (0.8, 0.6, 0.4)  # of the error of the recipe in all linears
 COLUMNS = ("linears", "layers", "relative_error", "noise", "bias")
 Cell = tuple[int, str]
@@ -64,6 +65,10 @@ def build(name: str, seed: int) -> Any:
             num_key_value_heads=2,
             num_local_experts=4,
             num_experts_per_tok=2,
+        )
+    elif name == "qwen3":
+        config = transformers.Qwen3Config(
+            **common, num_hidden_layers=6, intermediate_size=3 * WIDTH, num_key_value_heads=2, head_dim=WIDTH // 4
         )
     else:
         layers = int(name.removeprefix("llama"))
@@ -216,12 +221,14 @@ def divergences(model: Any, sets: Mapping[str, Sequence[Unit]], batches: Sequenc
 
 
 def gradient_errors(model: Any, units: Mapping[str, Sequence[Unit]], batches: Sequence[Tensor]) -> dict[str, dict[str, float]]:
-    """Of every weight gradient, in the model with all linears quantized: squared bias and noise of the backward pass against
-    its own backward pass in float32, and the noise of the gradient from batch to batch."""
+    """Of every weight gradient, in the model with all linears quantized: squared bias (with its standard error, from batches left
+    out in turn) and noise of the backward pass against its own backward pass in float32, and the noise of the gradient from batch
+    to batch."""
     every = {unit for own in units.values() for unit in own}
     parameters = dict(model.named_parameters())
     names = list(dict.fromkeys(name for name, _ in every))
-    sums: dict[str, list[Any]] = {name: [0.0, 0.0, 0.0, 0.0] for name in names}
+    exact: dict[str, list[Tensor]] = {name: [] for name in names}
+    errors: dict[str, list[Tensor]] = {name: [] for name in names}
     random = torch.Generator().manual_seed(1)
     for batch in batches:
         gradients = []
@@ -229,19 +236,27 @@ def gradient_errors(model: Any, units: Mapping[str, Sequence[Unit]], batches: Se
             with Quantize(model, every, backward, random):
                 loss = model(input_ids=batch, labels=batch).loss
             gradients.append(torch.autograd.grad(loss, [parameters[name] for name in names]))
-        for name, exact, low in zip(names, *gradients, strict=True):
-            error, own = low - exact, sums[name]
-            own[0], own[1] = own[0] + error, own[1] + error.square()
-            own[2], own[3] = own[2] + exact, own[3] + exact.square()
-    count, errors = len(batches), {}
+        for name, own, low in zip(names, *gradients, strict=True):
+            exact[name].append(own.flatten())
+            errors[name].append((low - own).flatten())
+    measured = {}
     for path, own_units in units.items():
-        error, squares, exact, exact_squares = sums[own_units[0][0]]
-        noise = (squares.sum() - (error / count).square().sum() * count) / (count - 1)
-        own_noise = (exact_squares.sum() - (exact / count).square().sum() * count) / (count - 1)
-        bias = (error / count).square().sum() - noise / count
-        errors[path] = {"bias": float(bias), "noise": float(noise), "own_noise": float(own_noise),
-                        "gradient": float((exact / count).square().sum() - own_noise / count)}  # fmt: skip
-    return errors
+        error, own = (torch.stack(one[own_units[0][0]]) for one in (errors, exact))
+        bias, bias_error, noise = common_part((error @ error.T).double().numpy())
+        gradient, _, own_noise = common_part((own @ own.T).double().numpy())
+        measured[path] = {"bias": bias, "bias_error": bias_error, "noise": noise, "own_noise": own_noise, "gradient": gradient}
+    return measured
+
+
+def common_part(products: Any) -> tuple[float, float, float]:
+    """Of vectors with these inner products: the squared norm of what they have in common, its standard error, and the variance of
+    the rest."""
+    count = len(products)
+    across = products.sum(1) - products.diagonal()
+    common = across.sum() / count / (count - 1)
+    left_out = (across.sum() - 2 * across) / (count - 1) / (count - 2)
+    error = np.sqrt((count - 1) * left_out.var())
+    return float(common), float(error), float(products.trace() / count - common)
 
 
 def cells_of(path: str) -> Cell:
@@ -271,9 +286,13 @@ def predicted(result: NumericsResult) -> dict[Cell, dict[str, float]]:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's, for values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    """Spearman's; equal values have their mean rank."""
+
+    def ranks(values: Sequence[float]) -> Any:
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - counts / 2)[places]
+
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
 
 
 def best_kept(measured: Mapping[Cell, float], flops: Mapping[Cell, float], share: float) -> set[Cell]:
@@ -362,6 +381,7 @@ def check(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     by_layer = [sum(one["damage"] for cell, one in known.items() if cell[0] == layer) for layer in layers_of(units)]
     unseen = Batches(seed, held_out=True)
     batches = [unseen.next() for _ in range(HELD_OUT)]
+    certain = [path for path in paths if truth["g"][path]["bias"] > 2 * truth["g"][path]["bias_error"]]
     return {
         "model": name,
         "seed": seed,
@@ -376,6 +396,10 @@ def check(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
             name: rank_correlation([known[cells_of(path)][name] for path in paths], [truth["g"][path][name] for path in paths])
             for name in ("bias", "noise", "own_noise")
         },
+        "certain": len(certain),
+        "certain_bias": rank_correlation(
+            [known[cells_of(path)]["bias"] for path in certain], [truth["g"][path]["bias"] for path in certain]
+        ),
         "mixes": mixes(model, result, truth, units, batches),
     }
 

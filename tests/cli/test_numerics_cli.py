@@ -34,7 +34,7 @@ MODEL = "--preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k"
 
 def opened(count: int = 21, **facts: Any) -> TensorsOpened:
     """What the worker says of its tensors."""
-    given: dict[str, Any] = {"model_name": "", "steps": (), "tokens": None, "sampled_bytes": 0, "layers": 0} | facts
+    given: dict[str, Any] = {"model_name": "", "steps": (), "tokens": None, "layers": 0} | facts
     return TensorsOpened(NumericsResult(command="", **given, device="cpu", versions={}), count)
 
 
@@ -101,6 +101,9 @@ def test_a_measured_step_gives_speeds(run: Run, requests: list[ErrorsRequest], t
         ("numerics a --recipes mxfp9", "unknown recipe 'mxfp9'"),
         ("numerics a --recipes ,", "--recipes is empty"),
         ("numerics a --backend torch", "'torch'"),
+        ("numerics a --without rounding", "--without 'rounding' is not known"),
+        ("numerics --checkpoint a --without hadamard", "--without hadamard needs a recording or SYNTHETIC tensors"),
+        ("numerics a --without hadamard --backend torchao", "quantized by Transformer Engine"),
         ("numerics a --device tpu", "'tpu' is not known"),
         ("numerics a --seed -1", "--seed must be a whole number between 0 and"),
         ("numerics a --seed 99999999999999999999", "--seed must be a whole number between 0 and"),

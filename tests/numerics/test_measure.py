@@ -127,6 +127,46 @@ def test_noise_of_a_gradient_is_that_between_micro_batches() -> None:
     assert alike.noise == pytest.approx(0.0, abs=1e-3 * alike.squared)
 
 
+def test_a_bias_counts_beyond_its_standard_error() -> None:
+    """Of independent tokens, next to nothing counts; the standard error is that of many such estimates. What all tokens have in
+    common counts."""
+    generator, estimates, errors, counted = torch.Generator().manual_seed(0), [], [], []
+    for step in range(24):
+        x, dy = (torch.randn(256, 32, generator=generator) for _ in range(2))
+        facts = linear((x, torch.eye(32), dy), measured((x, torch.eye(32), dy), step=step))
+        gemm = facts.measured[0].gemms["NVFP4/transformer_engine"]["wgrad"]
+        estimates.append(gemm.bias)
+        errors.append(gemm.bias_error)
+        counted.append(linear_error(facts, "NVFP4").gradient.bias)
+    spread = torch.tensor(estimates).std()
+    assert torch.tensor(errors).mean() == pytest.approx(float(spread), rel=0.5)
+    assert sum(one > 0 for one in counted) <= 3
+    alike = (x[:1].expand(256, 32).contiguous(), torch.eye(32), dy[:1].expand(256, 32).contiguous())
+    whole = linear_error(linear(alike), "FP8Current").gradient
+    assert whole.bias == pytest.approx(
+        linear_error(linear(alike), "FP8Current").passes[2].relative.value ** 2 * whole.squared, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("without", [("hadamard",), ("stochastic",), ("hadamard", "stochastic")])
+def test_parts_of_nvfp4_are_switched_off(without: Any) -> None:
+    whole = tensors(tokens=256, inputs=64, outputs=64)
+    facts = linear(whole)
+    by_name = dict(zip(("X", "W", "dY"), whole, strict=True))
+    for one in linear_error(facts, "NVFP4", without=without).passes:
+        squares = []
+        for seed in range(8):
+            pair, generator = operands("NVFP4", one.pass_name, without=without), torch.Generator().manual_seed(seed)
+            exact = [(by_name[each.tensor].T if each.columnwise else by_name[each.tensor]).float().contiguous() for each in pair]
+            low = [each.quantizer(rows, generator=generator).values for each, rows in zip(pair, exact, strict=True)]
+            squares.append((low[0] @ low[1].T - exact[0] @ exact[1].T).square().sum() / (exact[0] @ exact[1].T).square().sum())
+        assert one.relative.value == pytest.approx(
+            float(sum(squares) / 8) ** 0.5, rel=0.1 if "stochastic" not in without else 1e-3
+        )
+    assert linear_error(facts, "MXFP8", without=without) == linear_error(facts, "MXFP8")
+    assert linear_error(facts, "NVFP4", without=without) != linear_error(facts, "NVFP4")
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0, 2.0**99, width=32), min_size=1, max_size=60), st.integers(1, 40), st.floats(0, 0.999))
 def test_a_draw_keeps_every_sum(shares: list[float], count: int, offset: float) -> None:

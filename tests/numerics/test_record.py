@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import gemmscope  # noqa: E402
+from gemmscope.numerics.evaluation.linear_errors import linear_error  # noqa: E402
 from gemmscope.numerics.in_training.model_recorder import measured_in_a_step  # noqa: E402
 from gemmscope.numerics.measure import LinearMeasurement  # noqa: E402
 from gemmscope.numerics.quantizers import operands  # noqa: E402
@@ -187,10 +188,9 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
 
 
-def test_files_are_small_whatever_their_size_may_be(tmp_path: Path) -> None:
-    """Scripts for earlier versions give a size, which was needed for samples of tensors."""
+def test_files_are_small(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(8)))
-    with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=2, after=0, megabytes=64) as recording:
+    with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=2, after=0) as recording:
         for _ in range(2):
             model(torch.randn(128, 256)).sum().backward()
             recording.step()
@@ -369,6 +369,54 @@ def test_experts_with_one_weight_for_all(transposed: bool, tmp_path: Path) -> No
     assert {(linear.inputs, linear.outputs) for linear in linears} == {(32, 96), (48, 32)}
     assert all(tuple(linear.measured[0].outputs) == ("fprop", "dgrad", "wgrad") for linear in linears)
     assert {linear.measured[0].tokens for linear in linears} <= {20, 21, 22}
+
+
+class Gate(nn.Module):
+    """A router as in transformers: a weight of its own, whose output is the first of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k, self.weight = 2, nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = functional.linear(x.reshape(-1, 32), self.weight)
+        return scores, scores.topk(self.top_k).indices
+
+
+class Routed(nn.Module):
+    """As in transformers, as in torchtitan, and one that this cannot know the choice of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.gate, self.router, self.other = nn.Linear(32, 32), Gate(), nn.Module(), Gate()
+        self.router.gate, self.router.top_k = nn.Linear(32, 8, bias=False), 2
+        self.other.register_buffer("expert_bias", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        scores = self.gate(x)[0] + self.router.gate(x).reshape(-1, 8) + self.other(x)[0]
+        return self.up_proj(x) * scores.softmax(-1).amax(-1).view(*x.shape[:-1], 1)
+
+
+def test_routers_say_how_many_tokens_would_get_other_experts(tmp_path: Path) -> None:
+    gradients = []
+    for path in (None, tmp_path / "t.safetensors"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Routed())
+        gates = [model[0].gate.weight.detach().clone(), model[0].router.gate.weight.detach().clone()]
+        gradients.append(trained(model, path, loop=1, steps=1, after=0))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    linears = {one.name: one for one in recorded(tmp_path).linears}
+    assert {name: one.top_k for name, one in linears.items()} == {"0.up_proj": 0, "0.gate": 2, "0.router.gate": 2}
+    x = model[0].seen.reshape(-1, 32)
+    for name, w in zip(("0.gate", "0.router.gate"), gates, strict=True):
+        first, second = (one.quantizer(rows).values for one, rows in zip(operands("NVFP4", "fprop"), (w, x), strict=True))
+        chosen = [scores.topk(2).indices.sort().values for scores in (x @ w.T, second @ first.T)]
+        other = float((chosen[0] != chosen[1]).any(1).float().mean())
+        error = linear_error(linears[name], "NVFP4")
+        assert other > 0.05
+        assert error.rerouted == pytest.approx(other, abs=1e-6)
+        assert (error.layer, error.gradient) == (None, None), "it does not count"
 
 
 def test_transformer_engine_modules(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_recordings_of_earlier_versions_are_refused(tmp_path: Path) -> None:
     """They have samples of tensors, and no version where it was the first one."""
     text = json.dumps({"source": "recording", "linears": [{"name": "up", "linear": "up", "inputs": 8, "outputs": 8}]})
     write_tensors(tmp_path / "old", {"up/0/fprop.first.rows": torch.zeros(4, 8)}, {"gemmscope": text})
-    with pytest.raises(UserError, match="a recording of version 1; this gemmscope reads version 2") as refused:
+    with pytest.raises(UserError, match="a recording of version 1; this gemmscope reads version 3") as refused:
         read_recording(tmp_path / "old")
     assert "record it again" in refused.value.hint
 
@@ -160,9 +160,9 @@ def entry(**changes: object) -> dict[str, object]:
         (container(entry(), b"12345678"), "is a safetensors file, but not a recording"),
         (container({"__metadata__": {"gemmscope": "["}}), "is not valid JSON"),
         (container({"__metadata__": {"gemmscope": "[]"}}), "version None"),
-        (container({"__metadata__": {"gemmscope": '{"version": 2, "rank": ' + "9" * 400 + "}"}}), "is not a valid number"),
+        (container({"__metadata__": {"gemmscope": '{"version": 3, "rank": ' + "9" * 400 + "}"}}), "is not a valid number"),
         (container({"__metadata__": {"gemmscope": '{"version": 99}'}}), "version 99"),
-        (container({"__metadata__": {"gemmscope": '{"version": 2, "source": "elsewhere"}'}}), "is damaged: source"),
+        (container({"__metadata__": {"gemmscope": '{"version": 3, "source": "elsewhere"}'}}), "is damaged: source"),
     ],
 )
 def test_any_other_file_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:

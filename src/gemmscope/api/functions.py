@@ -294,6 +294,7 @@ def quantization_errors(
     bound: float | str | None = None,
     depth: bool = False,
     recipes: Names | None = None,
+    without: Names | None = None,
     backend: str | None = None,
     device: str | None = None,
     seed: int | str = 0,
@@ -312,6 +313,8 @@ def quantization_errors(
             Needs transformers. A module always runs this way, without this flag.
         recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of
             Transformer Engine]
+        without: Show NVFP4 without its Hadamard transform (hadamard), without stochastic rounding (stochastic), or without
+            both.
         backend: Framework whose quantization to emulate, where frameworks differ. [default: the first that supports the recipe]
         device: Where to compute the errors. [default: cpu]
         seed: Random seed of SYNTHETIC tensors and of stochastic rounding.

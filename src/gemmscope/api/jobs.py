@@ -545,6 +545,7 @@ class Job(ModelRun):
         bound: float | str | None = None,
         depth: bool = False,
         recipes: Names | None = None,
+        without: Names | None = None,
         backend: str | None = None,
         device: str | None = None,
         seed: int | str = 0,
@@ -564,6 +565,8 @@ class Job(ModelRun):
                 Needs transformers. A module always runs this way, without this flag.
             recipes: Recipes to compare, such as fp8current,nvfp4. Your GPU does not need to support them. [default: all of
                 Transformer Engine]
+            without: Show NVFP4 without its Hadamard transform (hadamard), without stochastic rounding (stochastic), or without
+                both.
             backend: Framework whose quantization to emulate, where frameworks differ. [default: the first that supports the
                 recipe]
             device: Where to compute the errors. [default: cpu]

@@ -53,14 +53,15 @@ def run_numerics(options: NumericsOptions, context: RunContext = PLAIN, *, job: 
     with random weights; a module is run without being asked. Ctrl-C ends it early, with the linears computed until then.
     """
     backend, speed, device = options.backend or "", options.speed, options.device or "cpu"
+    depth = _depth(job, options.depth)
     request = ErrorsRequest(
         source=_source(options, job, context.reporter),
         recipes=tuple(chosen_recipes(options.recipes, backend)),
         backend=backend,
-        without=_without(options),
+        without=_without(options, depth),
         device=device,
         seed=options.seed,
-        depth=_depth(job, options.depth),
+        depth=depth,
     )
     _check(options.bound, device, options.seed)
     speeds, speed_gpu = speed_result(speed, options.gpu, job, options.recipes, context.reporter)
@@ -145,18 +146,18 @@ def _source(options: NumericsOptions, job: ModelRun | None, reporter: Reporter) 
     )
 
 
-def _without(options: NumericsOptions) -> tuple[Switch, ...]:
+def _without(options: NumericsOptions, depth: DepthModel | None) -> tuple[Switch, ...]:
     """What is switched off."""
     names: list[str] = options.without or []
-    known = tuple(one for one in SWITCHES if one in names)
-    if wrong := [name for name in names if name not in SWITCHES]:
-        raise UserError(f"{option('without')} {shown(wrong[0])} is not known", f"it can be {' or '.join(SWITCHES)}")
-    if known and (options.checkpoint is not None or options.depth):
-        raise UserError(
-            f"{option('without', ','.join(known))} needs the GEMMs of a recording",
-            f"leave out {option('checkpoint')} and {option('depth')}",
-        )
-    return known
+    for name in names:
+        if name not in SWITCHES:
+            raise UserError(f"{option('without')} {shown(name)} is not known", f"it can be {' or '.join(SWITCHES)}")
+        if options.checkpoint is not None or depth is not None or options.backend == "torchao":
+            raise UserError(
+                f"{option('without', name)} needs a recording or SYNTHETIC tensors, quantized by Transformer Engine",
+                "leave it out, or the checkpoint, the module, depth or torchao",
+            )
+    return tuple(one for one in SWITCHES if one in names)
 
 
 def _depth(job: ModelRun | None, wanted: bool) -> DepthModel | None:

@@ -82,8 +82,7 @@ def _context(result: NumericsResult) -> Iterator[str]:
     source = phrase(f"numerics-source-{result.source}", steps=units.steps(result.steps) if result.steps else "", origin=origin)
     batch = "" if result.source == "synthetic" else " of one micro-batch"
     tokens = f"; {units.counted(result.tokens, 'token')}{batch}" if result.tokens else ""
-    sample = f"; a sample of {units.si(result.sampled_bytes, 'B')}" if result.sampled_bytes else ""
-    yield f"{source}{tokens}{sample}"
+    yield f"{source}{tokens}"
     layers = f" in {units.counted(result.layers, 'layer')}" if result.layers else ""
     yield phrase("numerics-weighted" if weighted(result) else "numerics-error", linears=len(linears), layers=layers)
     if result.without:
@@ -358,6 +357,5 @@ def _method(result: NumericsResult) -> Facts:
         ("weights", phrase("numerics-weights") if weighted(result) else ""),
         ("time of a mix", phrase("numerics-time-of-mix") if result.speed_of else ""),
         ("computed on", ", ".join(filter(None, [result.device, versions_text(result.versions)]))),
-        ("duration", f"{result.seconds:.0f} s" if result.seconds else ""),
         *command_facts(result),
     )

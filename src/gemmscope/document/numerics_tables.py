@@ -318,30 +318,22 @@ def kept_table(result: NumericsResult, marked: str) -> Table:
     """What recipes leave in BF16, the output layer and routers: what it would lose."""
     outside = [one for one in result.linears if one.layer is None and one.passes and one.recipe != BASELINE]
     rows = list(grouped(((one.recipe, one.linear), one) for one in outside).values()) if result.layers else []
-    layers = {row.recipe: row.damage for row in result.recipes}
-
-    def damage(own: Sequence[LinearError]) -> float | None:
-        return sum(one.damage for one in own if one.damage is not None) if own[0].damage is not None else None
-
-    def of_layers(own: Sequence[LinearError]) -> float | None:
-        below = layers.get(own[0].recipe)
-        return (damage(own) or 0.0) / below if below and damage(own) is not None else None
-
-    def rerouted(own: Sequence[LinearError]) -> float | None:
-        return sum(one.rerouted or 0.0 for one in own) / len(own) if own[0].rerouted is not None else None
-
     return table(
         f"{marked}What stays in BF16, were it quantized",
         rows,
         Column("Recipe", lambda own: own[0].recipe),
         Column("Linear", lambda own: own[0].linear),
         Column("Error of fprop", lambda own: _pass_error(own, "fprop"), "error"),
-        Column("Damage", damage, ".2g"),
-        Column("Over that of all layers", of_layers, "%"),
-        Column("Tokens with other experts", rerouted, "%"),
+        Column("Damage", lambda own: sum(one.damage or 0.0 for one in own) or None, ".2g"),
+        Column("Tokens with other experts", lambda own: _mean(one.rerouted for one in own), "%"),
         note=phrase("numerics-kept-table"),
         sparse=True,
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _operands(linear: LinearError) -> Iterator[tuple[str, OperandError, float | None]]:

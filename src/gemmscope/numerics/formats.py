@@ -62,17 +62,16 @@ def round_nearest(values: Tensor, target: NumberFormat) -> Tensor:
     return torch.copysign((clamped + shift) - shift, clamped)
 
 
-def round_stochastic(values: Tensor, target: NumberFormat, generator: torch.Generator | None = None, turn: int = 0) -> Tensor:
+def round_stochastic(values: Tensor, target: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
     """One of the two neighbors in the format, the nearer one more likely; beyond the largest value it saturates.
 
     As in Transformer Engine (`stochastic_round_fp4_e2m1`, and the instruction `cvt.rs.satfinite.e2m1x4.f32`): eight random bits
     per value, u in 0/256 ... 255/256, are added to the magnitude in units of the step, and what is beyond the step is cut off.
     A value that lies a fraction f between its neighbors is rounded up with probability floor(256 f) / 256. NaN becomes the
-    largest value. `turn` is added to the random bits, modulo 256: turns of 0, 16, ... 240 of the same bits cover them evenly.
+    largest value.
     """
     magnitude = values.abs()
     bits = torch.randint(0, 256, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    bits = bits.add_(turn).bitwise_and_(255) if turn else bits
     moved = magnitude + bits * (_step(magnitude, target) * 2.0**-8)
     step = _step(moved, target)
     rounded = (torch.floor(moved / step) * step).nan_to_num(nan=target.max).clamp(max=target.max)

@@ -79,16 +79,13 @@ class Quantizer:
         x: Tensor,
         *,
         amax: Tensor | None = None,
-        block_amax: Tensor | None = None,
         generator: torch.Generator | None = None,
-        turn: int = 0,
     ) -> QuantizedOperand:
         """Quantize x, the tensor or a sample of its rows.
 
         `amax`: the maximum of the whole tensor where x is a sample of it, or of the history with delayed scaling; None: x's own.
         With a Hadamard transform the maximum of the rotated tensor counts: the larger one of `amax` and x's own is taken.
-        `block_amax` [rows, blocks]: the maxima of the blocks that the values belong to, where several rows share a scale and x is
-        a sample of rows; None: x's own. `generator` and `turn`: of stochastic rounding; None: PyTorch's default one.
+        `generator`: of stochastic rounding; None: PyTorch's default one. Rows that share scales must be there together.
         """
         if x.dim() != 2:
             raise UserError(f"a tensor of shape {tuple(x.shape)} cannot be quantized", "pass a 2-D tensor: tensor.flatten(0, -2)")
@@ -105,13 +102,13 @@ class Quantizer:
         if columns % width:
             values = pad(values, (0, -columns % width))
         blocks = values.reshape(rows, -1, width)
-        maxima, tensor_amax = self._maxima(blocks, amax, block_amax)
+        maxima, tensor_amax = self._maxima(blocks, amax)
         scales = RULES[self.rule](maxima, target, tensor_amax)
         encode_scales, decode_scales = scales.encode, scales.decode
         if not self.per_tensor:
             encode_scales, decode_scales = encode_scales.unsqueeze(-1), decode_scales.unsqueeze(-1)
         scaled = blocks * encode_scales
-        rounded = round_stochastic(scaled, target, generator, turn) if self.stochastic else round_nearest(scaled, target)
+        rounded = round_stochastic(scaled, target, generator) if self.stochastic else round_nearest(scaled, target)
         decoded = rounded * decode_scales * scales.tensor
         saturated = (scaled.abs() > target.overflow) & (decode_scales != 0)  # with a scale of 0 it is underflow
         decoded, saturated, rounded = (part.reshape(rows, -1)[:, :columns] for part in (decoded, saturated, rounded))
@@ -119,7 +116,7 @@ class Quantizer:
             decoded = rotate_back(decoded, self.signs)
         return QuantizedOperand(decoded, saturated, scales.stored, scales.tensor, rounded)
 
-    def _maxima(self, blocks: Tensor, amax: Tensor | None, block_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _maxima(self, blocks: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """The maxima that share a scale, and the maximum of the whole tensor where the rule needs it."""
         if self.per_tensor and amax is not None:
             return amax.float().reshape(()), amax
@@ -130,9 +127,7 @@ class Quantizer:
         tensor_amax = maxima.amax() if amax is None else amax.float().reshape(())
         if self.signs:
             tensor_amax = torch.maximum(tensor_amax, maxima.amax())
-        if self.block_rows > 1 and block_amax is not None:
-            maxima = block_amax.float()
-        elif self.block_rows > 1:
+        if self.block_rows > 1:
             rows = len(maxima)
             groups = pad(maxima, (0, 0, 0, -rows % self.block_rows)).reshape(-1, self.block_rows, maxima.shape[1])
             maxima = groups.amax(1).repeat_interleave(self.block_rows, 0)[:rows]

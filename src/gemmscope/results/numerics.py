@@ -165,10 +165,6 @@ class StaleScale(Part):
     tensor: TensorName
     growth: float
     """The tensor's maximum over that of the history: above 1, values saturate."""
-    saturated: float | None = None
-    """In files of earlier versions, as what follows."""
-    relative: float | None = None
-    fresh_relative: float | None = None
 
 
 class DepthError(Part):
@@ -249,7 +245,6 @@ class NumericsResult(Result):
     """Of one micro-batch on one rank."""
     without: tuple[Switch, ...] = ()
     """What is switched off in the recipes that have it."""
-    sampled_bytes: int | None = None
     layers: int = 0
     recipes: tuple[RecipeError, ...] = ()
     """The smallest error first."""
@@ -265,8 +260,6 @@ class NumericsResult(Result):
     mixed: MixedPrecision | None = None
     device: str = ""
     versions: dict[str, str] = {}
-    seconds: float = 0.0
-    """In files of earlier versions: how long it took. Equal calls now give equal files."""
     interrupted: bool = False
     """Some linears were not computed."""
 

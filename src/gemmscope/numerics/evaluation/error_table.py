@@ -15,7 +15,8 @@ Gradients: what low precision does to them has a part from wgrad, and one from t
 has a part from W, which is the same for all tokens and for many steps, and a part from dY, which differs from token to token.
 Both travel to all earlier layers. On the way they are diluted: the gradient of the residual stream is that of later layers plus
 what a block adds, and only what is added has passed through quantized GEMMs. How much that is follows from the norms of dY at
-the linears that end a block, which read the residual stream's gradient (those of experts read what the router leaves of it).
+the linears that end a block, which read the residual stream's gradient (those of experts read what the router leaves of it). The
+share is that of the norms, between what independent gradients (squared norms) and gradients of one direction would have.
 
 Bias stays when many micro-batches are averaged, noise averages out with the gradient's own noise.
 """
@@ -271,7 +272,7 @@ def _arriving(linears: Sequence[LinearError]) -> Mapping[str, Arriving]:
     for block, end in _blocks(linears):
         read = [one.gradient.arriving for one in end if one.gradient is not None and one.experts == 1]
         if norm := fmean(read or [0.0]):
-            share = max(1 - before / norm, 0.0) / len(added) if before and added else 0.0
+            share = max(1 - sqrt(before / norm), 0.0) / len(added) if before and added else 0.0
             for part in added:
                 stream = stream.plus(part, share)
             added, before = [], norm

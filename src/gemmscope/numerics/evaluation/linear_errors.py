@@ -59,7 +59,7 @@ def linear_error(facts: LinearFacts, recipe: str, backend: str = "", without: Se
             "dropped": dropped,
             "damage": fmean(damages) if damages else None,
             "gradient": _gradient(usable["wgrad"], variant),
-            "rerouted": _rerouted(usable["fprop"], variant),
+            "rerouted": fmean(_gemm(step, "fprop", variant).rerouted or 0.0 for step in usable["fprop"]) if facts.top_k else None,
         }
     )
 
@@ -106,12 +106,6 @@ def _pass(name: Pass, steps: Sequence[StepFacts], variant: str, recipe: str, bac
             ),
         }
     )
-
-
-def _rerouted(steps: Sequence[StepFacts], variant: str) -> float | None:
-    """The share of tokens that get other experts."""
-    shares = [share for step in steps if (share := _gemm(step, "fprop", variant).rerouted) is not None]
-    return fmean(shares) if shares else None
 
 
 def _relative(gemms: Sequence[GemmNumbers]) -> Interval:
