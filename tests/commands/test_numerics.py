@@ -20,13 +20,13 @@ from gemmscope.model.spec import RunSpec  # noqa: E402
 from gemmscope.numerics.evaluation import requests, worker  # noqa: E402
 from gemmscope.numerics.evaluation.error_findings import dropped_passes, padded_tokens  # noqa: E402
 from gemmscope.numerics.recording import RecordingFacts, write_recording  # noqa: E402
-from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
 from gemmscope.results.numerics import DroppedPass, LinearError, NumericsResult  # noqa: E402
 from gemmscope.results.read import read_result  # noqa: E402
 from gemmscope.signals import Interrupted, raised  # noqa: E402
 from support.commands import run_numerics  # noqa: E402
 from support.recorded import measured_linear  # noqa: E402
 from support.refusals import refused, refused_with_hint  # noqa: E402
+from support.tensor_files import write_tensors  # noqa: E402
 from support.workers import forked_workers  # noqa: E402
 
 __all__ = ["forked_workers"]  # the fixture

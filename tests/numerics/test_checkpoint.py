@@ -16,8 +16,9 @@ from gemmscope.numerics.evaluation import checkpoint  # noqa: E402
 from gemmscope.numerics.evaluation.checkpoint import read_checkpoint  # noqa: E402
 from gemmscope.numerics.evaluation.requests import model_linears  # noqa: E402
 from gemmscope.numerics.quantizers import operands  # noqa: E402
-from gemmscope.numerics.safetensors import read_header, write_tensors  # noqa: E402
+from gemmscope.numerics.safetensors import read_header  # noqa: E402
 from support.refusals import refused  # noqa: E402
+from support.tensor_files import write_tensors  # noqa: E402  # noqa: E402
 
 SIZES = {
     "self_attn.q_proj": (256, 256), "self_attn.k_proj": (256, 256), "self_attn.v_proj": (256, 256),
@@ -140,7 +141,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from gemmscope.errors import UserError
-from gemmscope.numerics.evaluation.checkpoint import read_checkpoint
+from gemmscope.numerics.evaluation.checkpoint import read_checkpoint  # noqa: E402
 torch.set_num_threads(1)
 list(read_checkpoint(sys.argv[1])[1])
 for path, size in zip(sys.argv[2::2], map(int, sys.argv[3::2])):

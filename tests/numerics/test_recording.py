@@ -28,7 +28,8 @@ from gemmscope.numerics.recording import (  # noqa: E402
     read_recording,
     write_recording,
 )
-from gemmscope.numerics.safetensors import DTYPES, read_header, write_tensors  # noqa: E402
+from gemmscope.numerics.safetensors import DTYPES, read_header  # noqa: E402
+from support.tensor_files import write_tensors  # noqa: E402
 
 OPERAND = OperandNumbers(relative=0.1, underflow=0.0, saturated=0.0)
 GEMM = GemmNumbers(squared=0.01, variance=0.0, first_share=0.5, parallel=0.0, damage=math.inf, operands=(OPERAND, OPERAND))

@@ -297,17 +297,8 @@ class LinearMeasurement:
             ends = torch.cat(lines or [sums.new_zeros(2, 1)], 1)
             of_groups = (error * roots).flatten(1)
             across = of_groups @ of_groups.T
-            own = across.diagonal()
-            parts = [
-                sums.sum((1, 2)),
-                own.sum()[None],
-                (ends @ ends.T).flatten(),
-                x_lost,
-                x.sums,
-                dy_lost,
-                dy.sums,
-                across.sum(1) - own,
-            ]
+            lost = [x_lost, x.sums, dy_lost, dy.sums]
+            parts = [sums.sum((1, 2)), (ends @ ends.T).flatten(), *lost, across.sum(1), across.diagonal()]
             measured[f"{variant}/wgrad"] = torch.cat(parts)
         return measured
 

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from gemmscope.choices import Switch
 from gemmscope.errors import UserError, option, shown
-from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
+from gemmscope.numerics.safetensors import TensorFile, read_header, write_metadata
 from gemmscope.reading import called, check_numbers, parse_json
 from gemmscope.results.base import Part
 from gemmscope.results.numerics import Source
@@ -269,10 +269,13 @@ def _of_tokens(values: Sums, scales: Mapping[TensorName, float]) -> GemmNumbers:
 
 
 def _weight_gradient(values: Sums, groups: int) -> GemmNumbers:
-    bias, noise = _bias_and_noise(values[0], values[5], groups)
-    without = [2 * groups**2 / max((groups - 1) * (groups - 2), 1) * one for one in values[22:]]  # each part, left out in turn
-    error = sqrt((groups - 1) * pvariance(without))
-    common, below = _common(values[:5], values[6:10], values[10:22]), values[4]
+    across, single = values[21 : 21 + groups], values[21 + groups :]
+    bias, noise = _bias_and_noise(values[0], sum(single), groups)
+    factor = 2 * groups**2 / max((groups - 1) * (groups - 2), 1)
+    error = sqrt(
+        (groups - 1) * pvariance(factor * (one - own) for one, own in zip(across, single, strict=True))
+    )  # of parts left out
+    common, below = _common(values[:5], values[5:9], values[9:21]), values[4]
     return GemmNumbers(**common, bias=_ratio(bias, below), bias_error=_ratio(error, below), noise=_ratio(noise, below))
 
 
@@ -307,7 +310,7 @@ def write_recording(path: str | Path, facts: RecordingFacts) -> None:
     # not by pydantic, which would drop maxima that are NaN
     data = facts.model_dump(exclude_defaults=True) | {"version": VERSION}
     text = json.dumps(data, separators=(",", ":"))
-    write_tensors(path, {}, {METADATA: text})
+    write_metadata(path, {METADATA: text})
 
 
 def read_recording(path: str | Path) -> RecordingFacts:

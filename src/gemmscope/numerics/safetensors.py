@@ -9,7 +9,6 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,6 @@ class TensorFile:
     path: str
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
-    data_bytes: int
 
     def load(self, name: str, row: int | None = None, lines: range | None = None) -> Tensor:
         """A tensor, or one row of it, or some lines of either, in memory of its own."""
@@ -99,7 +97,7 @@ def read_header(path: str | Path, hint: str = "") -> TensorFile:
         raise UserError(f"{name} is truncated: it has {size:,} bytes of {end:,}", "copy it again")
     if end < size:
         raise UserError(f"{name} is damaged: {size - end:,} bytes follow its last tensor", hint)
-    return TensorFile(str(path), tensors, metadata, end - offset)
+    return TensorFile(str(path), tensors, metadata)
 
 
 def _file_size(path: str | Path, name: str) -> int:
@@ -125,25 +123,9 @@ def _stored(key: str, value: Any, offset: int, name: str, hint: str) -> StoredTe
     return StoredTensor(dtype, tuple(shape), offset + begin, offset + end)
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write all tensors to one file, which replaces an old one atomically. A `UserError` if that fails."""
-    import torch
-
-    names = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # as the safetensors library does: wide types first, so that every tensor is aligned
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name, end in zip(order, accumulate(tensors[name].nbytes for name in order), strict=True):
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": names[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-            "data_offsets": [end - tensor.nbytes, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+def write_metadata(path: str | Path, metadata: Mapping[str, str]) -> None:
+    """Write a file without tensors, which replaces an old one atomically. A `UserError` if that fails."""
+    text = json.dumps({"__metadata__": dict(metadata)}, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with replacing(path) as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name in order:
-            out.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        out.write(len(text).to_bytes(8, "little") + text)

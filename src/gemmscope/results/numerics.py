@@ -165,6 +165,10 @@ class StaleScale(Part):
     tensor: TensorName
     growth: float
     """The tensor's maximum over that of the history: above 1, values saturate."""
+    saturated: float | None = None
+    """In files of earlier versions, as what follows."""
+    relative: float | None = None
+    fresh_relative: float | None = None
 
 
 class DepthError(Part):
@@ -245,6 +249,8 @@ class NumericsResult(Result):
     """Of one micro-batch on one rank."""
     without: tuple[Switch, ...] = ()
     """What is switched off in the recipes that have it."""
+    sampled_bytes: int | None = None
+    """In files of earlier versions, as `seconds`."""
     layers: int = 0
     recipes: tuple[RecipeError, ...] = ()
     """The smallest error first."""
@@ -260,6 +266,7 @@ class NumericsResult(Result):
     mixed: MixedPrecision | None = None
     device: str = ""
     versions: dict[str, str] = {}
+    seconds: float = 0.0
     interrupted: bool = False
     """Some linears were not computed."""
 
