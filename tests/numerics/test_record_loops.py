@@ -198,3 +198,30 @@ def test_a_path_that_cannot_be_written_does_not_end_the_training(tmp_path: Path,
 def test_something_that_is_no_model(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a torch"):
         gemmscope.record_tensors(model, tmp_path / "t")
+
+
+def test_the_callback_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Hugging Face's Trainer, with accumulated gradients: the losses and weights are the same, bit for bit."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
+    (snippet,) = (block.partition("```")[0] for block in page.split("```python\n") if "TrainerCallback" in block)
+    weights = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        dataset = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (64, 8))]
+        arguments = transformers.TrainingArguments(
+            "out", max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True
+        )
+        if recorded:
+            exec(snippet, {"gemmscope": gemmscope, "model": model, "arguments": arguments, "dataset": dataset})
+        else:
+            transformers.Trainer(model, arguments, train_dataset=dataset).train()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    linears = read_recording(tmp_path / "recording.safetensors").linears
+    assert all(tuple(one.measured[0].outputs) == ALL for one in linears if one.measured)
+    assert [step.step for step in linears[0].steps] == [10, 11]
