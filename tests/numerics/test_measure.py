@@ -157,8 +157,11 @@ def test_parts_of_nvfp4_are_switched_off(without: Any) -> None:
         squares = []
         for seed in range(8):
             pair, generator = operands("NVFP4", one.pass_name, without=without), torch.Generator().manual_seed(seed)
-            exact = [(by_name[each.tensor].T if each.columnwise else by_name[each.tensor]).float().contiguous() for each in pair]
-            low = [each.quantizer(rows, generator=generator).values for each, rows in zip(pair, exact, strict=True)]
+            exact = [
+                (by_name[operand.tensor].T if operand.columnwise else by_name[operand.tensor]).float().contiguous()
+                for operand in pair
+            ]
+            low = [operand.quantizer(rows, generator=generator).values for operand, rows in zip(pair, exact, strict=True)]
             squares.append((low[0] @ low[1].T - exact[0] @ exact[1].T).square().sum() / (exact[0] @ exact[1].T).square().sum())
         assert one.relative.value == pytest.approx(
             float(sum(squares) / 8) ** 0.5, rel=0.1 if "stochastic" not in without else 1e-3
