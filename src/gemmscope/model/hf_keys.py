@@ -136,6 +136,5 @@ def accepted(source: ModelSource, ignored: Collection[str] = ()) -> ModelSource:
             f"trace a model with code of its own: {option('module', 'FILE.py:FUNCTION')}; ignore a key that changes no size: "
             f"{option('ignore_key', sizes[0])}",
         )
-    about = [finding("keys-not-read", settings=left)] if left else []
-    about += [finding("keys-ignored", settings=[*ignored])] if ignored else []
-    return replace(source, findings=(*about, *source.findings))
+    notes: Notes = {"keys-not-read": (left, {"settings": left}), "keys-ignored": (ignored, {"settings": [*ignored]})}
+    return replace(source, findings=(*applicable(notes), *source.findings))

@@ -193,15 +193,13 @@ def place_findings(outcomes: Outcomes, most_at_once: dict[str, int], limits: dic
     if (most := max(most_at_once.values(), default=0)) > 1:
         on_cpu = all(place.gpu is None for place in outcomes.places.values())
         findings.append(finding("pool-shares-cpu" if on_cpu else "pool-shares-host", most=most))
-    for cores, gpus, at_once in sorted(set(limits.values())):
-        nodes = [node for node, limit in limits.items() if limit == (cores, gpus, at_once)]
+    limited = grouped((limit, node) for node, limit in limits.items())
+    for (cores, gpus, at_once), nodes in sorted(limited.items()):
         findings.append(finding("pool-few-cores", nodes=units.names(nodes), cores=cores, gpus=gpus, at_once=at_once))
-    refused = grouped(((refusal.why, refusal.hint), refusal.name) for refusal in outcomes.refused)
-    for (why, hint), names in refused.items():
-        findings.append(finding("pool-places-refused", places=units.names(names), reason=f"{why} ({hint})" if hint else why))
+    refused = grouped((f"{one.why} ({one.hint})" if one.hint else one.why, one.name) for one in outcomes.refused)
+    findings += [finding("pool-places-refused", places=units.names(names), reason=why) for why, names in refused.items()]
     lost = grouped((loss.why, outcomes.place_name(loss.place)) for loss in outcomes.lost)
-    for why, names in lost.items():
-        findings.append(finding("pool-places-lost", places=units.names(names), reason=why))
+    findings += [finding("pool-places-lost", places=units.names(names), reason=why) for why, names in lost.items()]
     if outcomes.repeated:
         findings.append(finding("pool-units-repeated", units=outcomes.repeated))
     return findings

@@ -152,13 +152,11 @@ def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
     ([0, 2, 3, 5], [0, 1, 3], [0, 2])
     """
     places = grouped((layer, place) for place, layer in enumerate(layers))
-    shares = {kind: len(members) * depth / len(layers) for kind, members in places.items()}
-    counts = {kind: int(share) for kind, share in shares.items()}
-    lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])
-    for kind in lacking[: depth - sum(counts.values())]:
-        counts[kind] += 1
+    counts = sharding.apportion(depth, list(map(len, places.values())))
     return sorted(
-        members[number * len(members) // counts[kind]] for kind, members in places.items() for number in range(counts[kind])
+        members[number * len(members) // count]
+        for members, count in zip(places.values(), counts, strict=True)
+        for number in range(count)
     )
 
 

@@ -16,6 +16,7 @@ the rest; contradictory sizes are a `UserError` that names the nearest sizes tha
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
@@ -241,7 +242,7 @@ def expert_rows(moe: MoeSpec, run: RunSpec, ep_rank: int = 0) -> tuple[int, ...]
     local = moe.experts // run.ep
     if run.imbalance == 1.0:
         return tuple(spread(per_rank, local))
-    rows = _apportion(per_rank * run.ep, _geometric_loads(moe.experts, run.imbalance))
+    rows = apportion(per_rank * run.ep, _geometric_loads(moe.experts, run.imbalance))
     return tuple(rows[ep_rank * local : (ep_rank + 1) * local])
 
 
@@ -257,10 +258,14 @@ def _geometric_loads(count: int, busiest_over_mean: float) -> list[float]:
     return [high**i for i in range(count)]
 
 
-def _apportion(total: int, loads: list[float]) -> list[int]:
-    """Whole numbers in proportion to `loads` that add up to `total` (largest remainders rounded up)."""
-    scale = total / sum(loads)
-    exact = [load * scale for load in loads]
+def apportion(total: int, loads: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `loads` that add up to `total` (largest remainders rounded up).
+
+    >>> apportion(5, [6, 2]), apportion(4, [1, 1, 1])
+    ([4, 1], [2, 1, 1])
+    """
+    whole = sum(loads)
+    exact = [load * total / whole for load in loads]
     rows = [int(value) for value in exact]
     by_remainder = sorted(range(len(rows)), key=lambda index: rows[index] - exact[index])
     for index in by_remainder[: total - sum(rows)]:
