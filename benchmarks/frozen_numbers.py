@@ -146,6 +146,8 @@ def prepare(root: Path) -> None:
     folders = {f"XDG_{name}_HOME": tempfile.mkdtemp() for name in ("STATE", "CACHE", "CONFIG", "DATA")}
     os.environ |= {**folders, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "OPENBLAS_NUM_THREADS": "1"}
     os.cpu_count = lambda: 1
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gemmscope"]:
+        del sys.modules[name]  # of the checkout that this file was started with
     sys.path[:0] = [str(root / "src"), str(root / "tests")]
     os.chdir(tempfile.mkdtemp())
 
