@@ -140,11 +140,10 @@ def described(run: RunSpec) -> str:
 
 
 def recommended(ordered: list[Candidate], forecaster: Forecaster) -> Candidate | None:
-    """Plan's best: the fastest; where its memory is tight, the fastest that is as fast as far as is known, and fits."""
-    if not ordered or ordered[0].fit != "tight":
-        return ordered[0] if ordered else None
-    safe = (other for other in ordered[1:] if other.fit == "fits" and is_close(ordered[0], other, forecaster))
-    return next(safe, ordered[0])
+    """Plan's best: the fastest; where its memory is tight or it offloads, the fastest that is as fast as far as is known."""
+    safe = (other for other in ordered if other is ordered[0] or is_close(ordered[0], other, forecaster))
+    usual = (other for other in safe if other.fit != "tight" and not other.run.offloaded_layers)
+    return next(usual, ordered[0] if ordered else None)
 
 
 def is_close(best: Candidate, other: Candidate, forecaster: Forecaster) -> bool:

@@ -21,6 +21,7 @@ from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.stacks import mixture
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GB, gpu
+from gemmscope.interval import Interval
 from gemmscope.job.load import load_model
 from gemmscope.model.spec import RunSpec
 from gemmscope.progress import Console, Reporter
@@ -230,6 +231,19 @@ def test_what_exceeds_the_gpu_is_no_recommendation() -> None:
     assert "no layout certainly fits in the 80 GB of a GPU. The fastest that may fit is BF16 with CP2" in " ".join(answer.split())
     assert "of the 0 layouts" not in answer
     assert not result.ready_to_paste
+
+
+def test_offloading_is_recommended_only_where_it_is_surely_faster() -> None:
+    result = plan_result()
+    [point] = result.points
+    fastest = point.layouts[0].model_copy(update={"offloaded_layers": 8, "tight": False})
+    for high, offloads in ((1.1, False), (1.3, True)):
+        slower = Interval(high - 0.08, high - 0.15, high)
+        others = (fastest, point.layouts[1].model_copy(update={"slowdown": slower, "tight": False, "offloaded_layers": 0}))
+        other = result.model_copy(update={"points": (point.model_copy(update={"layouts": others}),)})
+        assert other.best is not None
+        assert bool(other.best.offloaded_layers) == offloads
+        assert ("no published run shows that offloading is hidden" in " ".join(str(other).split())) != offloads
 
 
 def test_one_gpu() -> None:

@@ -95,19 +95,19 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
 
 
 def _safe_text(point: PlanPoint) -> list[str]:
-    """If the memory of the fastest layout is tight: why it is not recommended, or the fastest layout for which it is not."""
+    """Why the fastest layout is not recommended; if it is, and its memory is tight, the fastest layout for which it is not."""
     fastest = point.layouts[0]
-    if not fastest.tight:
-        return []
     if point.best is not fastest:
         return [
             phrase(
-                "plan-faster-but-tight",
+                "plan-faster-but-tight" if fastest.tight else "plan-faster-but-offloads",
                 layout=layout_name(fastest),
                 rate=plain_rate(fastest.tokens_per_s),
                 memory=fastest.memory_gb,
             )
         ]
+    if not fastest.tight:
+        return []
     safe = next((layout for layout in point.layouts if not (layout.tight or layout.may_not_fit)), None)
     if safe is None:
         return [phrase("plan-all-tight")]

@@ -114,14 +114,17 @@ class ModelMemory:
         return self._selective[key]
 
     def stages(self, run: RunSpec) -> list[tuple[int, dict[int, int]]]:
-        """The first of every kind of pipeline stage, with how many layers of each kind it has. Earlier stages hold more."""
+        """The first of every kind of pipeline stage that may need most, with how many layers of each kind it has."""
         key = (run.pp, run.pp_layers)
         known = self._stages.get(key)
         if known is None:
             kinds: dict[tuple[Any, ...], tuple[int, dict[int, int]]] = {}
+            most = dict[int, int]()  # of the first stage: others hold fewer micro-batches
             for stage, (first, last) in enumerate(stage_layers(self.model, run)):
                 counts = dict(sorted(Counter(self._order[first:last]).items()))
-                kinds.setdefault((stage == 0, stage == run.pp - 1, *counts.items()), (stage, counts))
+                if stage in (0, run.pp - 1) or any(count > most.get(kind, 0) for kind, count in counts.items()):
+                    kinds.setdefault((stage == 0, stage == run.pp - 1, *counts.items()), (stage, counts))
+                most = counts if stage == 0 else most
             known = self._stages[key] = list(kinds.values())
         return known
 

@@ -26,11 +26,10 @@ from gemmscope.forecast.step_estimate import CHANGED, StepEstimate
 from gemmscope.gpu.specs import GB, GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import Fit
 from gemmscope.results.plan import PlanLayout, Pruned, SmallestLayout
-from gemmscope.workload.derive import Workload, derive
+from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 
 AT_A_TIME = 60  # runs of one share
@@ -165,7 +164,7 @@ def _that_fit(
     """The runs that fit in some recipe, with the memory of each: recipe → GB, and the verdict."""
     model, chip, hopeless = search.task.model, forecaster.chip, set[tuple[Any, ...]]()
     for _, alike in groupby(enumerate(runs, first), key=lambda numbered: vars(numbered[1]) | {"vp": 1, "zero": None}):
-        workload: Workload | None = None
+        step: StepForecast | None = None
         reasons: dict[str, str] = {}
         for place, run in alike:
             beside_batch = tuple(getattr(run, name) for name in BESIDE_BATCH)
@@ -183,13 +182,12 @@ def _that_fit(
             if not needed:
                 hopeless.add(beside_batch)  # larger micro-batches, which come later, need more
             else:
-                workload = workload or derive(model, run)
-                step = StepForecast(forecaster, model, run, workload, network)
+                step = step.again(run) if step else StepForecast(forecaster, model, run, derive(model, run), network)
                 reasons = reasons or {name: step.why_not(name) for name in recipes}
                 for name in [name for name in needed if reasons[name]]:
                     share.pruning.add("recipe", f"{name}: {reasons[name]}")
                     del needed[name]
-            if needed:
+            if step and needed:
                 yield step, needed
 
 
@@ -267,7 +265,7 @@ def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estim
     for part in {**one.parts, **two.parts}:
         if part == WAITING:
             continue
-        (own_one, shared_one), (own_two, shared_two) = _errors(one, part), _errors(two, part)
+        (own_one, shared_one), (own_two, shared_two) = (step.errors.get(part, (0.0, 0.0)) for step in (one, two))
         alike = formats if part in CHANGED else 1.0
         squares += _apart(shared_one, shared_two, alike)
         squares += _apart(own_one, own_two, formats if same_shapes else 0.0)
@@ -281,15 +279,6 @@ def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estim
 def _apart(one: float, two: float, alike: float) -> float:
     """The squared error of a ratio, given the errors of both sides and the share that they have in common."""
     return max(one**2 + two**2 - 2 * alike * one * two, 0.0)
-
-
-def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
-    """The effect of the own and the shared error of one part on the step, relative to the step."""
-    estimate = step.parts.get(part)
-    if estimate is None:
-        return 0.0, 0.0
-    share = estimate.value / step.gpu.value * (1 - step.launched.decided_by_launches)
-    return share * estimate.own, share * estimate.shared
 
 
 def _of_launches(step: StepEstimate) -> float:

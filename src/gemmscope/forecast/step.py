@@ -5,6 +5,7 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, hypot, inf, log, log2
@@ -55,6 +56,7 @@ from gemmscope.workload.summary import totals
 from gemmscope.workload.traced_ops import TracedLinear
 
 ONCE: StepPart = "idle, other"
+OF_RUN = ("exchanged", "_optimizer_share", "_slower", "_common")  # of `StepForecast`: what depends on more than the workload
 WHOLE_TENSOR = "FP8Tensorwise"
 MEASURED_PARTS: tuple[StepPart, ...] = ("GEMMs", "norms and activations", "attention", "head and loss")
 NOTHING_TO_QUANTIZE = "the model has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
@@ -73,12 +75,11 @@ def linear_case(op: Linear) -> Case:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What does not depend on the recipe: parts of one micro-batch, of one step, and what is exchanged."""
+    """What does not depend on the recipe: parts of one micro-batch, and the optimizer, nothing sharded."""
 
     per_micro_batch: dict[StepPart, Estimate]
     expert_activation: Estimate  # a part of the above
     optimizer: Estimate
-    exchanged: list[Exchange]
     head_least_ms: float  # at the clock of a burst
 
 
@@ -164,8 +165,12 @@ class StepForecast:
         return total([some.gemms.times(clock), casts])
 
     def again(self, run: RunSpec) -> "StepForecast":
-        """The same model and chip with another run."""
-        return StepForecast(self.forecaster, self.model, run, self.workload, self.network, fused=self.fused, layers=self._layers)
+        """The same workload on the same chip in another run. What does not depend on the run is not computed again."""
+        other = copy(self)
+        other.run = run
+        for name in OF_RUN:
+            vars(other).pop(name, None)
+        return other
 
     def _linears_that_fit(self, name: str) -> list[CountedCase]:
         """The linears that a recipe quantizes."""
@@ -197,10 +202,10 @@ class StepForecast:
         computed = total(one.values())
         computed_ms = {part: estimate.value for part, estimate in one.items()}
         software, once = self.forecaster.software, self.forecaster.software.once()
-        optimizer = fixed.optimizer.times(software.of("step").factor)
-        waits = [software.exchange(exposed(exchange, run, computed_ms)) for exchange in fixed.exchanged]
+        optimizer = fixed.optimizer.times(self._optimizer_share * software.of("step").factor)
+        waits = [software.exchange(exposed(exchange, run, computed_ms)) for exchange in self.exchanged]
         waited_ms = sum(wait.exposed_ms for wait in waits)
-        once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, fixed.exchanged, strict=True) if exchange.per_step)
+        once_ms = sum(wait.exposed_ms for wait, exchange in zip(waits, self.exchanged, strict=True) if exchange.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         further: dict[StepPart, Estimate] = {"optimizer": optimizer, ONCE: once}
@@ -373,7 +378,7 @@ class StepForecast:
             else:
                 estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(op.facts.uncertainty, chip))
             if isinstance(op, Optimizer):
-                optimizer = estimate.times(self._optimizer_share)
+                optimizer = estimate
                 continue
             estimates.setdefault(part, []).append(estimate)
             if isinstance(op, Activation) and op.facts.block == "experts":
@@ -382,10 +387,13 @@ class StepForecast:
         if "routing" in parts:
             parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        exchanged = exchanges(chip, self.network, self.model, self.run, self.rank_share)
-        if self.run.offloaded_layers:
-            exchanged.append(offload(self.network, self._offloaded_bytes()))
-        return _Fixed(parts, activation, optimizer, exchanged, head - saved)
+        return _Fixed(parts, activation, optimizer, head - saved)
+
+    @cached_property
+    def exchanged(self) -> list[Exchange]:
+        """What this rank exchanges."""
+        every = exchanges(self.forecaster.chip, self.network, self.model, self.run, self.rank_share)
+        return [*every, *([offload(self.network, self._offloaded_bytes())] if self.run.offloaded_layers else [])]
 
     @cached_property
     def rank_share(self) -> RankShare:
@@ -416,7 +424,7 @@ class StepForecast:
             * min(self.run.offloaded_layers / max(self.rank_share.layers, 1), 1.0)
         )
 
-    @property
+    @cached_property
     def _optimizer_share(self) -> float:
         """Bytes that the optimizer moves, relative to a BF16 optimizer that updates all parameters of the rank."""
         run, share = self.run, self.rank_share

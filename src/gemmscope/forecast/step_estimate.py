@@ -66,6 +66,12 @@ class StepEstimate:
         idle: dict[StepPart, float] = {IDLE: waiting_ms} if waiting_ms > LEAST_IDLE * self.time_ms else {}
         return {part: estimate.value for part, estimate in self.parts.items()} | idle
 
+    @cached_property
+    def errors(self) -> dict[StepPart, tuple[float, float]]:
+        """The effect of the own and the shared error of each part on the step, relative to the step."""
+        share = (1 - self.launched.decided_by_launches) / self.gpu.value
+        return {part: (one.value * share * one.own, one.value * share * one.shared) for part, one in self.parts.items()}
+
     @property
     def host_bound(self) -> bool:
         """Whether the step is host-bound: the GPU waits for launches."""

@@ -110,10 +110,11 @@ class PlanPoint(Part):
 
     @property
     def best(self) -> PlanLayout | None:
-        """The layout to use: the fastest; where its memory is tight, the fastest that is as fast as far as is known, and fits."""
-        safe = (layout for layout in self.layouts if layout.close and not layout.tight)
+        """The layout to use: the fastest; where its memory is tight, or it offloads, which no published run has shown to be
+        hidden, the fastest that is as fast as far as is known, and neither."""
         fastest = self.layouts[0] if self.layouts else None
-        return next(safe, fastest) if fastest is not None and fastest.tight else fastest
+        safe = (layout for layout in self.layouts if layout is fastest or layout.close)
+        return next((layout for layout in safe if not (layout.tight or layout.offloaded_layers)), fastest)
 
     @property
     def place(self) -> str:
