@@ -269,7 +269,8 @@ def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estim
         alike = formats if part in CHANGED else 1.0
         squares += _apart(shared_one, shared_two, alike)
         squares += _apart(own_one, own_two, formats if same_shapes else 0.0)
-    squares += _apart(_of_launches(one), _of_launches(two), ALIKE_WAITING)
+    launches = [step.launched.decided_by_launches * step.launched.unsure for step in (one, two)]
+    squares += _apart(*launches, ALIKE_WAITING)
     waits = _waits(one), _waits(two)
     for kind in {**waits[0], **waits[1]}:
         squares += _apart(waits[0].get(kind, 0.0), waits[1].get(kind, 0.0), ALIKE_WAITING)
@@ -279,11 +280,6 @@ def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estim
 def _apart(one: float, two: float, alike: float) -> float:
     """The squared error of a ratio, given the errors of both sides and the share that they have in common."""
     return max(one**2 + two**2 - 2 * alike * one * two, 0.0)
-
-
-def _of_launches(step: StepEstimate) -> float:
-    """The effect of the error of the launch time on the step, relative to the step."""
-    return step.launched.decided_by_launches * step.launched.unsure
 
 
 def _waits(step: StepEstimate) -> dict[str, float]:
