@@ -269,8 +269,8 @@ def slowdown(best: Candidate, other: Candidate, forecaster: Forecaster) -> Estim
         alike = formats if part in CHANGED else 1.0
         squares += _apart(shared_one, shared_two, alike)
         squares += _apart(own_one, own_two, formats if same_shapes else 0.0)
-    launches = [step.launched.decided_by_launches * step.launched.unsure for step in (one, two)]
-    squares += _apart(*launches, ALIKE_WAITING)
+    of_one, of_two = (step.launched.decided_by_launches * step.launched.unsure for step in (one, two))
+    squares += _apart(of_one, of_two, ALIKE_WAITING)
     waits = _waits(one), _waits(two)
     for kind in {**waits[0], **waits[1]}:
         squares += _apart(waits[0].get(kind, 0.0), waits[1].get(kind, 0.0), ALIKE_WAITING)
