@@ -98,7 +98,7 @@ def test_ranks(run: Run, tmp_path: Path) -> None:
     outcome = run("explain " + " ".join(f"{tmp_path}/r{rank}.json" for rank in range(3)) + f" --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
     result = explained(tmp_path / "e.json")
-    assert fact(result.findings, "ranks-uneven", "rank") == fact(result.findings, "rank-explained", "rank") == result.rank == 1
+    assert fact(result.findings, "ranks-unmatched", "rank") == fact(result.findings, "rank-explained", "rank") == result.rank == 1
     assert [rank.rank for rank in result.ranks] == [0, 1, 2]
 
 
@@ -226,7 +226,7 @@ def test_a_folder_of_ranks(run: Run, tmp_path: Path) -> None:
         steady().write(tmp_path / f"host_{rank}.pt.trace.json.gz", distributedInfo={"rank": rank, "world_size": 2})
     outcome = run(f"explain {tmp_path} --json {tmp_path.parent}/ranks.json")
     assert outcome.code == 0, outcome.err
-    assert "ranks-even" in codes(explained(tmp_path.parent / "ranks.json").findings)
+    assert "ranks-unmatched" in codes(explained(tmp_path.parent / "ranks.json").findings)
     (tmp_path / "empty").mkdir()
     assert "folder without traces" in run(f"explain {tmp_path}/empty").err
 

@@ -122,7 +122,7 @@ def test_without_collectives_computation_decides(tmp_path: Path) -> None:
     assert [row.rank for row in comparison.times] == [0, 1, 2, 3]
     assert comparison.explained.trace.rank == 2
     assert comparison.straggler is None
-    assert fact(comparison.findings, "ranks-uneven", "rank") == 2
+    assert fact(comparison.findings, "ranks-unmatched", "rank") == 2
 
 
 def test_eight_ranks_of_dlrm() -> None:

@@ -8,10 +8,9 @@ from math import prod
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.step_evidence import StepEvidence, sizes_of, tflops
 from gemmscope.explain.trace_view import TimedWork, forward_stretches
-from gemmscope.explain.work_class import BF16, FP16, FP32, LOW, TF32
+from gemmscope.explain.work_class import BF16, FP16, FP32, TF32
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.grouping import grouped
-from gemmscope.recipe.precisions import precision_in_traces
 from gemmscope.results.explain import Cause
 
 # Bytes that casts move per element of X, W and dY, each in two of three GEMMs: read twice (maximum, cast) and written in two
@@ -44,7 +43,6 @@ def low_precision_causes(step: StepEvidence) -> Iterator[Cause]:
     recast = list(_recast(step))
     yield from recast
     yield from _quantization(step, sum(cause.cost_ms for cause in recast))
-    yield from _poor_kernel(step)
 
 
 def _full_precision(step: StepEvidence) -> Iterator[Cause]:
@@ -228,16 +226,3 @@ def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:
                 inputs[layer] += m * k
                 weights[layer] += k * n
     return {"": 0.5} | {layer: weights[layer] / ((inputs[layer] + weights[layer]) or 1) for layer in weights}
-
-
-def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:
-    """Large low-precision GEMMs that are hardly faster than large BF16 GEMMs of the same trace."""
-    rates = step.rates
-    if BF16 not in rates:
-        return
-    for precision in LOW:
-        if precision in rates and precision_in_traces()[precision].timed_as and rates[precision] < 1.25 * rates[BF16]:
-            items = [item for item in step.low if item.gemm.precision == precision]
-            rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates[BF16])
-            usual = 1.5 * rates[BF16]
-            yield step.cause("poor-kernel", step.ms(items) * (1 - rates[precision] / usual), [rate, _sizes(items)], items)

@@ -17,8 +17,8 @@ from gemmscope.findings import Finding, finding
 from gemmscope.grouping import add_up
 from gemmscope.results.explain import RankTime
 
-# More computation than the mean; of the step, what the others wait for a straggler; of its delay, a reason that is named
-UNEVEN, LATE, TELLING = 0.05, 0.03, 0.25
+# Of the step, what the others wait for a straggler; of its delay, a reason that is named
+LATE, TELLING = 0.03, 0.25
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ def compare_ranks(diagnoses: Sequence[TraceDiagnosis]) -> RankComparison:
         findings = [*_straggler(last, times, matches, by_rank), finding("straggler-explained", rank=last)]
         return RankComparison(times, by_rank[last], last, tuple(findings), waits.get(last, {}))
     shared = finding("ranks-in-step", ranks=len(times), waiting_ms=max(time.waiting_ms or 0.0 for time in times))
-    longest = max(times, key=lambda time: time.computing_ms).rank
-    findings = [_by_computation(times) if last is None else shared, finding("rank-explained", rank=longest)]
-    return RankComparison(times, by_rank[longest], None, tuple(findings), waits.get(longest, {}))
+    longest = max(times, key=lambda time: time.computing_ms)
+    facts = {"computing_ms": longest.computing_ms, "mean_ms": mean(time.computing_ms for time in times)}
+    unmatched = finding("ranks-unmatched", ranks=len(times), rank=longest.rank, **facts)
+    findings = [unmatched if last is None else shared, finding("rank-explained", rank=longest.rank)]
+    return RankComparison(times, by_rank[longest.rank], None, tuple(findings), waits.get(longest.rank, {}))
 
 
 def _rank_time(
@@ -80,16 +82,6 @@ def _waited_us(match: Match, last: int) -> float:
     return mean(one.work.time for rank, one in match.items() if rank != last) - match[last].work.time
 
 
-def _by_computation(ranks: Sequence[RankTime]) -> Finding:
-    """Without collectives in common: whether the ranks compute for the same time."""
-    longest = max(ranks, key=lambda time: time.computing_ms)
-    usual = mean(time.computing_ms for time in ranks)
-    if not usual or longest.computing_ms <= (1 + UNEVEN) * usual:
-        return finding("ranks-even", ranks=len(ranks), within=UNEVEN)
-    more, computing = longest.computing_ms / usual - 1, longest.computing_ms
-    return finding("ranks-uneven", rank=longest.rank, computing_ms=computing, more=more, ranks=len(ranks))
-
-
 def _straggler(
     rank: int, times: Sequence[RankTime], matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]
 ) -> list[Finding]:
@@ -104,7 +96,7 @@ def _straggler(
     gained = _with_it_on_time(rank, matches, by_rank)
     later = _delays_ms([{one: match[one] for one in match if one != rank} for match in matches if len(match) > 2], by_rank)
     more = {f"rank {one}": time for one, time in sorted(later.items()) if time >= LATE * own.step_ms}
-    others_late = [finding("ranks-more-stragglers", delays=more)] if more else []
+    others_late = [finding("ranks-more-stragglers", rank=rank, delays=more)] if more else []
     return [straggler, *gained, *others_late, *_why_late(own, others, by_rank)]
 
 

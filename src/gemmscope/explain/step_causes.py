@@ -106,7 +106,7 @@ def _host_bound(step: StepEvidence, late: Sequence[Gap], time: float) -> tuple[s
     interval_us = 1000 * step.step_ms / max(account.launches, 1)
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
-    return code, evidence + ([finding("cause-profiler-overhead")] if step.recording.plain_ms is None else [])
+    return code, evidence
 
 
 def _synchronizations(step: StepEvidence) -> float:
