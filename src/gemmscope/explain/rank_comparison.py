@@ -105,10 +105,10 @@ def _with_it_on_time(rank: int, matches: Sequence[Match], by_rank: Mapping[int, 
     graphs = {one: diagnosis.evidence.graphs for one, diagnosis in by_rank.items()}
     if len({tuple(graph.step.name for graph in own) for own in graphs.values()}) > 1:
         return []
+    own = [{one: collective.index for one, collective in match.items()} for match in matches]
     before_us = after_us = 0.0
     for steps in zip(*graphs.values(), strict=True):
         step = dict(zip(graphs, steps, strict=True))
-        own = [{one: collective.index for one, collective in match.items()} for match in matches]
         before_us += sum(graph.step.time for one, graph in step.items() if one != rank)
         after_us += sum(time for one, time in replayed_ranks_us(step, own, {}, on_time=(rank,)).items() if one != rank)
     count = 1000 * (len(graphs) - 1) * len(graphs[rank])

@@ -126,8 +126,8 @@ def replayed_ranks_us(
     """The time of one step on each rank. `matches`: the indices of the same collective, by rank; `on_time`: ranks that nobody has
     to wait for. Ranks that run their collectives in another order do not wait in them."""
     match_of = {(rank, index): match for match in matches for rank, index in match.items()}
-    shared = {rank: {index for owner, index in match_of if owner == rank} for rank in graphs}
-    runs = {rank: _replay(graph, changes.get(rank, StepChange()), shared[rank]) for rank, graph in graphs.items()}
+    shared = grouped(match_of)
+    runs = {rank: _replay(graph, changes.get(rank, StepChange()), set(shared.get(rank, ()))) for rank, graph in graphs.items()}
     answers: dict[int, float | None] = dict.fromkeys(graphs)
     entered: dict[int, _Entry] = {}
     times: dict[int, float] = {}
